@@ -1285,7 +1285,7 @@ static void memory_of_group(void *out, int version, const char *folder, const ch
                          folder_number(folder, "memory.stat", rows[row].cached, 0);
     for (int k = 0; k < 2; k++) {
         int64_t limit = folder_number(folder, rows[row].limits[k], "", INT64_MAX);
-        limit_memory((HostMemory *)out, limit - used, "%s of control group %.90s",
+        limit_memory((HostMemory *)out, limit - used, "%s of cgroup %.90s",
                      rows[row].limits[k], group);
     }
 }
@@ -1311,7 +1311,7 @@ static HostMemory host_memory(const char *root) {
     struct rlimit r;
     path_print(path, "%s/proc/meminfo", root);
     const int64_t kib = file_number(path, "MemAvailable:", -1);
-    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "what is free on this machine");
+    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "free memory of this machine");
     path_print(path, "%s/proc/self/status", root);
     const int64_t stacks = stacks_to_come(file_number(path, "Threads:", 1));
     for (int i = 0; i < 2; i++) {
@@ -1320,7 +1320,7 @@ static HostMemory host_memory(const char *root) {
         if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
             int64_t mapped = file_number(path, limits[i].key, 0) << 10;
             limit_memory(&h, (int64_t)r.rlim_cur - mapped - stacks, "%s%s", limits[i].name,
-                         stacks ? " less its threads' stacks" : "");
+                         stacks ? " minus thread stacks" : "");
         }
     }
     groups_look(root, "memory", memory_of_group, &h);
@@ -1500,7 +1500,7 @@ static int launcher_number(const char *variable) {
     char *end = NULL;
     const long number = text && text[0] ? strtol(text, &end, 10) : -1;
     if (end && (*end || number < 0 || number > 1 << 20)) {
-        die("%s is '%s', which is not a number from 0 to %d", variable, text, 1 << 20);
+        die("%s is '%s', expected a number from 0 to %d", variable, text, 1 << 20);
     }
     return (int)number;
 }
@@ -1807,8 +1807,8 @@ static int settings_has_master(const Settings *s) {
 
 static int settings_offloads(const Settings *s) {
     int placements = 0;
-    for (int what = 0; what < KINDS; what++) {
-        placements |= s->placement[what];
+    for (int kind = 0; kind < KINDS; kind++) {
+        placements |= s->placement[kind];
     }
     return (placements & PLACE_HOST) != 0;
 }
@@ -1816,9 +1816,11 @@ static int settings_offloads(const Settings *s) {
 // Returns whether a step waits for other streams before its update: for the exchange between ranks,
 // or for transfers of streamed buffers.
 static int settings_joins(const Settings *s) {
-    const int streamed =
-        s->placement[KIND_WEIGHTS] | s->placement[KIND_GRADIENTS] | s->placement[KIND_RESIDUALS];
-    return s->ranks > 1 || streamed != PLACE_DEVICE;
+    int streamed = 0;
+    for (int kind = 0; kind < KINDS; kind++) {  // all except the states updated in place
+        streamed |= kind != KIND_MOMENTS && kind != KIND_MASTER ? s->placement[kind] : 0;
+    }
+    return s->ranks > 1 || streamed;
 }
 
 // Stages: what a tick computes. A block has eight stages in forward. In backward the first seven
@@ -2062,14 +2064,24 @@ typedef struct {
 } Slot;
 typedef struct Transfer Transfer;  // next chapter
 
-// For each kind, its first slot and its backing store, which holds the data of all blocks.
+// For each kind that is streamed: its first slot; its backing store, which holds the data of all
+// blocks; and the activation (ACT_*) that it consists of, or -1.
 static const struct {
-    int slot, store;
-} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE},
-                             {BUF_GRADS_SLOT, BUF_GRADS_STORE},
-                             {-1, -1},
-                             {-1, -1},
-                             {BUF_X_SLOT, BUF_X_STORE}};
+    int slot, store, act;
+} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE, -1},
+                             {BUF_GRADS_SLOT, BUF_GRADS_STORE, -1},
+                             {-1, -1, -1},
+                             {-1, -1, -1},
+                             {BUF_X_SLOT, BUF_X_STORE, ACT_X}};
+
+// Returns the kind as which these settings stream an activation, or KINDS if they do not.
+static Kind act_streamed(const Settings *s, int act) {
+    int kind = 0;
+    while (kind < KINDS && (transfer_buffers[kind].act != act || !s->placement[kind])) {
+        kind++;
+    }
+    return (Kind)kind;
+}
 
 typedef struct Plan Plan;
 struct Plan {
@@ -2145,7 +2157,7 @@ static void plan_add_block(Plan *p, int layer) {
                                                          : a->channels * m->C;
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              N * per_token, made, used_back, ON_DEVICE};
-        if (i == ACT_X && s->placement[KIND_RESIDUALS]) {
+        if (act_streamed(s, i) < KINDS) {
             *forward = *backward = -1;  // stored in slots
             continue;
         }
@@ -2457,8 +2469,9 @@ static void *plan_act(const Plan *p, int act, int layer) {
     if (act == ACT_X && layer == m->L) {
         return plan_single(p, BUF_XF);
     }
-    if (act == ACT_X && p->settings.placement[KIND_RESIDUALS]) {
-        return plan_single(p, slot_buffer(p, KIND_RESIDUALS, layer));
+    const Kind streamed = act_streamed(&p->settings, act);
+    if (streamed < KINDS) {
+        return plan_single(p, slot_buffer(p, streamed, layer));
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
     return buffer_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
@@ -2730,7 +2743,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
 // gradients are reduce-scattered; with both, a fetch uploads the rank's shard and then all-gathers.
 // If `in` is 0, the data is computed on the device; if `out` is 0, nothing is stored.
 struct Transfer {
-    Kind what;
+    Kind kind;
     int block, slot;
     int fetch, first, last, store_wait;
     int in, out;
@@ -2770,7 +2783,7 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
              gradients & PLACE_HOST, gradients},
         };
         for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_TRANSFERS : 2); k++) {
-            if (s->placement[rows[k].what]) {
+            if (s->placement[rows[k].kind]) {
                 transfers[n++] = rows[k];
             }
         }
@@ -2794,15 +2807,15 @@ enum { FETCH, FETCH_WAIT, STORE, STORE_WAIT };
 // slot holds from then on. Gradients stored on the host are fetched only if this micro-step adds to
 // them.
 static void transfer_step(Plan *p, const Transfer *v, int phase) {
-    const int fetches = v->in && (p->adds || v->what != KIND_GRADIENTS);
-    const int id = p->single[transfer_buffers[v->what].slot + v->slot];
-    Slot *slot = &p->slots[v->what][v->slot];
+    const int fetches = v->in && (p->adds || v->kind != KIND_GRADIENTS);
+    const int id = p->single[transfer_buffers[v->kind].slot + v->slot];
+    Slot *slot = &p->slots[v->kind][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *store = NULL;
     const size_t bytes = p->buffers[id].bytes;
     int happens = 1;
     switch (phase) {
     case FETCH:
-        if (v->what == KIND_WEIGHTS && slot->block == v->block + 1) {
+        if (v->kind == KIND_WEIGHTS && slot->block == v->block + 1) {
             return;  // still in the slot
         }
 #if GPT2_POISON
@@ -2826,8 +2839,8 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
         return;
     }
     if (fetches || v->out) {
-        const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
-        store = (char *)plan_single(p, transfer_buffers[v->what].store) + v->block * own;
+        const int64_t own = own_count(&p->settings, v->kind, (int64_t)bytes);
+        store = (char *)plan_single(p, transfer_buffers[v->kind].store) + v->block * own;
     }
     p->transfer(p, phase, v, memory, phase == FETCH && !fetches ? NULL : store, bytes);
 }
@@ -3171,10 +3184,10 @@ static Traffic step_traffic(const Settings *s, int micros) {
     single_buffers(rows, s);
     for (int i = 0; i < n; i++) {
         const Transfer *v = &transfers[i];
-        const int weights = v->what == KIND_WEIGHTS, grads = v->what == KIND_GRADIENTS;
-        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
+        const int weights = v->kind == KIND_WEIGHTS, grads = v->kind == KIND_GRADIENTS;
+        const int id = transfer_buffers[v->kind].slot;
         const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
-        const double own = s->placement[v->what] & PLACE_SHARD ? bytes / s->ranks : bytes;
+        const double own = s->placement[v->kind] & PLACE_SHARD ? bytes / s->ranks : bytes;
         const int times = weights && v->fetch == 0 ? 1 : micros - grads;
         t.up += v->in & PLACE_HOST ? times * own : 0;
         t.gathered += v->in & PLACE_SHARD ? times * others * bytes : 0;
@@ -3405,7 +3418,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
-    s->placement[KIND_RESIDUALS] = 0;
+    for (int kind = 0; kind < KINDS; kind++) {
+        s->placement[kind] = transfer_buffers[kind].act < 0 ? s->placement[kind] : 0;
+    }
 }
 
 // Levels and placement. The program may choose anything that does not change results: the recompute
@@ -3770,9 +3785,9 @@ enum { matmul_bf16 = 0 };
 static const char *bf16_missing(void) {
 #if BF16_DOTS
     return __builtin_cpu_supports("avx512bf16") ? NULL
-                                                : "this processor has no bf16 dot products";
+                                                : "this processor does not support AVX512-BF16";
 #else
-    return "this program was built for processors without bf16 dot products (AVX512-BF16)";
+    return "this program was built for processors without AVX512-BF16";
 #endif
 }
 
@@ -3855,9 +3870,9 @@ static void transpose(real *to, size_t to_step, const real *from, size_t from_st
     }
 }
 #else
-// The same for GCC, which would keep the arrays of that loop in memory, at half the speed: the
-// shuffles are written out. nvcc's front end does not know the pragma; without it the CPU reference
-// in the GPU program only packs a little slower.
+// The same with explicit shuffles for GCC, which would keep the arrays of the loop above in memory,
+// at half the speed. nvcc's front end does not support the pragma; without it the CPU reference in
+// the GPU program only packs a little slower.
 #if defined(__CUDACC__)
 #define UNROLL
 #else
@@ -4276,7 +4291,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     for (int m0 = 0; m0 < M; m0 += rows_max) {
         const int rows = min_int(rows_max, M - m0);
         int row_tasks = 1;
-        // Every row task packs b again, so give each many rows, except to have one task per thread.
+        // Each row task packs b again, so tasks get many rows unless threads would lack a task.
         while (row_tasks * column_tasks < 3 * threads &&
                rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
             row_tasks++;
@@ -4400,9 +4415,9 @@ static inline float exp_end(float r, uint32_t n) {
     return (1.0f + exp_minus_1(r)) * power_of_two(half) * power_of_two(n - half);
 }
 
-// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; an odd function to
-// the bit. Computed as t / (t + 2), with t = e^(2|x|) - 1 formed without cancellation; 1 for
-// |x| >= 9.1. The second half takes the sign from x.
+// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; tanh(-x) is exactly
+// -tanh(x). Computed as t / (t + 2) with t = e^(2|x|) - 1, without cancellation; 1 for |x| >= 9.1.
+// The second half takes the sign from x.
 static inline float tanh_begin(float x, uint32_t *n) {
     return exp_reduced(2.0f * at_most(10.0f, fabsf(x)), n);
 }
@@ -4626,7 +4641,7 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
 }
 
 // matmul_forward() for a single row, for generation: nothing is packed, since no weight is used
-// twice, and nothing is rounded to bf16. Sums are in another order than those of a row of a batch.
+// twice, and nothing is rounded to bf16. The order of sums differs from that for a row of a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     (void)N;
@@ -5548,7 +5563,7 @@ static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
     (void)p;
     if (phase == FETCH && store) {
         memcpy(slot, store, bytes);
-    } else if (phase == FETCH && v->what == KIND_GRADIENTS) {
+    } else if (phase == FETCH && v->kind == KIND_GRADIENTS) {
         memset(slot, 0, bytes);
     } else if (phase == STORE) {
         memcpy(store, slot, bytes);
@@ -5584,9 +5599,9 @@ static void cpu_open(Engine *e, Plan *p) {
     e->write = cpu_write;
     e->close = cpu_close;
     e->peak_flops = matmul_peak_flops();
-    e->peak_source = "the matmul's inner kernel, measured just now";
+    e->peak_source = "measured with the matmul's inner kernel";
     snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32%s", threads,
-             threads == 1 ? "" : "s", matmul_bf16 ? ", products of bf16" : "");
+             threads == 1 ? "" : "s", matmul_bf16 ? ", bf16 matmuls" : "");
 }
 
 // Sets weights and moments to zero. Gaps between tensors stay zero because nothing else writes
@@ -5793,8 +5808,8 @@ static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe 
         return 1;
     }
     if (tokenizer != TOKENIZER_BYTES && !bpe) {
-        die("--prompt: this data has GPT-2 tokens, and their vocabulary is missing: "
-            "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
+        die("--prompt: the data has GPT-2 tokens, but GPT-2's vocabulary was not found: run "
+            "data/prepare.sh, which puts vocab.bpe in data/, or give its path with --tokenizer");
     }
     uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
     int64_t count = 0;
@@ -5964,7 +5979,7 @@ static int generator_prompt(Generator *g, const char *prompt, size_t n) {
         if (generator_reads(g)) {
             snprintf(line, sizeof line, "line %" PRId64 " of stdin has ", g->lines);
         }
-        die("--prompt: %s%" PRId64 " tokens, at most %d fit", line, count, g->T);
+        die("--prompt: %s%" PRId64 " tokens, more than --seq-len (-t) %d", line, count, g->T);
     }
     return (int)count;
 }
@@ -6015,7 +6030,7 @@ static const char *line_next(LineInput *in, size_t *n) {
         if (in->filled == in->budget) {
             in->budget *= 2;
             in->bytes = (char *)realloc(in->bytes, in->budget);
-            check(in->bytes, "no memory for a line of stdin");
+            check(in->bytes, "out of memory for a line of stdin");
         }
         const ssize_t got = read_or_stop(STDIN_FILENO, in->bytes + in->filled,
                                          in->budget - in->filled);
@@ -6207,7 +6222,7 @@ static void log_open(Run *run, int64_t resume_step) {
     slow_begin();
     const int validated = log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
     if (validated < 0) {
-        die("cannot read or cut back log %s: %s", path, file_error());
+        die("cannot read or truncate log %s: %s", path, file_error());
     }
     if (validated) {
         run->state.pending_validation = 0;  // done by a run that ended before its next step
@@ -6259,8 +6274,8 @@ static int output_status(Run *run, int status) {
     if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
         return status;
     }
-    fprintf(stderr, "%s: cannot write to stdout: %s; what follows was not printed\n", program_name,
-            strerror(run->stdout_error));
+    fprintf(stderr, "%s: cannot write to stdout: %s; the rest of the output is lost\n",
+            program_name, strerror(run->stdout_error));
     return 1;
 }
 
@@ -6272,7 +6287,7 @@ static void run_note_fault(Run *run) {
                    : this_rank.failed ? 0
                                       : rank_grace_ms();
     if (this_rank.fault && !run->failure[0]) {
-        snprintf(run->failure, sizeof run->failure, "rank %d cannot go on, and says why",
+        snprintf(run->failure, sizeof run->failure, "rank %d failed; see its message",
                  this_rank.fault - 1);
     }
 }
@@ -6389,9 +6404,9 @@ static void run_compare_replicas(Run *run) {
         }
     }
     if (run->diverged) {
-        snprintf(run->failure, sizeof run->failure, "rank%s %s differ%s in weights or moments "
-                 "that must be alike on all ranks: a GPU, or what connects it, has made a mistake",
-                 named > 1 ? "s" : "", names, named > 1 ? "" : "s");
+        snprintf(run->failure, sizeof run->failure, "rank%s %s: weights or moments differ "
+                 "from those of the other ranks: a GPU or the interconnect may be faulty",
+                 named > 1 ? "s" : "", names);
     }
 }
 
@@ -6498,7 +6513,8 @@ static void run_print_forecast(const Run *run) {
     if (run->forecast_ms > 0) {
         const double tokens = (double)run->windows_per_step * run->s.T;
         const int64_t left = run->steps - run->state.step;
-        printf("forecast %s tokens/s, %s steps in %s; step %" PRId64 " says how true that was\n\n",
+        printf("forecast %s tokens/s, %s steps in %s; compared with the measured time after step %"
+               PRId64 "\n\n",
                count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s, count_text(left).s,
                duration_text(1e-3 * run->forecast_ms * (double)left).s,
                run->state.step + FORECAST_STEPS);
@@ -6552,8 +6568,9 @@ static void run_count_step(Run *run, const StepResult r) {
     // Skips that lower the loss scale are expected and not counted; at its lowest value they are.
     run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (run->o.max_skips && run->skips >= run->o.max_skips) {
-        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
-                 "skipped, and what made their gradients useless stays", run->skips);
+        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " consecutive steps "
+                 "were skipped: their gradients were not finite or exceeded --skip-zscore",
+                 run->skips);
     }
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
@@ -6642,7 +6659,7 @@ static void run_fail(const Run *run) {
             ? ", which is saved"
         : run->diverged
             ? ", which is not saved"
-            : ", which is not saved: the newest checkpoint is from before the first of them");
+            : ", which is not saved: the newest checkpoint precedes the skipped steps");
 }
 
 // Prints the last line of a run, writes the last line of the log and closes it.
@@ -6666,7 +6683,7 @@ static void run_end(Run *run, double ms) {
 // The training loop: runs from the current step to the last one, a signal or a failure. After each
 // step it validates, samples and saves, in this order, if each is due; with an output folder the
 // end of the run saves too. A skipped step postpones a periodic checkpoint, and a run that fails
-// because of skipped steps does not save at its end: its newest checkpoint is from before them.
+// because of skipped steps does not save at its end: its newest checkpoint precedes them.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
@@ -6674,7 +6691,7 @@ static void run_train(Run *run) {
     stop_grace = GRACE_PROGRESS;
     run->reported_step = run->state.step;
     if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
-        printf("nothing to do: the checkpoint is of step %" PRId64 ", --steps (-x) is %" PRId64
+        printf("nothing to do: the checkpoint is at step %" PRId64 ", --steps (-x) is %" PRId64
                "\n", run->state.step, run->steps);
     }
     if (run->state.pending_validation && run->has_val) {
@@ -6746,7 +6763,7 @@ static Token eval_token(const EvalExample *x, int k, int i) {
 static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
     const int context = x->texts[0].count, count = x->texts[1 + k].count;
     const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
-    check(count <= T, "the evaluation file has changed since it was opened");
+    check(count <= T, "the evaluation file changed while in use");
     for (int i = 0; i < T; i++) {
         inputs[i] = eval_token(x, k, drop + i);
         targets[i] = eval_token(x, k, drop + i + 1);
@@ -6825,7 +6842,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             }
             Engine *e = &run->engine;
             if (!isfinite(e->forward_loss(e, losses, run->inputs, run->targets))) {
-                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
+                die("--eval: the loss of %s is not finite at example %d of %s", run->o.model,
                     i, f->name);
             }
             for (int b = 0; b < filled; b++) {
@@ -6856,7 +6873,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
         return;
     }
     if (n == 0) {
-        die("--eval: interrupted before one example of %s was scored", f->name);
+        die("--eval: interrupted before any example of %s was scored", f->name);
     }
     if (run->o.json) {
         printf("{\"file\":\"");
@@ -6871,7 +6888,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
     }
     printf("%s", clear_line(run));
     if (score->cut_rows) {
-        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
+        printf("%s rows were truncated at the start: with T = %d, a row has at most %d tokens\n",
                count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
     }
     printf("%s: ", f->name);
@@ -7982,23 +7999,22 @@ static void run_find_ranks(Run *run, const Program *program) {
     rank_timeout_ms = 1e3 * (double)o->timeout;
     if (!launched && o->gpus == 1) {
         if (option_given(o, "timeout")) {
-            die("--timeout watches the ranks of a run, and this one is alone: --gpus N or a "
-                "launcher starts some");
+            die("--timeout needs several ranks: use --gpus N or a launcher such as mpirun");
         }
         return;
     }
     if (launched && o->gpus > 1) {
-        die("--gpus %" PRId64 ", and %s is %d: a launcher has started ranks already, so leave "
-            "--gpus out, or start one process with %s unset", o->gpus, l.variable, l.copies,
+        die("--gpus %" PRId64 ": a launcher has already started ranks (%s is %d); omit --gpus, or "
+            "unset %s and start one process", o->gpus, l.variable, l.copies,
             l.variable);
     }
     snprintf(asks, sizeof asks, launched ? "%s is %d" : "%s %d", launched ? l.variable : "--gpus",
              launched ? l.copies : (int)o->gpus);
     if (!program->ranks_start) {
-        die("%s, but this program trains alone: %s", asks, program->alone);
+        die("%s: several ranks are not supported: %s", asks, program->alone);
     }
     if (o->check || o->compare || o->generate) {
-        die("%s: --check, --compare and --generate are for one process", asks);
+        die("%s: --check, --compare and --generate run on one GPU only", asks);
     }
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
@@ -8080,8 +8096,8 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_PRESET:
             model_set_vocabulary(m, GPT2_VOCABULARY);
             if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
-                printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model,
-                       m->V, data->vocabulary);
+                printf("%s has GPT-2's vocabulary of %d tokens; the data uses %d of them\n",
+                       o->model, m->V, data->vocabulary);
             }
             break;
         case MODEL_SHAPE:
@@ -8090,12 +8106,12 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_FILE:
             if (data && data->vocabulary == GPT2_VOCABULARY && m->V == GPT2_PADDED) {
                 if (!o->quiet) {
-                    printf("%s pads GPT-2's vocabulary to %d rows; those from %d on stay as they "
-                           "are in the file and in the softmax, and no data has their tokens\n",
+                    printf("%s pads GPT-2's vocabulary to %d rows; rows from %d on are kept, "
+                           "and take part in the softmax, but no token refers to them\n",
                            o->model, m->V, GPT2_VOCABULARY);
                 }
             } else if (data && data->vocabulary != m->V) {
-                die("--model (-e): %s has a vocabulary of %d; the data, %s, has one of %d",
+                die("--model (-e): %s has a vocabulary of %d tokens, the data %s one of %d",
                     o->model, m->V, o->train_data, data->vocabulary);
             }
             break;
@@ -8103,14 +8119,15 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
 }
 
 // Step 3: opens the training data and sets the vocabulary. A plan needs data only for the
-// vocabulary of a shape, and uses that of bytes if there is no data.
+// vocabulary of a shape; without data it assumes byte tokens.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
     if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
     if (!o->train_data && !options_plan(o)) {
-        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
+        die("no training data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token "
+            "shards");
     }
     if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE || o->fit)) {
         int64_t T = o->seq_len ? o->seq_len : m->maxT;
@@ -8135,8 +8152,8 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     if (o->gpu_mem && !program->gpu) {
-        die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
-            "GPU run");
+        die("--gpu-mem: this program trains on the CPU; use --gpu-mem with --plan, --fit or "
+            "--minimum to plan a GPU run");
     }
     const uint64_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
     const uint64_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
@@ -8153,7 +8170,7 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     const uint64_t host = (uint64_t)(host_memory("").bytes / this_rank.local_ranks);
     budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : UINT64_MAX;
     budget.library = program->library_bytes;
-    budget.where = program->gpu ? "free on this GPU" : "memory this process may take";
+    budget.where = program->gpu ? "free on this GPU" : "memory available to this process";
     budget.speed = speed_usual(s);
     return budget;
 }
@@ -8179,8 +8196,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     }
     MemoryBudget budget = known ? budget_at_hand(program, o, &s) : budget_named(o, &s);
     if (o->fit && !budget.device) {
-        const char *why = o->gpus > 1 ? "several GPUs are not asked here" : "no GPU is here";
-        die("--fit: %s; --gpu NAME or --gpu-mem SIZE says what to fit into", why);
+        const char *why = o->gpus > 1 ? "the memory of several GPUs is not detected"
+                                      : "no GPU was found";
+        die("--fit: %s; give --gpu NAME or --gpu-mem SIZE", why);
     }
     if (o->generate) {
         settings_generate(&s);
@@ -8218,17 +8236,17 @@ static void run_size(Run *run) {
     run->accum_steps = (int)micros;
     run->windows_per_step = micros * s->ranks * s->B;
     if (run->windows_per_step > run->train.windows) {
-        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
-            " sequences of %d tokens; %s has %" PRId64, run->windows_per_step, s->T,
+        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step needs %" PRId64
+            " sequences of %d tokens; %s has only %" PRId64, run->windows_per_step, s->T,
             o->train_data, run->train.windows);
     }
     run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
     if (o->warmup > run->steps) {
-        die("--warmup (-u): %" PRId64 " steps are more than the run's %" PRId64, o->warmup,
+        die("--warmup (-u): %" PRId64 " steps, but the run has only %" PRId64, o->warmup,
             run->steps);
     }
     if (run->has_val && run->val.windows < s->B) {
-        die("%s: %" PRId64 " sequences of %d tokens are fewer than one batch of %d", o->val_data,
+        die("%s: %" PRId64 " sequences of %d tokens, fewer than one batch of %d", o->val_data,
             run->val.windows, s->T, s->B);
     }
 }
@@ -8245,7 +8263,7 @@ static void run_print_box(const Run *run) {
            count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
     if (!run->o.val_data) {
-        printf("         without --val-data (-j) nothing is validated\n");
+        printf("         no validation: --val-data (-j) is not given\n");
     }
     printf("step     %d x %d x %d", run->accum_steps, s->B, s->T);
     if (s->ranks > 1) {
@@ -8266,8 +8284,8 @@ static void run_print_box(const Run *run) {
         }
     }
     if (settings_offloads(s)) {
-        printf("; %s %s", bytes_text((double)p->host_bytes).s,
-               s->gpu ? "of host memory" : "in the host's place");
+        printf("; %s of %shost memory", bytes_text((double)p->host_bytes).s,
+               s->gpu ? "" : "emulated ");
     }
     printf("\n");
     fflush(stdout);
@@ -8277,8 +8295,8 @@ static void run_print_engine(const Run *run) {
     const Engine *e = &run->engine;
     printf("device   %s\n", e->device);
     if (e->peak_flops > 0) {
-        printf("peak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
-               "FLOPs\n\n", e->peak_flops * 1e-9, e->peak_source);
+        printf("peak     %.0f GFLOP/s, %s; FLOPs per token: 6 x (parameters + padding) + "
+               "6 L C T\n\n", e->peak_flops * 1e-9, e->peak_source);
     } else {
         printf("peak     unknown: %s\n\n", e->peak_source);
     }
@@ -8294,8 +8312,8 @@ static void refuse_renamed(const char *output) {
     while (folder && (entry = readdir(folder)) != NULL) {
         path_print(path, "%s/%s/manifest.json", output, entry->d_name);
         if (strcmp(entry->d_name, "..") != 0 && !manifest_open(&manifest, path)) {
-            die("--resume (-y): %s/%s is a checkpoint of step %" PRId64 "; a run goes on from "
-                "step-%08" PRId64 " in its --output (-o): name it so, or for a new run move it",
+            die("--resume (-y): %s/%s is the checkpoint of step %" PRId64 "; rename it to "
+                "step-%08" PRId64 " to resume from it, or move it to start a new run",
                 output, entry->d_name, manifest.step, manifest.step);
         }
     }
@@ -8317,8 +8335,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
     ResumeChoice choice = {-1, 0};
     CheckpointList list = checkpoint_list(o->output, "");
     if (list.count && !o->resume) {
-        die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
-            "starts anew", o->output);
+        die("--output (-o): %s already contains checkpoints; resume with --resume (-y) 1, or use "
+            "another folder", o->output);
     }
     checkpoint_sweep(o->output);
     for (int i = 0; i < list.count && choice.step < 0; i++) {
@@ -8335,7 +8353,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
-        die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove them to start a new run",
+            o->output);
     }
     free(list.steps);
     return choice;
@@ -8363,18 +8382,18 @@ static int64_t run_resume(Run *run) {
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
         const int64_t most = choice.step * run->train.windows;  // at most an epoch per step
         if (run->state.step != choice.step || run->state.position > most) {
-            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; allowed is "
+            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; expected "
                 "step %" PRId64 ", position 0 to %" PRId64, path, run->state.step,
                 run->state.position, choice.step, most);
         }
     }
     const char *file = run->weights.spans ? o->model : NULL;
     if (o->resume && !o->quiet && choice.step < 0) {
-        printf("no checkpoint in %s yet: a new run%s%s\n", o->output,
-               file ? ", with the weights of --model (-e) " : "", file ? file : "");
+        printf("no checkpoint in %s: starting a new run%s%s\n", o->output,
+               file ? " from the weights of --model (-e) " : "", file ? file : "");
     } else if (o->resume && !o->quiet && file) {
-        printf("the weights are those of %s, not those of --model (-e) %s, where the run began\n",
-               path, file);
+        printf("using the weights of %s; --model (-e) %s only applied when the run started\n", path,
+               file);
     }
     return choice.step;
 }
@@ -8424,7 +8443,8 @@ static void run_open_validation(Run *run) {
     if (run->has_val) {
         dataset_open(&run->val, o->val_data, run->s.T);
         if (run->val.tokenizer != run->train.tokenizer) {
-            die("--val-data (-j): %s has another tokenizer than %s", o->val_data, o->train_data);
+            die("--val-data (-j): %s uses a different tokenizer from %s", o->val_data,
+                o->train_data);
         }
     }
 }
@@ -8438,7 +8458,7 @@ static void run_prepare_samples(Run *run) {
         const int64_t count = prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
                                             prompt, strlen(prompt));
         if (count > run->s.T) {
-            die("--prompt: %" PRId64 " tokens, at most %d fit", count, run->s.T);
+            die("--prompt: %" PRId64 " tokens, more than --seq-len (-t) %d", count, run->s.T);
         }
     }
 }
@@ -8533,9 +8553,10 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         run_print_engine(run);
         choice_print(&run->plan, o);
         run_flush(run);
-        stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
-                                 : "\nstopping after this micro-batch; without --output (-o) "
-                                   "nothing is saved; again to quit\n";
+        stop_line = o->output[0] ? "\nstopping after this micro-batch, then saving; "
+                                   "a second signal quits at once\n"
+                                 : "\nstopping after this micro-batch without saving, since there "
+                                   "is no --output (-o); a second signal quits at once\n";
         stop_line += !run->live;  // the newline keeps the line that a terminal rewrites
     }
     run_forecast(run, program);
@@ -8562,7 +8583,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     Mapping map;
     EvalFile f;
     EvalScore score;
-    char weights[48] = "weights of that file";
+    char weights[48] = "loaded weights";
     memset(&score, 0, sizeof score);
     if (m->V == 0) {
         model_set_vocabulary(m, GPT2_VOCABULARY);
@@ -8576,7 +8597,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     }
     settings_from_options(&run->s, o, m, program->gpu);
     if (f.longest_completion > run->s.T) {
-        die("%s: example %d: a completion has %d tokens; --seq-len (-t) %d holds as many at most",
+        die("%s: example %d: a completion has %d tokens, more than --seq-len (-t) %d",
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
     settings_forward(&run->s);
@@ -8609,8 +8630,8 @@ static void generate_vocabulary(Run *run, const Model *m) {
     Options *o = &run->o;
     const int gpt2 = m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED;
     if (!gpt2 && m->V != BYTE_VOCABULARY) {
-        die("--generate: %s has a vocabulary of %d; text can be made of %d tokens (bytes) and of "
-            "%d (GPT-2's)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
+        die("--generate: %s has a vocabulary of %d tokens; supported are %d (bytes) and %d "
+            "(GPT-2)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
     }
     run->train.tokenizer = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
     o->train_data = o->model;  // for messages: the source of the tokens
@@ -8659,7 +8680,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     Generator g;
     char weights[80] = "";
     if (!run->weights.spans) {
-        snprintf(weights, sizeof weights, ", never trained: initial weights of --seed %" PRId64,
+        snprintf(weights, sizeof weights, ", untrained: initial weights of --seed %" PRId64,
                  o->seed);
     }
     generator_open(&g, run, program, m);
@@ -8679,7 +8700,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 count_text(g.prompt_count).s,
                 count_text(tokens_per_second(g.prompt_count, g.prompt_ms)).s,
                 count_text(g.count).s, count_text(tokens_per_second(g.count, g.ms)).s,
-                g.slid ? ", a whole window each where it slides" : "");
+                g.slid ? "; beyond T positions each token recomputes the window" : "");
     }
     run_close(run);
     free(g.tokens);
@@ -8694,7 +8715,7 @@ static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
     if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // in a run the engine refuses it
-        die("--dtype bf16: the GPU at hand has no bf16; it has fp16 and fp32");
+        die("--dtype bf16: this GPU does not support bf16; use fp16 or fp32");
     }
     o->dtype = lacks && !o->dtype ? (int64_t)DTYPE_FP16 : o->dtype;
 }
@@ -8712,13 +8733,13 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         return 0;
     }
     if ((o->check || o->compare) && !program->command) {
-        die("--check and --compare are commands of the GPU program, train_gpt2cu");
+        die("--check and --compare need the GPU program, train_gpt2cu");
     }
     writes_return_errors();
     if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it
         stop_on_signals();
         run_find_ranks(run, program);
-        stop_line = o->quiet ? "" : "stopping; again to quit\n";
+        stop_line = o->quiet ? "" : "stopping; a second signal quits at once\n";
         if (!o->generate) {  // its output is text, and its checks take no time
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
@@ -8770,7 +8791,7 @@ int train_gpt2_main(int argc, char **argv) {
         .open = cpu_open,
         .available = host_memory_available,
         .built = "",
-        .alone = "it computes on the CPU; train_gpt2cu shares a run among GPUs",
+        .alone = "this program runs on the CPU; use train_gpt2cu",
     };
     return program_main(&program, argc, argv);
 }

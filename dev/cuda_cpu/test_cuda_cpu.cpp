@@ -7,14 +7,14 @@
 //     g++ -std=c++17 -O1 -Idev/cuda_cpu -isystem <CUDA>/include test_cuda_cpu.cpp
 //
 // Contents
-//   1  Device arrays and planted bugs
+//   1  Device arrays and injected bugs
 //   2  Threads, barriers, warps
 //   3  Shared memory and seeds
 //   4  Memory, streams, events, devices
 //   5  Tensor cores and cp.async
 //   6  cublasLt
 //   7  NCCL
-//   8  Planted bugs
+//   8  Injected bugs
 //   9  Speed
 //   10  The table and main
 //
@@ -30,7 +30,7 @@
 typedef __nv_bfloat16 bf16;
 
 // -------------------------------------------------------------------------------------------------
-// 1. Device arrays and planted bugs
+// 1. Device arrays and injected bugs
 // A test continues after a failed expectation.
 
 #define OK(call) expect((call) == 0)  // cudaSuccess, CUBLAS_STATUS_SUCCESS and ncclSuccess are 0
@@ -1093,13 +1093,13 @@ static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place
     float alpha = 0.5f;
     std::vector<O> D, first;
     for (int i = x.n_found - 1; i >= 0; i--) {  // every algorithm, the same bits
-        int32_t beside = -1;
+        int32_t out_of_place = -1;
         size_t written = 0;
         OK(cublasLtMatmulAlgoCapGetAttribute(&x.found[i].algo,
-                                             CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside,
-                                             sizeof beside, &written));
-        expect(beside == (i >= 1) && written == sizeof beside);
-        if (!in_place && !beside) {
+                                             CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT,
+                                             &out_of_place, sizeof out_of_place, &written));
+        expect(out_of_place == (i >= 1) && written == sizeof out_of_place);
+        if (!in_place && !out_of_place) {
             continue;
         }
         if (in_place) {
@@ -1198,7 +1198,7 @@ static void lt_refusals() {
     bf16 *a = device<bf16>(4096), *b = device<bf16>(4096), *d = device<bf16>(4096);
     void *workspace = device<char>(1 << 20);
     float one = 1, zero = 0;
-    auto beside = [&](const Lt &layouts, int algorithm) {
+    auto out_of_place = [&](const Lt &layouts, int algorithm) {
         bf16 *c = device<bf16>(4096);
         return cublasLtMatmul(x.handle, x.desc, &one, a, layouts.a, b, x.b, &zero, c, layouts.c, d,
                               layouts.d, &x.found[algorithm].algo, workspace, 1 << 20, 0);
@@ -1215,13 +1215,13 @@ static void lt_refusals() {
     expect(run(a, d, x, &y.found[0].algo, 1 << 20) != 0);       // chosen for another shape
     expect(run(a, d, x, &x.found[2].algo, 1 << 10) != 0);       // workspace too small
     expect(run(a, a, x, nullptr, 0) != 0);                      // D on A
-    expect(beside(x, 0) == CUBLAS_STATUS_NOT_SUPPORTED);        // out of place not supported
-    OK(beside(x, 1));
+    expect(out_of_place(x, 0) == CUBLAS_STATUS_NOT_SUPPORTED);   // not supported
+    OK(out_of_place(x, 1));
     lt_splits(x, z, [&](const cublasLtMatmulAlgo_t *algo, size_t bytes) {
         return run(a, d, x, algo, bytes);
     });
     Setting none(emu::set.lt_in_place, emu::ALGORITHMS);
-    expect(beside(x, 2) == CUBLAS_STATUS_NOT_SUPPORTED);
+    expect(out_of_place(x, 2) == CUBLAS_STATUS_NOT_SUPPORTED);
     expect(run(a, d, z, nullptr, 0) != 0);                      // types
     expect(run(a, d, y, nullptr, 0) != 0);                      // shapes
     expect(strcmp(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED),
@@ -1582,13 +1582,13 @@ TEST(nccl_deaths) {
     run_ranks(rank_silence, 3, 3);
     expect(rank_codes == (std::vector<int>{55, 0, 55}), "a silent end: %s", rank_text.c_str());
     Setting timeout(emu::set.nccl_timeout_s, 2);
-    expect_ranks_die(rank_hangs, 3, "rank 2 did not come to AllReduce #1 within 2 s", "on rank 1");
+    expect_ranks_die(rank_hangs, 3, "rank 2 did not reach AllReduce #1 within 2 s", "on rank 1");
     expect_ranks_die(rank_nothing, 4, "4 ranks); rank 0 expects 3 ranks", "CommInit");
 }
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// 8. Planted bugs
+// 8. Injected bugs
 // Each ends with code 86 and a line that names what a user needs to find the bug. If a sanitizer
 // detects it first, the sanitizer's report counts.
 
@@ -1698,9 +1698,9 @@ static void bug_endless() {
 static __global__ void k_null(int *p) { *(volatile int *)p = 1; }
 static void bug_null() { launch(k_null, 1, 1, 0, 0, nullptr); }
 static __attribute__((noinline)) int deep(volatile int *p, int n) {
-    volatile char room[1000];
-    room[n % 1000] = (char)n;
-    return n == 0 ? *p : deep(p, n - 1) + room[n % 1000];
+    volatile char stack[1000];
+    stack[n % 1000] = (char)n;
+    return n == 0 ? *p : deep(p, n - 1) + stack[n % 1000];
 }
 static __global__ void k_deep(volatile int *p) { *p = deep(p, 100000); }
 static void bug_stack() { launch(k_deep, 1, 1, 0, 0, (volatile int *)device<int>(1)); }
@@ -1838,7 +1838,7 @@ static const Bug bugs[] = {
     {bug_before_start, "wrote at offset -12 of an allocation of 400 bytes", "k_write", "poison"},
     {bug_gap, "into a gap: byte 32 of 128, offset 160", "k_write", "poison"},
     {bug_guard, "Segmentation fault", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)", "SEGV"},
-    {bug_host_access, "host code touches device memory", "in host code", "SEGV"},
+    {bug_host_access, "host code accesses device memory", "in host code", "SEGV"},
     {bug_dead_row, "a dead row", "", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)"},
     {bug_shared, "wrote at offset 16 of a shared variable", "k_past_shared", "k_past_shared, b"},
     {bug_return_before_barrier, "deadlock", "threads 32-63 have returned", nullptr},

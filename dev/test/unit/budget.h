@@ -52,7 +52,7 @@ TEST(levels_fit, FLOAT) {
             const double seconds = forecast_step(&v, &s, 1);
             expect(bytes <= budget && bytes == plan_bytes(&s), "%s: %zu of %zu", who.c_str(), bytes,
                    budget);
-            expect(seconds <= before, "%s: slower with more room", who.c_str());
+            expect(seconds <= before, "%s: slower with more memory", who.c_str());
             before = seconds;
             recompute_parse(&parsed, recompute_text(&s).s);
             expect(memcmp(parsed.level, s.level, sizeof s.level) == 0, "%s: %s", who.c_str(),
@@ -73,7 +73,7 @@ TEST(levels_fit, FLOAT) {
                 }
             }
         }
-        expect(recompute_text(&s).s == Text("none"), "%s: room for everything", who.c_str());
+        expect(recompute_text(&s).s == Text("none"), "%s: memory for everything", who.c_str());
         expect(settings_fit_levels(&s, &v, few - 1) >= few, "%s: too little", who.c_str());
         // With exactly the bytes of a mixture, the result is not slower than that mixture.
         int hull[RECOMPUTE_LEVELS];
@@ -130,7 +130,7 @@ TEST(remedies, FLOAT) {
             plan_build(&q, &changed);
             expect(q.device_bytes == r.bytes && q.device_bytes <= budget.device &&
                        q.host_bytes <= budget.host,
-                   "%s, then %s: %zu, promised %zu, room %zu", base.c_str(), r.option,
+                   "%s, then %s: %zu, promised %zu, available %zu", base.c_str(), r.option,
                    q.device_bytes, r.bytes, budget.device);
             const Remedy &before = list[(size_t)(i ? i - 1 : 0)];
             expect(i == 0 || r.kind > before.kind ||
@@ -168,7 +168,7 @@ TEST(remedies, FLOAT) {
         plan_free(&p);
     }
     expect(several > 0 && without > 0 && without < count, "%d of several changes", several);
-    detail = text("%d random plans, %d cures, %d of several changes", count, changes, several);
+    detail = text("%d plans, %d suggestions, %d of several changes", count, changes, several);
 }
 
 // A smaller batch has the classifier rows that its own command line would give it, and no more than
@@ -381,9 +381,9 @@ TEST(fit_sizes, FLOAT) {
            all.tokens_per_s, any.tokens_per_s);
     FitPoint f = chosen("--fit any -e d48 --gpu-mem 15GiB");
     expect(f.o.batch >= 8 && f.tier == 0 && f.o.moments == MOMENTS_BF16 &&
-               f.o.master == MASTER_NONE, "-b %d, rung %d", (int)f.o.batch, f.tier);
+               f.o.master == MASTER_NONE, "-b %d, tier %d", (int)f.o.batch, f.tier);
     f = chosen("--fit bits -e d48 --gpu-mem 15GiB");
-    expect(f.o.batch >= 24 && f.type == 0 && f.o.offload == HOST_MOMENTS, "-b %d, rung %d",
+    expect(f.o.batch >= 24 && f.type == 0 && f.o.offload == HOST_MOMENTS, "-b %d, tier %d",
            (int)f.o.batch, f.tier);
     f = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
     expect(524288 % (f.o.batch * 1024) == 0 && f.type == 0, "-b %d", (int)f.o.batch);
