@@ -2218,50 +2218,74 @@ static PlaceKey place_key(const Plan *p, int i, int by_size) {
 // First fit: returns the lowest offset at which `b` overlaps no placed buffer that is alive at a
 // common tick. `placed` holds the indices of `count` buffers in ascending order of offset.
 static uint64_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
+    const uint64_t bytes = buffer_padded_bytes(b);
     uint64_t offset = 0;
     for (int i = 0; i < count; i++) {
         const Buffer *other = &p->buffers[placed[i]];
         if (other->first > b->last || other->last < b->first) {
             continue;
         }
-        if (other->offset >= offset + buffer_padded_bytes(b)) {
+        if (other->offset >= offset + bytes) {
             break;
         }
-        uint64_t end = other->offset + buffer_padded_bytes(other);
+        const uint64_t end = other->offset + buffer_padded_bytes(other);
         offset = end > offset ? end : offset;
     }
     return offset;
 }
 
+// Inserts buffer `id` into a list of `*count` buffers in ascending order of offset.
+static void place_insert(const Plan *p, int *placed, int *count, int id) {
+    int at = (*count)++;
+    for (; at > 0 && p->buffers[placed[at - 1]].offset > p->buffers[id].offset; at--) {
+        placed[at] = placed[at - 1];
+    }
+    placed[at] = id;
+}
+
 // Assigns every buffer an offset; host buffers are laid out back to back. Returns the bytes of the
-// device allocation.
+// device allocation. Most buffers live for less than a block, so the placed ones are listed by
+// time: list w has those alive at some tick of [WINDOW w, WINDOW (w + 2)). A buffer whose lifetime
+// is in one of these ranges is compared with that list only, another one with the list of all,
+// which is brought up to date only then.
 static uint64_t plan_place(Plan *p, int by_size) {
-    const size_t n = (size_t)p->buffer_count;
-    PlaceKey *order = (PlaceKey *)alloc_zero(n, sizeof *order);
-    int *placed = (int *)alloc_zero(n, sizeof(int)), count = 0;
-    for (int i = 0; i < p->buffer_count; i++) {
+    enum { WINDOW = 16 };
+    const int n = p->buffer_count, all = p->ticks / WINDOW + 1;
+    PlaceKey *order = (PlaceKey *)alloc_zero((size_t)n, sizeof *order);
+    int *lists = (int *)alloc_zero((size_t)(all + 1) * (size_t)n, sizeof(int));
+    int *counts = (int *)alloc_zero((size_t)all + 1, sizeof(int)), listed = 0;
+    for (int i = 0; i < n; i++) {
         order[i] = place_key(p, i, by_size);
     }
-    qsort(order, n, sizeof *order, place_compare);
+    qsort(order, (size_t)n, sizeof *order, place_compare);
     p->device_bytes = p->host_bytes = 0;
-    for (size_t k = 0; k < n; k++) {
-        Buffer *b = &p->buffers[order[k].key[3]];
+    for (int k = 0; k < n; k++) {
+        const int id = (int)order[k].key[3];
+        Buffer *b = &p->buffers[id];
+        const uint64_t bytes = buffer_padded_bytes(b);
         if (b->placement == PLACE_HOST) {
             b->offset = p->host_bytes;
-            p->host_bytes += buffer_padded_bytes(b);
+            p->host_bytes += bytes;
             continue;
         }
-        b->offset = place_find(p, b, placed, count);
-        uint64_t end = b->offset + buffer_padded_bytes(b);
-        p->device_bytes = end > p->device_bytes ? end : p->device_bytes;
-        int at = count++;
-        for (; at > 0 && p->buffers[placed[at - 1]].offset > b->offset; at--) {
-            placed[at] = placed[at - 1];
+        const int from = b->first / WINDOW, to = b->last / WINDOW;
+        const int list = to <= from + 1 ? from : all;
+        for (; list == all && listed < k; listed++) {
+            const int placed = (int)order[listed].key[3];
+            if (p->buffers[placed].placement == PLACE_DEVICE) {
+                place_insert(p, lists + all * n, &counts[all], placed);
+            }
         }
-        placed[at] = (int)order[k].key[3];
+        b->offset = place_find(p, b, lists + list * n, counts[list]);
+        p->device_bytes =
+            b->offset + bytes > p->device_bytes ? b->offset + bytes : p->device_bytes;
+        for (int w = from ? from - 1 : 0; w <= to; w++) {
+            place_insert(p, lists + w * n, &counts[w], id);
+        }
     }
     free(order);
-    free(placed);
+    free(lists);
+    free(counts);
     return p->device_bytes;
 }
 
@@ -2313,8 +2337,15 @@ static void plan_list(Plan *p, const Settings *s) {
 static void plan_build(Plan *p, const Settings *s) {
     plan_list(p, s);
     const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
-    if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
-        plan_place(p, 1);
+    if (by_size > p->live_bytes) {
+        const size_t bytes = (size_t)p->buffer_count * sizeof(Buffer);
+        Buffer *kept = (Buffer *)alloc_zero(1, bytes);
+        memcpy(kept, p->buffers, bytes);
+        if (plan_place(p, 0) >= by_size) {
+            memcpy(p->buffers, kept, bytes);
+            p->device_bytes = by_size;
+        }
+        free(kept);
     }
     plan_add_transfers(p);
 }
