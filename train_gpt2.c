@@ -1432,14 +1432,15 @@ typedef struct {
 enum { RANK_TEXT = 96, RANK_ID = 128 };
 
 // Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
-// memory, GPU and id must be equal on all ranks: with different options or data, ranks would train
-// different models and wait forever for data of other sizes.
+// memory, thread blocks, GPU and id must be equal on all ranks: with different options or data,
+// ranks would train different models and wait forever for data of other sizes.
 typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
     uint64_t device, host;                      // bytes available for a plan
+    uint64_t ctas;                              // thread blocks for NCCL
     char gpu[RANK_TEXT], id[RANK_ID];
 } RankInfo;
-static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least memory
+static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least of all
 
 // The phase of a run. RANK_STARTS: engines are opened; a driver may compile kernels for minutes, so
 // that CPU time is the only sign of life. RANK_LOADS: weights and optimizer state are loaded; the
@@ -1788,6 +1789,7 @@ typedef struct {
     int split_master;
     uint8_t placement[KINDS];  // of each state: 0, PLACE_HOST, PLACE_SHARD or both
     int rank, ranks;           // of the processes that share the step's micro-batches
+    int nvlink, ctas;          // the GPUs are connected by NVLink; NCCL's limit of thread blocks
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
 
@@ -2857,14 +2859,15 @@ typedef struct {
     const char *name;
     double gib;
     int has_bf16;  // compute capability 8.0 or newer; older cards have fp16 and fp32
+    int nvlink;    // sold in machines that connect all GPUs by NVLink
 } GpuEntry;
 static const GpuEntry gpu_table[] = {
-    {"t4", 14.56, 0},    {"3060", 11.75, 1}, {"4060", 7.75, 1},    {"4060ti", 15.6, 1},
-    {"4070", 11.73, 1},  {"4080", 15.57, 1}, {"5070ti", 15.48, 1}, {"a4000", 15.61, 1},
-    {"3090", 23.6, 1},   {"4090", 23.6, 1},  {"5090", 31.34, 1},   {"l4", 22.0, 1},
-    {"a10", 22.0, 1},    {"a10g", 22.0, 1},  {"a6000", 47.4, 1},   {"l40s", 44.3, 1},
-    {"a100-40", 39.5, 1}, {"a100", 79.1, 1}, {"h100", 79.1, 1},    {"h200", 139.8, 1},
-    {"b200", 178.35, 1},
+    {"t4", 14.56, 0, 0}, {"3060", 11.75, 1, 0}, {"4060", 7.75, 1, 0}, {"4060ti", 15.6, 1, 0},
+    {"4070", 11.73, 1, 0}, {"4080", 15.57, 1, 0}, {"5070ti", 15.48, 1, 0}, {"a4000", 15.61, 1, 0},
+    {"3090", 23.6, 1, 0}, {"4090", 23.6, 1, 0}, {"5090", 31.34, 1, 0}, {"l4", 22.0, 1, 0},
+    {"a10", 22.0, 1, 0}, {"a10g", 22.0, 1, 0}, {"a6000", 47.4, 1, 0}, {"l40s", 44.3, 1, 0},
+    {"a100-40", 39.5, 1, 1}, {"a100", 79.1, 1, 1}, {"h100", 79.1, 1, 1}, {"h200", 139.8, 1, 1},
+    {"b200", 178.35, 1, 1},
 };
 
 // Returns the entry of the card that --gpu names, or NULL without that option. Ends the run at an
@@ -2887,11 +2890,9 @@ static const GpuEntry *gpu_find(const Options *o) {
 // of channels at which matmuls reach half of it; FLOPs of attention, forward and backward, under
 // the causal mask; bytes of all other kernels; bytes between host and device, and to other GPUs of
 // the same machine, in each direction. Predicted from the kernels' instructions and from published
-// throughputs of such cards, not measured with this program. The last column is either PCIe's rate
-// or the NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
-// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
-// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
-// nine, and likewise the SMs taken from the matmuls that hide the exchange.
+// throughputs of such cards, not measured with this program. The last column is PCIe's rate or that
+// of all NVLinks: 18 of 20.6 GB/s on Hopper (NVIDIA/nccl#1397), 230 GB/s on A100
+// (NVIDIA/nccl-tests#149).
 typedef struct {
     double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
@@ -2902,9 +2903,9 @@ static const struct {
     {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9, 12e9}},
     {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9, 12e9}},
     {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9}},
-    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 40e9}},
-    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 40e9}},
-    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 40e9}},
+    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 230e9}},
+    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 370e9}},
+    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 370e9}},
 };
 // Rates used to compare settings if the card is not named or not in the table: those of a 4090 and
 // of two CPU cores.
@@ -2951,6 +2952,10 @@ typedef struct {
     int gpu;
 } Speed;
 
+// Bytes per second that one of NCCL's thread blocks moves over NVLink: two of them saturate a link
+// (NVIDIA/nccl#1703).
+static const double nvlink_cta_rate = 20.6e9 / 2;
+
 // Returns the cost model at a card's rates. Each kernel launch costs 1.2 us, as in a queue of short
 // kernels on H100s; there are 30 launches per block and 4 per chunk. A block's weights cross memory
 // four times per micro-step, including the read and the write of their gradients; a chunk's three
@@ -2974,7 +2979,7 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     v.gpu = s->gpu;
     v.byte = 1 / r->memory;
     v.link_byte = 1 / r->link;
-    v.peer_byte = 1 / r->peers;
+    v.peer_byte = 1 / (s->nvlink ? fmin(r->peers, s->ctas * nvlink_cta_rate) : r->peers);
     return v;
 }
 
@@ -3121,14 +3126,40 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
 // Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
-// 12 MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
-// (NVIDIA/nccl#1450), which is counted here as one additional peer, together with the ring of the
-// all-gathers. A run limits NCCL to NCCL_CHANNELS channels; a machine is assumed to have eight
-// GPUs.
-enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
+// 12 MiB of buffers per channel, and a channel has a thread block (CTA) (NVIDIA/nccl#1685). Peers
+// on other machines share one pool (NVIDIA/nccl#1450), which is counted here as one additional
+// peer, together with the ring of the all-gathers. A machine is assumed to have eight GPUs. Over
+// NVSwitch the all-gathers may use NVLS, which needs buffers of its own.
+enum { NCCL_PEERS = 7, NCCL_MIB = 12, NVLS_MIB = 64 };
 static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
 static size_t nccl_estimate_bytes(const Settings *s) {
-    return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
+    const size_t mib = (size_t)(nccl_peers(s) + 1) * (size_t)s->ctas * NCCL_MIB;
+    return s->ranks > 1 ? (mib + (s->nvlink ? NVLS_MIB : 0)) << 20 : 0;
+}
+
+// How the GPUs of this machine are connected. LINK_UNKNOWN: there is none to ask, or a launcher
+// shows each rank only one.
+typedef enum { LINK_UNKNOWN, LINK_PCIE, LINK_NVLINK } Link;
+static Link machine_link;
+
+// Sets the link between GPUs, this machine's or that of the card named by --gpu, and the number of
+// thread blocks that NCCL may run. Its buffers, and the SMs that it takes from the matmuls that
+// hide the exchange, grow with them: two suffice over PCIe, and sixteen use nearly half of NVLink.
+// NCCL_MAX_CTAS takes precedence, as in NCCL (NCCL user guide, Environment Variables).
+static void settings_nccl(Settings *s, const Options *o) {
+    enum { CTAS_PCIE = 2, CTAS_NVLINK = 16, CTAS_MOST = 64 };
+    const GpuEntry *card = gpu_find(o);
+    const char *variable = getenv("NCCL_MAX_CTAS");
+    s->nvlink = machine_link ? machine_link == LINK_NVLINK : card && card->nvlink;
+    s->ctas = s->nvlink ? CTAS_NVLINK : CTAS_PCIE;
+    if (variable) {
+        char *end;
+        const long n = strtol(variable, &end, 10);
+        if (*end || n < 1 || n > CTAS_MOST) {
+            die("NCCL_MAX_CTAS is '%s'; allowed: a number from 1 to %d", variable, CTAS_MOST);
+        }
+        s->ctas = (int)n;
+    }
 }
 
 // Returns the default number of rows of a classifier chunk, a multiple of 128, or N, the tokens of
@@ -3241,6 +3272,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
             s->B, s->T);
     }
     settings_placements(s, o);
+    settings_nccl(s, o);
     settings_types(s, o);
     recompute_parse(s, o->recompute);
     if (o->logit_rows > N) {
@@ -5959,6 +5991,7 @@ typedef struct Program {
     void (*ranks_start)(const Launcher *l, int gpus);
     void (*ranks_handshake)(void);
     const char *alone;
+    Link (*link)(int ranks);  // how the GPUs of this machine are connected; NULL: unknown
     const char *starts;  // appended to the first line that a run prints; or NULL
 } Program;
 
@@ -7091,11 +7124,11 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
     const Settings *s = &p->settings;
     const int micros = (int)max_i64(step_micros(o, s), 1);
     const Traffic t = step_traffic(s, micros);
-    char note[80], step[48] = "one micro-step";
+    char note[96], step[48] = "one micro-step";
     plan_print_line("library", budget->library, "   reserved, not measured");
     if (s->ranks > 1) {
-        snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d channels x (%d peers + "
-                 "1)", NCCL_CHANNELS, nccl_peers(s));
+        snprintf(note, sizeof note, "   reserved, not measured: %d MiB x %d thread blocks x (%d "
+                 "peers + 1)%s", NCCL_MIB, s->ctas, nccl_peers(s), s->nvlink ? " + NVLS" : "");
         plan_print_line("NCCL", nccl_estimate_bytes(s), note);
     }
     plan_print_line("total per GPU", p->device_bytes + budget->library + nccl_estimate_bytes(s),
@@ -7482,6 +7515,7 @@ static double reserved_bytes(const Options *o, size_t library) {
     Settings s;
     memset(&s, 0, sizeof s);
     s.ranks = (int)o->gpus;
+    settings_nccl(&s, o);
     return (double)(library + nccl_estimate_bytes(&s));
 }
 
@@ -7855,16 +7889,18 @@ static void run_find_ranks(Run *run, const Program *program) {
 // the available memory are chosen identically on all ranks, for the one with the least. Ends the
 // run if the ranks cannot train together. Returns the budget that every rank has; `budget` is this
 // rank's.
-static MemoryBudget run_handshake(const Run *run, const Program *program,
-                                  const MemoryBudget *budget) {
+static MemoryBudget run_handshake(Run *run, const Program *program, const MemoryBudget *budget) {
     MemoryBudget least = *budget;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
-        same.rank = same.threads = same.quiet = 0;  // these may differ between ranks
+        // These may differ between ranks.
+        same.rank = same.threads = same.quiet = same.nvlink = same.ctas = 0;
         rank_info.settings = fnv1a(0, &same, sizeof same);
         rank_info.device = budget->device;
         rank_info.host = budget->host;
+        rank_info.ctas = (uint64_t)run->s.ctas;
         program->ranks_handshake();
+        run->s.ctas = (int)rank_info.ctas;
         least.device = (size_t)rank_info.device;
         least.host = (size_t)rank_info.host;
     }
@@ -8009,6 +8045,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     const int named = gpu_memory_from_options(o) > 0 || o->gpus > 1, gpu = program->gpu || named;
     int fits = 1;
     fit_options(o, m);
+    if (o->gpus > 1 && !o->gpu[0] && program->link) {
+        machine_link = program->link((int)o->gpus);
+    }
     if (o->minimum) {
         minimum_command(o, m, !program->gpu);
         return 0;
