@@ -1592,7 +1592,7 @@ TEST(nccl_deaths) {
     run_ranks(rank_silence, 3, 3);
     expect(rank_codes == (std::vector<int>{55, 0, 55}), "a silent end: %s", rank_text.c_str());
     Setting timeout(emu::set.nccl_timeout_s, 2);
-    expect_ranks_die(rank_hangs, 3, "rank 2 did not come to AllGather #1 within 2 s", "on rank 1");
+    expect_ranks_die(rank_hangs, 3, "rank 2 did not reach AllGather #1 within 2 s", "on rank 1");
     expect_ranks_die(rank_nothing, 4, "with 4 ranks, and rank 0 with 3", "CommInit");
 }
 #endif
