@@ -373,11 +373,13 @@ def power_case(work, number, command, draw, losses):
 
 # --- Failing calls --------------------------------------------------------------------------------
 
-WAYS = {"write": "ENOSPC EIO EINTR EDQUOT", "read": "EIO EINTR ESTALE",
-        "open": "EIO EINTR ENOMEM EMFILE ESTALE", "rename": "ENOSPC EIO EDQUOT",
-        "fsync": "EIO ENOSPC EDQUOT", "mkdir": "ENOSPC EDQUOT", "unlink": "EIO EBUSY", "rmdir": "EIO", "truncate": "EIO",
-        "ftruncate": "EIO EINTR", "lseek": "EIO", "fstat": "EIO ESTALE", "mmap": "ENOMEM EIO",
-        "getdents64": "EIO ESTALE", "stat": "EIO ESTALE", "fcntl": "ENOLCK EIO"}
+WAYS = {
+    "write": "ENOSPC EIO EINTR EDQUOT", "read": "EIO EINTR ESTALE", "fsync": "EIO ENOSPC EDQUOT",
+    "open": "EIO EINTR ENOMEM EMFILE ESTALE", "rename": "ENOSPC EIO EDQUOT", "rmdir": "EIO",
+    "mkdir": "ENOSPC EDQUOT", "unlink": "EIO EBUSY", "truncate": "EIO", "ftruncate": "EIO EINTR",
+    "lseek": "EIO", "fstat": "EIO ESTALE", "stat": "EIO ESTALE", "mmap": "ENOMEM EIO",
+    "getdents64": "EIO ESTALE", "fcntl": "ENOLCK EIO",
+}
 ALIKE = {"openat": "open", "pread64": "read", "readv": "read", "writev": "write",
          "pwrite64": "write", "unlinkat": "unlink", "newfstatat": "stat", "fdatasync": "fsync",
          "renameat2": "rename", "renameat": "rename", "mkdirat": "mkdir"}
