@@ -411,8 +411,8 @@ def calls_case(work, command):
                 if call:
                     count[call[1]] = count.get(call[1], 0) + 1
                     if place.path in line or re.search(r'"(out|t_train)', line):
-                        chosen.append((call[1], count[call[1]]))
-        for name, n in chosen:
+                        chosen.append((call[1], count[call[1]], "/lock>" in line))
+        for name, n, lock in chosen:
             ways = ["signal=KILL"] + ["error=" + e for e in WAYS[ALIKE.get(name, name)].split()]
             for way in ways:
                 prepare()
@@ -430,7 +430,7 @@ def calls_case(work, command):
                     violation(what, command, f"status {done.returncode}: {done.stderr[:300]!r}")
                 elif digest(place.out()) != whole:
                     violation(what, command, "ended well with other bytes")
-                elif ALIKE.get(name, name) == "fsync":
+                elif ALIKE.get(name, name) == "fsync" and not lock:    # its bytes are for people
                     violation(what, command, "ended well although a sync failed")
                 place.ends_as(whole, command, what, saved_step(done.stdout))
         shutil.rmtree(place.path)
