@@ -19,7 +19,8 @@
 //                                    their fp32 masters; counters and options
 //   manifest.json                    size and SHA-256 of every other file
 //   merges.txt, vocab.json, tokenizer_config.json
-//                                    only for GPT-2's tokens, and only if the vocabulary was found
+//                                    not for bytes; for GPT-2's tokens only if the vocabulary was
+//                                    found
 //
 //     step-N.tmp --(files and folders synced, renamed)--> step-N
 //         ^                                                  |
@@ -182,10 +183,10 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     }
 }
 
-static void config_save(const Model *m, Writer *w) {
+// Writes config.json. `bpe` is the vocabulary; NULL: of bytes, or GPT-2's, which was not found.
+static void config_save(const Model *m, const Bpe *bpe, Writer *w) {
     char text[1024];
-    int end = m->V == BYTE_VOCABULARY ? (int)BYTE_END_OF_TEXT
-                                      : min_int(m->V - 1, GPT2_END_OF_TEXT);
+    const int end = bpe ? bpe->count - 1 : min_int(m->V - 1, GPT2_END_OF_TEXT);
     int n = snprintf(text, sizeof text,
                      "{\"architectures\": [\"GPT2LMHeadModel\"], \"model_type\": \"gpt2\",\n"
                      "\"n_layer\": %d, \"n_head\": %d, \"n_embd\": %d, \"n_positions\": %d,\n"
@@ -197,64 +198,19 @@ static void config_save(const Model *m, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// Writes a token in GPT-2's byte-to-Unicode mapping (chapter Tokenizer), encoded as UTF-8. Returns
-// the number of bytes written.
-static size_t token_in_alphabet(char out[2 * BPE_LONGEST], const char *bytes, int n) {
-    size_t length = 0;
-    for (int i = 0; i < n; i++) {
-        const int b = (unsigned char)bytes[i];
-        const int c = b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127
-                    : b == 173 ? 323 : b;
-        if (c >= 128) {
-            out[length++] = (char)(192 | c >> 6);
-        }
-        out[length++] = (char)(c < 128 ? c : 128 | (c & 63));
-    }
-    return length;
-}
-
-// Returns the number of bytes of the first of the two tokens that merge `id` joins: applying all
-// earlier merges to the bytes of token `id` leaves these two.
-static int merge_left(const Bpe *bpe, int id) {
-    const char *bytes;
-    int start[BPE_LONGEST + 1] = {0}, parts = bpe_bytes(bpe, id, &bytes);
-    for (int i = 0; i <= parts; i++) {
-        start[i] = i;
-    }
-    for (; parts > 2; parts--) {
-        int best = INT_MAX, at = 0;
-        for (int i = 0; i + 2 <= parts; i++) {
-            int merged = bpe_id(bpe, bytes + start[i], (size_t)(start[i + 2] - start[i]));
-            at = merged >= 0 && merged < best ? i : at;
-            best = merged >= 0 ? min_int(best, merged) : best;
-        }
-        memmove(start + at + 1, start + at + 2, (size_t)(parts - at - 1) * sizeof *start);
-    }
-    return start[1];
-}
-
-// Writes merges.txt, vocab.json or tokenizer_config.json (special tokens) for GPT-2, as
-// transformers expects them next to the weights.
-static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
+// Returns the contents, of *size bytes, of vocab.json or tokenizer_config.json (special tokens), as
+// transformers expects them next to the weights. The caller frees them.
+static char *tokenizer_json(const Bpe *bpe, const Model *m, int file, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
-    size_t size;
-    FILE *f = open_memstream(&text, &size);
+    FILE *f = open_memstream(&text, size);
     check(f, "no memory for a vocabulary");
-    fputs(file == FILE_MERGES ? "#version: 0.2\n" : "{", f);
-    for (int id = file == FILE_MERGES ? 256 : 0; file != FILE_TOKENIZER && id < bpe->count; id++) {
-        int n = bpe_bytes(bpe, id, &bytes);
-        if (file == FILE_VOCABULARY) {
-            fputs(id ? ", \"" : "\"", f);
-            json_text(f, word, token_in_alphabet(word, bytes, n));
-            fprintf(f, "\": %d", id);
-        } else if (id != GPT2_END_OF_TEXT) {
-            int left = merge_left(bpe, id);
-            fwrite(word, 1, token_in_alphabet(word, bytes, left), f);
-            fputc(' ', f);
-            fwrite(word, 1, token_in_alphabet(word, bytes + left, n - left), f);
-            fputc('\n', f);
-        }
+    fputs("{", f);
+    for (int id = 0; file == FILE_VOCABULARY && id < bpe->count; id++) {
+        const int n = bpe_bytes(bpe, id, &bytes);
+        fputs(id ? ", \"" : "\"", f);
+        json_text(f, word, token_characters(word, bytes, n));
+        fprintf(f, "\": %d", id);
     }
     if (file == FILE_TOKENIZER) {
         fprintf(f, "\"tokenizer_class\": \"GPT2Tokenizer\", \"model_max_length\": %d, "
@@ -262,8 +218,16 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
                    "\"eos_token\": \"<|endoftext|>\", \"unk_token\": \"<|endoftext|>\"",
                 m->maxT);
     }
-    fputs(file == FILE_MERGES ? "" : "}\n", f);
+    fputs("}\n", f);
     check(fclose(f) == 0, "no memory for a vocabulary");
+    return text;
+}
+
+// Writes merges.txt, vocab.json or tokenizer_config.json.
+static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
+    size_t size;
+    char *text = file == FILE_MERGES ? bpe_merges_text(bpe, &size)
+                                     : tokenizer_json(bpe, m, file, &size);
     writer_put(w, text, size);
     free(text);
 }
@@ -275,7 +239,7 @@ typedef struct {
     const Options *options;
     const char *identity;  // run_identity
     const RunState *state;
-    const Bpe *bpe;  // GPT-2's vocabulary; NULL: not found, or the run uses byte tokens
+    const Bpe *bpe;  // the vocabulary; NULL: of bytes, or GPT-2's, which was not found
 } Snapshot;
 
 // Elements first .. first + count - 1 of one bucket of a state, and their location in a file.
@@ -488,7 +452,7 @@ static void save_file(Saving *save, int file) {
             model_file_save(snapshot->engine, &s->model,
                             s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, &w);
             break;
-        case FILE_CONFIG: config_save(&s->model, &w); break;
+        case FILE_CONFIG: config_save(&s->model, snapshot->bpe, &w); break;
         case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
             tokenizer_save(snapshot->bpe, &s->model, file, &w);
             break;
@@ -724,8 +688,7 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
 static int64_t weights_step(const ModelFile *f) {
     static Manifest manifest;
     char path[PATH_BYTES];
-    const char *slash = strrchr(f->name, '/');
-    path_print(path, "%.*smanifest.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
+    model_file_beside(path, f, "manifest.json");
     return manifest_open(&manifest, path) ? 0 : manifest.step;
 }
 

@@ -80,13 +80,17 @@ refuses "fraction of a stream" "needs a file" $tokenize -o bad --val-fraction 0.
 refuses "fraction out of range" "not a number from 0" $tokenize -o bad --val-fraction 1.5 text
 refuses "shard of no tokens" "not a whole number from 1" $tokenize -o bad --shard-tokens 0 text
 refuses "unknown option" "unknown option '--byte'" ./tokenize --byte -o bad text
-refuses "no tokenizer named" "bytes is missing" ./tokenize -o bad text
+refuses "no tokenizer named" "--bpe, --bytes or --train-bpe is missing" ./tokenize -o bad text
 refuses "two tokenizers" "contradict each other" $tokenize --bpe -o bad text
 refuses "no vocabulary" "needs GPT-2's vocab.bpe" ./tokenize --bpe -o bad text
 refuses "bad vocabulary" "text: " ./tokenize --bpe --tokenizer text -o bad text
 printf '#version: 0.2\na b\n' > made
-refuses "another vocabulary" "made: not GPT-2's vocabulary: 258 tokens with fingerprint" \
-    ./tokenize --bpe --tokenizer made -o bad text
+./tokenize --bpe --tokenizer made --val-fraction 0 -o made text > /dev/null
+equal "a vocabulary of one merge" "$(numbers d4 12 -N8 made_train.bin) $(cmp made made_merges.txt)" \
+    "258 2 "
+printf '#version: 0.2\na b\nb c\na bc\n' > never    # ab is merged before bc
+refuses "a merge that is never applied" "never:4: this merge can never be applied" \
+    ./tokenize --bpe --tokenizer never -o bad text
 refuses "two splits" "contradict each other" $tokenize -o bad --val-tokens 1 --val-file text text
 refuses "stream among files" "a stream is the only input" $tokenize -o bad text -
 refuses "no threads" "not a whole number from 1 to 1024" $tokenize -o bad --threads 0 text
@@ -151,11 +155,11 @@ for round in 1 2 3; do
     equal "killed and resumed, round $round" "$(cat again_*.bin | cksum)" "${sum[1]}"
 done
 interrupt INT again.state $again digits
-says "interrupted" "(finished shards: [0-9]+; the same command goes on)|(tokens)" "$(cat said)"
+says "interrupted" "(finished shards: [0-9]+; the same command continues)|(tokens)" "$(cat said)"
 interrupt KILL again.state $again digits
 if [ -f again.state ]; then
     cp again.state kept
-    says "resuming" "goes on behind [0-9]+ finished shards" "$($again digits)"
+    says "resuming" "continues after [0-9]+ finished shards" "$($again digits)"
     equal "no state at the end" "$(ls again.state* 2> /dev/null)" ""
     for how in "other arguments:--val-fraction 0:digits" "other input::digits2" \
         "damaged::digits"; do
@@ -202,7 +206,7 @@ sleep 0.5
 kill -s INT $stream
 wait $stream
 equal "a stream is interrupted: status" $? 130
-says "a stream is interrupted" "a stream cannot go on" "$(cat said)"
+says "a stream is interrupted" "a stream cannot be continued" "$(cat said)"
 
 equal "a pipe sees the last lines alone" "$($tokenize -o long long | wc -l)" 2
 if command -v script > /dev/null; then
