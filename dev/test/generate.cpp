@@ -165,7 +165,8 @@ TEST(generate_own) {
                o.out.find("\n<|endoftext|>" + line + "<|endoftext|>\n---") != Text::npos,
            "%s", o.out.c_str());
     const Text folder = "out/step-00000120/", vocabulary = read_file(folder + "vocab.json");
-    const Text token = "\"" + merges_word(words[0]) + "\": 262, ", end = ", \"<|endoftext|>\": 999}";
+    const Text token = "\"" + merges_word(words[0]) + "\": 262, ";
+    const Text end = ", \"<|endoftext|>\": 999}";
     expect(read_file(folder + "merges.txt") == stories_merges(), "other merges");
     expect(json_valid(vocabulary) && vocabulary.find(end) != Text::npos &&
            vocabulary.find(token) != Text::npos);
@@ -226,7 +227,7 @@ TEST(own_refused) {
         {"-i train.bin --tokenizer mine_merges.txt", "--tokenizer: train.bin has byte tokens"},
         {"-i mine_train.bin -e l1h1c8t16v999", "v999 names a vocabulary of 999; the data, "},
         {"-i mine_train.bin -e model", "model/merges.txt has the SHA-256 "},
-        {"-i train.bin -e model", "model has a vocabulary of 1000; the data, train.bin, has one of"},
+        {"-i train.bin -e model", "model has a vocabulary of 1000; the data, train.bin, has one"},
     };
     for (auto &row : refusals) {
         const Text shape = strstr(row.arguments, "-e ") ? "" : "-e l1h1c8t16 ";

@@ -86,8 +86,8 @@ refuses "no vocabulary" "needs GPT-2's vocab.bpe" ./tokenize --bpe -o bad text
 refuses "bad vocabulary" "text: " ./tokenize --bpe --tokenizer text -o bad text
 printf '#version: 0.2\na b\n' > made
 ./tokenize --bpe --tokenizer made --val-fraction 0 -o made text > /dev/null
-equal "a vocabulary of one merge" "$(numbers d4 12 -N8 made_train.bin) $(cmp made made_merges.txt)" \
-    "258 2 "
+equal "a vocabulary of one merge" "$(numbers d4 12 -N8 made_train.bin)" "258 2"
+equal "its merges are copied" "$(cmp made made_merges.txt 2>&1)" ""
 printf '#version: 0.2\na b\nb c\na bc\n' > never    # ab is merged before bc
 refuses "a merge that is never applied" "never:4: this merge can never be applied" \
     ./tokenize --bpe --tokenizer never -o bad text
@@ -235,6 +235,67 @@ $(numbers u2 1024 bpe_train.bin)" "8 50257 0 50256 40 1183 467 13 50256 15496 99
 else
     skip "GPT-2 tokens" "neither DATA_MIRROR nor data/ has vocab.bpe"
 fi
+
+# Learning merges. The stored ones are those of Hugging Face's BpeTrainer.
+./stories > told
+train_bpe="./tokenize --train-bpe"
+$train_bpe 1000 --val-fraction 0 -o learned told > said
+equal "merges of the stories" \
+    "$(cmp learned_merges.txt "$root/dev/test/stories_merges.txt" 2>&1)" ""
+says "says what it learned" "^learned_merges.txt +743 merges from 556 distinct pre-tokens" \
+    "$(cat said)"
+equal "header of own tokens" "$(numbers d4 12 -N8 learned_train.bin) \
+$(od -An -tx1 -j20 -N8 learned_train.bin | tr -d ' ')" \
+    "1000 2 $(sha256sum learned_merges.txt | cut -c1-16)"
+sum=$(cat learned_train.bin learned_merges.txt | cksum)
+./tokenize --bpe --tokenizer learned_merges.txt --val-fraction 0 -o same told > /dev/null
+equal "the same with these merges" "$(cat same_train.bin same_merges.txt | cksum)" "$sum"
+for t in 1 5; do
+    $train_bpe 1000 --val-fraction 0 --threads $t -o learned told > /dev/null
+    equal "$t threads learn the same" "$(cat learned_train.bin learned_merges.txt | cksum)" "$sum"
+done
+head -c 1600000 told > begin
+tail -c +1600001 told > end
+$train_bpe 600 --val-fraction 0 -o begin begin > /dev/null
+$train_bpe 600 --val-file end -o parts begin > /dev/null
+equal "validation text is not learned from" "$(cmp begin_merges.txt parts_merges.txt 2>&1)" ""
+$train_bpe 300 --documents --val-fraction 0 -o apart told > /dev/null
+equal "a document begins with end of text" "$(numbers u2 1024 -N2 apart_train.bin)" 299
+printf 'aaaa\xff\xfe\0\xff\xfe\0aaaa' > odd
+$train_bpe 260 --val-fraction 0 -o odd odd > /dev/null
+equal "bytes that are no text" "$(sed 1d odd_merges.txt | tr '\n' '|')" "a a|þ Ā|ÿ þĀ|"
+$train_bpe 257 --val-fraction 0 -o odd odd > /dev/null
+equal "no merges at all" "$(cat odd_merges.txt)" "#version: 0.2"
+refuses "text with few merges" "--train-bpe 400: this text has only [0-9]+ merges, which make a" \
+    $train_bpe 400 -o few odd
+equal "... writes nothing" "$(echo few*)" "few*"
+refuses "too few tokens" "'256' is not a whole number from 257 to 65535" $train_bpe 256 -o few odd
+refuses "too many tokens" "'65536' is not a whole number" $train_bpe 65536 -o few odd
+refuses "a stream" "--train-bpe reads its input twice: it needs files, not standard" \
+    $train_bpe 300 -o few -
+refuses "merges that are learned and given" "--train-bpe and --tokenizer contradict" \
+    $train_bpe 300 --tokenizer learned_merges.txt -o few odd
+if [ "$(id -u)" -eq 0 ] && mkdir -p full && mount -t tmpfs -o size=4k tmpfs full 2> /dev/null; then
+    refuses "merges, full disk" "cannot write full/bad_merges.txt: No space" \
+        $train_bpe 1200 -o full/bad told
+    equal "full disk keeps nothing" "$(ls full)" ""
+    umount full
+else
+    skip "merges on a full disk" "cannot mount a small tmpfs"
+fi
+cat told told told told told told told told > long_told
+sleepy=$train_bpe\ 1200\ --threads\ 1\ --val-fraction\ 0\ --shard-tokens\ 1000000
+$sleepy -o whole long_told > /dev/null
+for round in 0.02 0.1 0.2 0.3 0.4; do
+    timeout -s INT $round $sleepy -o broken long_told > said 2>&1
+    says "interrupted after $round s" "(interrupted; finished shards: [0-9]+; )|(tokens)" \
+        "$(cat said)"
+    equal "... nothing half-written" "$(echo broken*part)" "broken*part"
+done
+$sleepy -o broken long_told > /dev/null
+equal "resumed: the same" "$(cat broken_train* broken_merges.txt | cksum)" \
+    "$(cat whole_train* whole_merges.txt | cksum)"
+rm -f whole_* broken_* long_told
 
 # The stories have the same bytes with every compiler.
 stories_sum=70fc3fac996a007e1cf13a707a473b813a1aa6ad6d0710fdc4500aeb3f9613c5
