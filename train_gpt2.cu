@@ -261,11 +261,19 @@ template <>
 constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0x1p-8, false};
 template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // otherwise 16 bits
 
-// Calls f(E()), where E is the element type named by `type`. No other function maps a run's
-// settings to C++ types. A run can train in these three types.
+// Calls f(E()), where E is the element type named by `type`. A run can train in these three types.
 template <class F> static void with_type(Type type, F f) {
     check(type <= TYPE_FP16, "no element type %d", (int)type);
     type == TYPE_FP32 ? f(float()) : type == TYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
+}
+
+// Calls f(E(), G()) for the run's types of weights and of matrix gradients. No function but these
+// two maps a run's settings to C++ types.
+template <class F> static void with_types(const Settings *s, F f) {
+    with_type(s->dtype, [&](auto element) {
+        std::conditional_t<traits<decltype(element)>.narrow, float, decltype(element)> same{};
+        s->grad_dtype == s->dtype ? f(element, same) : f(element, float());
+    });
 }
 
 // Conversion to E rounds to nearest, ties to even.
@@ -1557,6 +1565,13 @@ struct MatmulPlan {
 // three passes, with gradients of weights both written and accumulated.
 constexpr int MATMUL_PLANS = 64;
 constexpr int MATMUL_ALGORITHMS = 16;  // entries of the heuristic's list considered
+// Split-K candidates: the first SPLIT_BASES entries of a weight gradient's list with the sum over k
+// in this many parts, of at least SPLIT_STEPS steps each. A weight gradient has few tiles, and the
+// heuristic lists few of the numbers that would fill a GPU with them.
+constexpr int32_t SPLITS[] = {2, 3, 4, 6, 8, 12};
+constexpr int SPLIT_BASES = 4, SPLIT_STEPS = 64;
+constexpr int MATMUL_CANDIDATES =
+    MATMUL_ALGORITHMS + SPLIT_BASES * (int)(sizeof SPLITS / sizeof SPLITS[0]);
 
 static struct {
     cublasLtHandle_t handle;
@@ -1675,12 +1690,51 @@ static uint64_t matmul_algorithm_hash(const cublasLtMatmulAlgo_t *algorithm) {
     return fnv1a(fnv1a_start, algorithm, sizeof *algorithm);
 }
 
-// Sets the plan's algorithm to the one with this hash. Returns false and changes nothing if the
-// heuristic does not offer it.
-static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
-    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+// Returns true for the gradient of a weight: the sum over k runs over tokens, and k is the slow
+// index of both operands.
+static bool matmul_is_weight_gradient(const MatmulKey *k) {
+    return !k->transpose_a && k->transpose_b;
+}
+
+// Stores in `results` (MATMUL_CANDIDATES) the algorithms among which a GEMM's may be chosen, and
+// returns their number: the heuristic's list, then its split-K candidates. The library checks each
+// of these and computes its workspace (cublasLtMatmulAlgoCheck).
+static int matmul_candidates(cublasLtMatmulHeuristicResult_t *results, const MatmulPlan *plan) {
+    const size_t workspace = matmul_library.workspace_bytes;
     cublasStatus_t status;
-    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    int found = matmul_algorithms(results, &status, plan, workspace);
+    const int bases = matmul_is_weight_gradient(&plan->key) ? min_int(found, SPLIT_BASES) : 0;
+    const uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    auto set = [](cublasLtMatmulAlgo_t *algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
+                  const auto &value) {
+        return cublasLtMatmulAlgoConfigSetAttribute(algorithm, attribute, &value, sizeof value) ==
+               CUBLAS_STATUS_SUCCESS;
+    };
+    for (int i = 0; i < bases; i++) {
+        for (const int32_t &splits : SPLITS) {
+            cublasLtMatmulHeuristicResult_t *to = &results[found];
+            *to = results[i];
+            auto is_same = [to](const cublasLtMatmulHeuristicResult_t &other) {
+                return memcmp(&other.algo, &to->algo, sizeof to->algo) == 0;
+            };
+            found += plan->key.k >= splits * SPLIT_STEPS &&
+                     set(&to->algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, splits) &&
+                     set(&to->algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, scheme) &&
+                     std::none_of(results, to, is_same) &&
+                     cublasLtMatmulAlgoCheck(matmul_library.handle, plan->description, plan->a,
+                                             plan->b, plan->d, plan->d, &to->algo,
+                                             to) == CUBLAS_STATUS_SUCCESS &&
+                     to->workspaceSize <= workspace;
+        }
+    }
+    return found;
+}
+
+// Sets the plan's algorithm to the candidate with this hash. Returns false and changes nothing if
+// there is none.
+static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
+    cublasLtMatmulHeuristicResult_t results[MATMUL_CANDIDATES];
+    const int found = matmul_candidates(results, plan);
     for (int i = 0; i < found; i++) {
         if (matmul_algorithm_hash(&results[i].algo) == hash) {
             plan->algorithm = results[i].algo;
@@ -1690,13 +1744,14 @@ static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     return false;
 }
 
-// Advances the plan to the next algorithm in the heuristic's list; returns false if there is none.
+// Advances the plan to the next algorithm in the heuristic's list, from a split-K candidate to the
+// first; returns false if there is none.
 static bool matmul_plan_next(MatmulPlan *plan) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
     const uint64_t own = matmul_algorithm_hash(&plan->algorithm);
     const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
-    int next = found;
+    int next = 0;
     for (int i = 0; i < found; i++) {  // the last match, in case of duplicates
         next = matmul_algorithm_hash(&results[i].algo) == own ? i + 1 : next;
     }
@@ -1859,16 +1914,15 @@ constexpr int ATTENTION_WARPS = 4;  // warps per block, in all kernels here exce
 template <class E, int HD> struct AttentionTiles {
     enum {
         SMALL = std::is_same_v<E, __half>,
-        WARPS = ATTENTION_WARPS,
         MT = HD == 64 && !SMALL ? 2 : 1,
-        OWN_ROWS = 16 * MT * WARPS,              // 128 with MT = 2, else 64
+        OWN_ROWS = 16 * MT * ATTENTION_WARPS,    // 128 with MT = 2, else 64
         FORWARD_ROWS = SMALL ? 2048 / HD : 64,   // keys per step of the forward kernel
         DQ_ROWS = HD == 64 || SMALL ? 32 : 64,   // keys per step of the dQ kernel
         DKV_ROWS = SMALL ? 16 : 32,              // queries per step of the dK and dV kernel
         // Dynamic shared memory of the three kernels.
         FORWARD_BYTES = 2 * HD * (OWN_ROWS + 4 * FORWARD_ROWS),
         DQ_BYTES = 4 * HD * (OWN_ROWS + 2 * DQ_ROWS),
-        DKV_BYTES = 4 * HD * (OWN_ROWS + 2 * DKV_ROWS) + 2 * 4 * WARPS * WARP
+        DKV_BYTES = 4 * HD * (OWN_ROWS + 2 * DKV_ROWS) + 2 * 4 * ATTENTION_WARPS * WARP
     };
 };
 
@@ -1919,7 +1973,7 @@ template <int HD, class E> __device__ __forceinline__ E *tile_chunk(E *tile, int
 // tile; rows from T on and columns from HS on are zero-filled. src: row 0 of the head, rows
 // `stride` apart. The offset into src is 32-bit, because two more registers would spill;
 // check_attention asserts the range.
-template <int HD, int ROWS, int WARPS, class E>
+template <int HD, int ROWS, int WARPS = ATTENTION_WARPS, class E>
 __device__ __forceinline__ void tile_load(E *tile, const E *src, uint32_t stride, int row0, int T,
                                           int HS) {
     constexpr int CHUNKS = HD / 8, STEP = WARPS * WARP / CHUNKS;
@@ -2068,7 +2122,7 @@ __device__ __forceinline__ size_t sums_place(const AttentionBlock &block, int T,
 // head_column_sums: to[c] = the sum, in order of the warps, of the column sums that warp_store_rows
 // left in the tile rows of each warp of the block, c < HS. The caller must place a block barrier
 // between warp_store_rows and this.
-template <int HD, int WARPS, class E>
+template <int HD, int WARPS = ATTENTION_WARPS, class E>
 __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int warp_rows, int HS) {
     for (int c = threadIdx.x; c < HS; c += WARPS * WARP) {
         float sum = 0.0f;
@@ -2087,8 +2141,8 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
 //   out = o / l,  LSE2 = m + log2(l).
 // out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
 // HS is head_size or, if WHOLE, the compile-time constant HD. grid B NH ceil(T / BM), mapped by
-// AttentionBlock, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS;
-// dynamic shared memory 2 HD (BM + 4 BN) bytes: Q, and double-buffered K and V.
+// AttentionBlock, BM = OWN_ROWS queries per block, last (longest) rows first; block 32
+// ATTENTION_WARPS; dynamic shared memory FORWARD_BYTES: Q, and double-buffered K and V.
 // stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
 // numerics: fp32 except P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
@@ -2104,12 +2158,13 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
 //   test gpu_attention
 // budget: <fp16, 128> sm 75 threads 128 shared 32768 regs 146 blocks 2 instr/elem 45.4 of 8 loop
 //   test gpu_attention
-template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
-__global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
+template <class E, int HD, bool WHOLE>
+__global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
                              int section) {
     DYN_SHARED(E, tile_q);
-    constexpr int BM = 16 * MT * WARPS;
+    using A = AttentionTiles<E, HD>;
+    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::FORWARD_ROWS;
     E *tile_k = tile_q + BM * HD, *tile_v = tile_k + 2 * BN * HD;
     const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
@@ -2120,13 +2175,13 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     const E *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
 
     auto load_keys = [&](int j) {
-        tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
-        tile_load<HD, BN, WARPS>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
+        tile_load<HD, BN>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
+        tile_load<HD, BN>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
         copy_commit();
     };
 
     // 1. Start copying Q and the first K and V.
-    tile_load<HD, BM, WARPS>(tile_q, q, stride, row0, T, HS);
+    tile_load<HD, BM>(tile_q, q, stride, row0, T, HS);
     load_keys(0);
     float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};  // row r: acc[r / 2], e / 2 = r % 2
     UNROLL
@@ -2292,29 +2347,83 @@ static int attention_section(size_t head_bytes, int heads) {
     return section < 1 ? 1 : section < (size_t)heads ? (int)section : heads;
 }
 
+// The arguments of a pass of flash attention. Each kernel uses some of them; its comment says how.
+template <class E> struct AttentionArgs {
+    const E *qkv, *dout;       // (B,T,3,NH,HS), (B,T,NH,HS)
+    E *out, *dqkv;             // (B,T,NH,HS), (B,T,3,NH,HS)
+    float *lse, *drow, *sums;  // (B,NH,T), (B,NH,T), (parts,3C)
+    int B, T, NH, HS;
+    cudaStream_t stream;
+};
+
 // launch_attention: launches one of the 16-bit attention kernels, and raises its dynamic shared
 // memory limit before the first launch. tensors: pointer arguments, passed first; B, T, NH, HS and
 // `section`, the number of heads per section of the grid (AttentionBlock), follow them.
-template <int OWN_ROWS, int BYTES, class Kernel, class... Tensors>
-static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
-                             cudaStream_t stream, Tensors... tensors) {
+template <int OWN_ROWS, int BYTES, int WARPS, class Kernel, class E, class... Tensors>
+static void launch_attention(Kernel *kernel, const AttentionArgs<E> &a, Tensors... tensors) {
     static Kernel *told = nullptr;
-    const int64_t blocks = (int64_t)B * NH * ceil_div(T, OWN_ROWS);
-    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", B, T, NH);
+    const int64_t blocks = (int64_t)a.B * a.NH * ceil_div(a.T, OWN_ROWS);
+    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", a.B, a.T, a.NH);
     if (told != kernel) {
         const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
         cuda_check(cudaFuncSetAttribute(kernel, limit, BYTES));
         told = kernel;
     }
-    const int section = attention_section((size_t)T * HS * 4, B * NH);
-    launch(kernel, dim3((unsigned)blocks), ATTENTION_WARPS * WARP, BYTES, stream, tensors..., B, T,
-           NH, HS, section);
+    const int section = attention_section((size_t)a.T * a.HS * 4, a.B * a.NH);
+    launch(kernel, dim3((unsigned)blocks), WARPS * WARP, BYTES, a.stream, tensors..., a.B, a.T,
+           a.NH, a.HS, section);
+}
+
+// Calls f(head, whole), whose types carry the template arguments HD and WHOLE of the instance for
+// heads of HS channels.
+template <class F> static void with_head(int HS, F f) {
+    const std::integral_constant<int, 64> narrow;
+    const std::integral_constant<int, 128> wide;
+    HS == 64  ? f(narrow, std::true_type())
+    : HS < 64 ? f(narrow, std::false_type())
+              : f(wide, std::false_type());
+}
+
+// Launches attention_forward_kernel.
+template <class E> static void attention_forward_mma(const AttentionArgs<E> &a) {
+    with_head(a.HS, [&](auto head, auto whole) {
+        constexpr int HD = decltype(head)::value;
+        using A = AttentionTiles<E, HD>;
+        launch_attention<A::OWN_ROWS, A::FORWARD_BYTES, ATTENTION_WARPS>(
+            attention_forward_kernel<E, HD, decltype(whole)::value>, a, a.out, a.lse, a.qkv);
+    });
+}
+
+// Each of the three kernels has a table of variants for bf16. They compute the same function but
+// round differently, so a run must not change its choice. Row 0 runs on every GPU and for every
+// shape. All variants write one part of `sums` for each OWN_ROWS rows, and LSE2 and D mean the same
+// in all, so the kernels' rows are chosen independently.
+struct AttentionVariant {
+    const char *name;
+    int capability;  // of the GPUs it runs on: this one only, or 0 for all
+    bool (*fits)(int HS, int T, Type type);
+    void (*start)(const AttentionArgs<__nv_bfloat16> &);
+    const void *kernel;  // of rows from 1 on, for cudaFuncGetAttributes
+};
+enum AttentionKernel { ATTENTION_FORWARD, ATTENTION_DQ, ATTENTION_DKV, ATTENTION_KERNELS };
+static int attention_choice[ATTENTION_KERNELS];  // rows of the tables
+
+static bool fits_any(int, int, Type) { return true; }
+
+static const AttentionVariant attention_forward_variants[] = {
+    {"mma.sync", 0, fits_any, attention_forward_mma, nullptr},
+};
+
+// Launches the chosen variant of a kernel: row 0 if the chosen one does not support the shape.
+static void attention_run(AttentionKernel kernel, const AttentionVariant *variants,
+                          const AttentionArgs<__nv_bfloat16> &a) {
+    const AttentionVariant *chosen = &variants[attention_choice[kernel]];
+    (chosen->fits(a.HS, a.T, TYPE_BF16) ? chosen : variants)->start(a);
 }
 
 // gpu_attention_forward: computes out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the
-// kernels. Callers leave HD at its default; heads wider than 64 are forwarded to the instance for
-// 128.
-template <class E, int HD = 64>
+// kernels.
+template <class E>
 static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
                                   cudaStream_t stream) {
     check_attention<E>(B, T, C, NH);
@@ -2322,18 +2431,15 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
     if constexpr (is_fp32<E>) {
         launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
                ROW_WARPS * (HS + WARP) * sizeof(float), stream, out, lse, qkv, T, NH, HS);
-    } else if (HS > HD) {
-        gpu_attention_forward<E, 128>(out, lse, qkv, B, T, C, NH, stream);
     } else {
-        using A = AttentionTiles<E, HD>;
         check_rows(E, HS, out, qkv);
-        auto start = [&](auto whole) {
-            launch_attention<A::OWN_ROWS, A::FORWARD_BYTES>(
-                attention_forward_kernel<E, HD, decltype(whole)::value, A::WARPS, A::MT,
-                                         A::FORWARD_ROWS>,
-                B, T, NH, HS, stream, out, lse, qkv);
-        };
-        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
+        AttentionArgs<E> a = {qkv, nullptr, out, nullptr, lse, nullptr, nullptr,
+                              B,   T,       NH,  HS,      stream};
+        if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+            attention_run(ATTENTION_FORWARD, attention_forward_variants, a);
+        } else {
+            attention_forward_mma(a);
+        }
     }
 }
 
@@ -2516,8 +2622,8 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 // attention_backward_dq_kernel: computes dQ and D, for 16-bit types.
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
-// grid B NH ceil(T / BM), mapped by AttentionBlock, BM = 16 MT WARPS queries, last rows first;
-// block 32 WARPS; dynamic shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and double-buffered K and V.
+// grid B NH ceil(T / BM), mapped by AttentionBlock, BM = OWN_ROWS queries, last rows first; block
+// 32 ATTENTION_WARPS; dynamic shared memory DQ_BYTES: Q, dO, and double-buffered K and V.
 // stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
@@ -2531,13 +2637,14 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 //   test gpu_attention
 // budget: <fp16, 128> sm 75 threads 128 shared 65536 regs 188 blocks 1 instr/elem 33 of 16 loop
 //   test gpu_attention
-template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
-__global__ void __launch_bounds__(WARPS *WARP, 2)
+template <class E, int HD, bool WHOLE>
+__global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
     attention_backward_dq_kernel(E *dqkv, float *sums, float *drow, const E *dout, const E *qkv,
                                  const E *out, const float *lse, int B, int T, int NH,
                                  int head_size, int section) {
     DYN_SHARED(E, tile_q);
-    constexpr int BM = 16 * MT * WARPS;
+    using A = AttentionTiles<E, HD>;
+    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::DQ_ROWS;
     E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
     const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
@@ -2549,14 +2656,14 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
     const E *k = qkv + q_at + C, *v = k + C;
 
     auto load_keys = [&](int j) {
-        tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
-        tile_load<HD, BN, WARPS>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
+        tile_load<HD, BN>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
+        tile_load<HD, BN>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
         copy_commit();
     };
 
     // 1. Start copying Q, dO and the first K and V.
-    tile_load<HD, BM, WARPS>(tile_q, qkv + q_at, stride, row0, T, HS);
-    tile_load<HD, BM, WARPS>(tile_do, dout + o_at, C, row0, T, HS);
+    tile_load<HD, BM>(tile_q, qkv + q_at, stride, row0, T, HS);
+    tile_load<HD, BM>(tile_do, dout + o_at, C, row0, T, HS);
     load_keys(0);
 
     // 2. The four lanes that will hold a row of scores share the computation of its D: lane t takes
@@ -2631,14 +2738,13 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
     // 7. Only this warp touches its rows of Q in shared memory, so it stages dQ there.
     warp_store_rows<HD, true>(dqkv + q_at, stride, first, T, HS, tile_q, warp_row, scale, dq);
     __syncthreads();  // all warps have written their sums
-    head_column_sums<HD, WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
+    head_column_sums<HD>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
 }
 
 // attention_backward_dkv_kernel: computes dK and dV, for 16-bit types; arguments as for the dQ
 // kernel.
-// grid B NH ceil(T / BN), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
-// dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and double-buffered Q, dO, LSE2
-// and D.
+// grid B NH ceil(T / BN), BN = OWN_ROWS keys, first (longest) rows first; block 32
+// ATTENTION_WARPS; dynamic shared memory DKV_BYTES: K, V, and double-buffered Q, dO, LSE2 and D.
 // stages: 1 start the copies of K, V and of the first Q, dO, LSE2, D   2 wait for a tile, start the
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
 //   8 store the next LSE2 and D   9 write dK and dV
@@ -2651,13 +2757,14 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
 //   test gpu_attention
 // budget: <fp16, 128> sm 75 threads 128 shared 50176 regs 232 blocks 1 instr/elem 50.9 of 8 loop
 //   test gpu_attention
-template <class E, int HD, bool WHOLE, int WARPS, int MT, int BM>
-__global__ void __launch_bounds__(WARPS *WARP)
+template <class E, int HD, bool WHOLE>
+__global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
     attention_backward_dkv_kernel(E *dqkv, float *sums, const float *drow, const E *dout,
                                   const E *qkv, const float *lse, int B, int T, int NH,
                                   int head_size, int section) {
     DYN_SHARED(E, tile_k);
-    constexpr int BN = 16 * MT * WARPS;
+    using A = AttentionTiles<E, HD>;
+    constexpr int WARPS = ATTENTION_WARPS, MT = A::MT, BN = A::OWN_ROWS, BM = A::DKV_ROWS;
     static_assert(2 * BM <= WARPS * WARP, "a thread carries one row statistic");
     E *tile_v = tile_k + BN * HD, *tile_q = tile_v + BN * HD, *tile_do = tile_q + 2 * BM * HD;
     float *stats = (float *)(tile_do + 2 * BM * HD);  // (2 stages, threads)
@@ -2671,8 +2778,8 @@ __global__ void __launch_bounds__(WARPS *WARP)
     const E *q = qkv + q_at, *d_o = dout + block.out_at;
 
     auto load_queries = [&](int j) {
-        tile_load<HD, BM, WARPS>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
-        tile_load<HD, BM, WARPS>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
+        tile_load<HD, BM>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
+        tile_load<HD, BM>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
         copy_commit();
     };
     // Threads 0 .. BM - 1 load LSE2 of a tile's queries, all others D (only BM of those are used).
@@ -2684,8 +2791,8 @@ __global__ void __launch_bounds__(WARPS *WARP)
 
     // 1. Start copying K, V and the tile of queries on the diagonal.
     const int start = row0 / BM, end = ceil_div(T, BM);
-    tile_load<HD, BN, WARPS>(tile_k, q + C, stride, row0, T, HS);
-    tile_load<HD, BN, WARPS>(tile_v, q + 2 * C, stride, row0, T, HS);
+    tile_load<HD, BN>(tile_k, q + C, stride, row0, T, HS);
+    tile_load<HD, BN>(tile_v, q + 2 * C, stride, row0, T, HS);
     load_queries(start);
     stats[start % 2 * WARPS * WARP + threadIdx.x] = load_stat(start);
 
@@ -2740,8 +2847,8 @@ __global__ void __launch_bounds__(WARPS *WARP)
     warp_store_rows<HD, true>(dqkv + C, stride, first, T, HS, tile_v, warp_row, 1.0f, dv);
     __syncthreads();  // all warps have written their sums
     sums += sums_place<BN>(block, T, C) + C;
-    head_column_sums<HD, WARPS>(sums, tile_k, 16 * MT, HS);
-    head_column_sums<HD, WARPS>(sums + C, tile_v, 16 * MT, HS);
+    head_column_sums<HD>(sums, tile_k, 16 * MT, HS);
+    head_column_sums<HD>(sums + C, tile_v, 16 * MT, HS);
 }
 
 // attention_backward_rows_kernel: computes the same in fp32 and for any HS. It is launched twice:
@@ -2806,20 +2913,68 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
+// Returns the number of parts of `sums`: one for each tile of OWN_ROWS rows of each sequence.
+template <class E> static int attention_parts(int B, int T, int HS) {
+    const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
+    return B * ceil_div(T, HS > 64 ? wide : narrow);
+}
+
 // Returns the scratch bytes that gpu_attention_backward needs.
 template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int C, int NH) {
-    const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
-    const size_t parts = (size_t)B * ceil_div(T, C / NH > 64 ? wide : narrow);
-    const size_t bytes = parts * 3 * C * sizeof(float);
+    const size_t bytes = (size_t)attention_parts<E>(B, T, C / NH) * 3 * C * sizeof(float);
     const size_t fp32 = gpu_bias_backward_bytes(B * T, 3 * C);
     return bytes > fp32 ? bytes : fp32;
 }
 
+// Launches attention_backward_dq_kernel.
+template <class E> static void attention_dq_mma(const AttentionArgs<E> &a) {
+    with_head(a.HS, [&](auto head, auto whole) {
+        constexpr int HD = decltype(head)::value;
+        using A = AttentionTiles<E, HD>;
+        launch_attention<A::OWN_ROWS, A::DQ_BYTES, ATTENTION_WARPS>(
+            attention_backward_dq_kernel<E, HD, decltype(whole)::value>, a, a.dqkv, a.sums, a.drow,
+            a.dout, a.qkv, a.out, a.lse);
+    });
+}
+
+// Launches attention_backward_dkv_kernel.
+template <class E> static void attention_dkv_mma(const AttentionArgs<E> &a) {
+    with_head(a.HS, [&](auto head, auto whole) {
+        constexpr int HD = decltype(head)::value;
+        using A = AttentionTiles<E, HD>;
+        launch_attention<A::OWN_ROWS, A::DKV_BYTES, ATTENTION_WARPS>(
+            attention_backward_dkv_kernel<E, HD, decltype(whole)::value>, a, a.dqkv, a.sums, a.drow,
+            a.dout, a.qkv, a.lse);
+    });
+}
+
+static const AttentionVariant attention_dq_variants[] = {
+    {"mma.sync", 0, fits_any, attention_dq_mma, nullptr},
+};
+static const AttentionVariant attention_dkv_variants[] = {
+    {"mma.sync", 0, fits_any, attention_dkv_mma, nullptr},
+};
+
+// The tables of variants, by AttentionKernel.
+struct AttentionTable {
+    const char *name;
+    const AttentionVariant *variants;
+    int count;
+    template <int N>
+    constexpr AttentionTable(const char *kernel, const AttentionVariant (&table)[N])
+        : name(kernel), variants(table), count(N) {}
+};
+[[maybe_unused]] static const AttentionTable attention_tables[ATTENTION_KERNELS] = {
+    {"forward", attention_forward_variants},
+    {"dQ", attention_dq_variants},
+    {"dK and dV", attention_dkv_variants},
+};
+
 // gpu_attention_backward: computes dqkv (B,T,3,NH,HS), which is overwritten, from dout (B,T,C), the
 // forward pass's input qkv and its outputs out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column
 // sums of dqkv, which is the bias gradient of the matmul that produced qkv. drow (B,NH,T) is
-// scratch. HD as in gpu_attention_forward.
-template <class E, int HD = 64>
+// scratch.
+template <class E>
 static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *dout, const E *qkv,
                                    const E *out, const float *lse, float *scratch, int B, int T,
                                    int C, int NH, cudaStream_t stream) {
@@ -2833,23 +2988,18 @@ static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *
                    keys == 1);
         }
         gpu_bias_backward(dbias, dqkv, scratch, B * T, 3 * C, stream);
-    } else if (HS > HD) {
-        gpu_attention_backward<E, 128>(dqkv, dbias, drow, dout, qkv, out, lse, scratch, B, T, C, NH,
-                                       stream);
     } else {
-        using A = AttentionTiles<E, HD>;
         check_rows(E, HS, dqkv, dout, qkv, out);
-        auto start = [&](auto whole) {
-            constexpr bool WHOLE = decltype(whole)::value;
-            launch_attention<A::OWN_ROWS, A::DQ_BYTES>(
-                attention_backward_dq_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DQ_ROWS>, B, T,
-                NH, HS, stream, dqkv, scratch, drow, dout, qkv, out, lse);
-            launch_attention<A::OWN_ROWS, A::DKV_BYTES>(
-                attention_backward_dkv_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DKV_ROWS>, B, T,
-                NH, HS, stream, dqkv, scratch, drow, dout, qkv, lse);
-        };
-        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
-        gpu_partials_add({{dbias}}, scratch, B * ceil_div(T, (int)A::OWN_ROWS), 3 * C, stream);
+        AttentionArgs<E> a = {qkv,  dout,    const_cast<E *>(out), dqkv, const_cast<float *>(lse),
+                              drow, scratch, B, T, NH, HS, stream};
+        if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+            attention_run(ATTENTION_DQ, attention_dq_variants, a);
+            attention_run(ATTENTION_DKV, attention_dkv_variants, a);
+        } else {
+            attention_dq_mma(a);
+            attention_dkv_mma(a);
+        }
+        gpu_partials_add({{dbias}}, scratch, attention_parts<E>(B, T, HS), 3 * C, stream);
     }
 }
 
@@ -3611,7 +3761,6 @@ template <class What> static void offload_each_event(OffloadStreams *s, What wha
 // the stream `compute`, which the caller continues to own.
 static void offload_open(OffloadStreams *s, Plan *p, cudaStream_t compute, const RankComm *ranks) {
     p->transfer_context = s;
-    p->transfer = gpu_transfer;
     s->compute = compute;
     s->ranks = ranks;
     cuda_check(cudaStreamCreateWithFlags(&s->up, cudaStreamNonBlocking));
@@ -4700,8 +4849,9 @@ struct GpuBatch {
 static GpuBatch batch_at(int *memory, int N) { return {memory, memory + N, memory + 2 * N}; }
 
 // The GPU engine: the plan, the compute stream, and the host memory that feeds it.
-template <class E, class G> struct GpuNetwork {
+struct GpuNetwork {
     Plan *plan;
+    void (*stage)(void *pass, int stage, int layer);  // gpu_stage in the run's types
     cudaStream_t stream;
     GpuBatch pinned[2];       // one is filled while the other is uploaded
     cudaEvent_t uploaded[2];  // recorded when a slot may be refilled
@@ -4719,7 +4869,7 @@ template <class E, class G> struct GpuNetwork {
 
 // Returns buffer `id` (BUF_*), of which the plan has only one, as an array of type N, or null if
 // this run's plan lacks it. BUF_GRADS holds only matrices, BUF_GRADS_1D only vectors.
-template <class N, class E, class G> static N *gpu_buffer(const GpuNetwork<E, G> *net, int id) {
+template <class N> static N *gpu_buffer(const GpuNetwork *net, int id) {
     return net->plan->single[id] < 0 ? nullptr : (N *)plan_single(net->plan, id);
 }
 
@@ -4727,7 +4877,7 @@ template <class N, class E, class G> static N *gpu_buffer(const GpuNetwork<E, G>
 // blocks. There everything has one type; here weights and activations are E, statistics fp32,
 // matrix gradients G and vector gradients fp32.
 template <class E, class G> struct GpuBlock {
-    const GpuNetwork<E, G> *net;
+    const GpuNetwork *net;
     int layer;
     E *act(int id) const { return (E *)plan_act(net->plan, id, layer); }
     float *stat(int id) const { return (float *)plan_act(net->plan, id, layer); }
@@ -4747,8 +4897,8 @@ template <class E, class G> struct GpuBlock {
 };
 
 // The arguments of one run_stages call, like Pass in chapter The network.
-template <class E, class G> struct GpuPass {
-    GpuNetwork<E, G> *net;
+struct GpuPass {
+    GpuNetwork *net;
     GpuBatch batch;  // on the device; targets null: only the logits after input `row`
     int segments;    // distinct tokens of the batch
     int row, B, T;
@@ -4761,7 +4911,7 @@ template <class E, class G> struct GpuPass {
 // Runs one forward stage of transformer block `l`, in the forward pass or as recomputation, like
 // block_forward in chapter The network.
 template <class E, class G>
-static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
+static void gpu_block_forward(const GpuPass *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
     const Model *m = &pass->net->plan->settings.model;
     const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
@@ -4812,7 +4962,7 @@ static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
 // Bias gradients are summed where the values are in registers anyway: fc's in GELU's backward,
 // qkv's in attention's, attproj's in LN2's, and fcproj's in that of the LayerNorm after the block.
 template <class E, class G>
-static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
+static void gpu_block_backward(const GpuPass *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
     const Model *m = &pass->net->plan->settings.model;
     const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
@@ -4879,8 +5029,8 @@ static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, b
 
 // Runs the classifier in chunks of rows, like network_head in chapter The network. The sum of
 // losses stays on the device: returning it here would make the host wait in every micro-step.
-template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
-    const GpuNetwork<E, G> *net = pass->net;
+template <class E, class G> static void gpu_head(const GpuPass *pass) {
+    const GpuNetwork *net = pass->net;
     const GpuBlock<E, G> b = {net, 0};
     const Settings *s = &net->plan->settings;
     const int C = s->model.C, V = s->model.V, Vp = s->model.Vp;
@@ -4912,7 +5062,7 @@ template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
 // Sums bucket `bucket` of the gradients, which is complete on the compute stream, over all ranks:
 // an in-place reduce-scatter on the ranks' stream, which overlaps with compute. Without ZeRO every
 // rank updates all parameters, so an all-gather follows.
-template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, int bucket) {
+template <class G> static void gpu_reduce(const GpuNetwork *net, int bucket) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
     const Bucket b = bucket_at(&s->model, s->ranks, bucket);
@@ -4940,9 +5090,9 @@ template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, 
 // Reduces the remaining buckets, which all blocks share, at the end of a step's last micro-step.
 // They are complete only now: wte's gradient is written by the classifier and by the embedding, the
 // vectors' by every layer. Compute waits until every sum is complete.
-template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
+template <class G> static void gpu_join(const GpuNetwork *net) {
     for (int bucket : {BUCKET_WTE, BUCKET_WPE, BUCKET_VECTORS}) {
-        gpu_reduce(net, bucket);
+        gpu_reduce<G>(net, bucket);
     }
     stream_after(net->stream, net->ranks.stream, net->ranks.event);
 }
@@ -4951,26 +5101,26 @@ template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
 // Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
 // gathered in the staging buffer, because NCCL gets no pinned memory. Vectors, which all ranks have
 // updated alike, need no gathering: the same operations on the same numbers give the same bits.
-template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
+static void gpu_gather_weights(const GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
     const int placement = s->placement[KIND_WEIGHTS], stay = placement ? 0 : s->model.L;
+    const size_t bytes = type_bytes(s->dtype);
     stream_after(c->stream, net->stream, c->event);
     for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + stay; bucket++) {
         const Bucket b = bucket_at(&s->model, s->ranks, bucket);
-        rank_gather(c, gpu_buffer<E>(net, BUF_WEIGHTS) + b.offset, (size_t)b.part * sizeof(E));
+        rank_gather(c, gpu_buffer<char>(net, BUF_WEIGHTS) + b.offset * bytes, b.part * bytes);
     }
     // Skipped if `on` is 0: nothing is gathered then, and the other ranks' parts, including
     // padding, would be copied from whatever the staging buffer held.
     for (int l = 0; placement == PLACE_HOST && c->on && l < s->model.L; l++) {
         const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
-        E *whole = gpu_buffer<E>(net, BUF_WEIGHTS_STORE) + l * b.count;
-        E *staging = (E *)(void *)c->staging;
-        const size_t own = (size_t)c->rank * b.part, part = (size_t)b.part * sizeof(E);
-        cuda_check(cudaMemcpyAsync(staging + own, whole + own, part, cudaMemcpyHostToDevice,
+        char *whole = gpu_buffer<char>(net, BUF_WEIGHTS_STORE) + l * b.count * bytes;
+        const size_t part = b.part * bytes, own = c->rank * part;
+        cuda_check(cudaMemcpyAsync(c->staging + own, whole + own, part, cudaMemcpyHostToDevice,
                                    c->stream));
-        rank_gather(c, staging, part);
-        cuda_check(cudaMemcpyAsync(whole, staging, s->ranks * part, cudaMemcpyDeviceToHost,
+        rank_gather(c, c->staging, part);
+        cuda_check(cudaMemcpyAsync(whole, c->staging, s->ranks * part, cudaMemcpyDeviceToHost,
                                    c->stream));
     }
     stream_after(net->stream, c->stream, c->event);
@@ -4978,8 +5128,8 @@ template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G
 
 // Computes one stage of a GpuPass: the function that run_stages calls.
 template <class E, class G> static void gpu_stage(void *self, int stage, int layer) {
-    const GpuPass<E, G> *pass = (const GpuPass<E, G> *)self;
-    const GpuNetwork<E, G> *net = pass->net;
+    const GpuPass *pass = (const GpuPass *)self;
+    const GpuNetwork *net = pass->net;
     const GpuBlock<E, G> b = {net, 0};
     const Model *m = &net->plan->settings.model;
     const int B = pass->B, T = pass->T, C = m->C;
@@ -4995,7 +5145,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
                                  b.weight(LNFW), b.weight(LNFB), B * T, C, stream);
         break;
     case HEAD:
-        gpu_head(pass);
+        gpu_head<E, G>(pass);
         break;
     case D_LNF:
         gpu_layernorm_backward<E>(
@@ -5013,14 +5163,14 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
         break;
     case JOIN:  // run_stages has waited for all stores
         if (pass->last && net->plan->settings.ranks > 1) {
-            gpu_join(net);
+            gpu_join<G>(net);
         }
         break;
     default:  // a stage of a block
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
         if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1 &&
             !net->plan->settings.placement[KIND_GRADIENTS]) {
-            gpu_reduce(net, BUCKET_BLOCKS + layer);  // its matrix gradients are complete
+            gpu_reduce<G>(net, BUCKET_BLOCKS + layer);  // its matrix gradients are complete
         }
     }
 }
@@ -5036,9 +5186,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 
 // Queues the upload of a batch through the next pinned slot, and makes it the batch of the pass. If
 // gradients are wanted, the tokens sorted for the embedding's backward are uploaded with it.
-template <class E, class G>
-static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *targets) {
-    GpuNetwork<E, G> *net = pass->net;
+static void gpu_upload(GpuPass *pass, const Token *inputs, const Token *targets) {
+    GpuNetwork *net = pass->net;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T, slot = 1 - net->slot;
     GpuBatch host = net->pinned[slot];
@@ -5063,24 +5212,22 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
 
 // Engine.prepare: prefetches a batch. The copy is queued after the micro-step that still reads the
 // previous batch.
-template <class E, class G>
 static void gpu_prepare(Engine *e, const Token *inputs, const Token *targets) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    GpuPass<E, G> pass = {net, {}, 0, 0, 0, 0, 1.0f, false, 0, false};
+    GpuNetwork *net = (GpuNetwork *)e->self;
+    GpuPass pass = {net, {}, 0, 0, 0, 0, 1.0f, false, 0, false};
     gpu_upload(&pass, inputs, targets);
     net->prepared = pass.segments;
 }
 
 // Engine.micro_step: forward and backward; gradients are accumulated on the device.
-template <class E, class G>
 static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
                            int accum_steps) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     Plan *p = net->plan;
     const Settings *s = &p->settings;
     const float dloss = (float)(1.0 / ((double)(s->B * s->T) * accum_steps * s->ranks));
     const bool last = accum_step + 1 == accum_steps;
-    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0, 0, last};
+    GpuPass pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0, 0, last};
     net->accum_steps = accum_steps;
     if (net->prepared) {
         pass.batch = batch_at(gpu_buffer<int>(net, BUF_BATCH), s->B * s->T);
@@ -5093,13 +5240,13 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
         cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
                                    p->buffers[p->single[BUF_GRADS_1D]].bytes, net->stream));
     }
-    run_stages(p, tick_join(s), accum_step > 0, gpu_stage<E, G>, &pass);
+    run_stages(p, tick_join(s), accum_step > 0, net->stage, &pass);
 }
 
 // Runs AdamW with M as the type of the moments and, if SPLIT, fp32 master weights stored as two
 // 16-bit halves. `updates`: the number of updates before this one.
 template <class E, class G, class M, bool SPLIT>
-static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Options *o,
+static void gpu_adamw_all(GpuNetwork *net, const AdamW &adamw, const Options *o,
                           int64_t updates) {
     UpdateRandom key = {(uint64_t)o->seed, (uint32_t)updates};
     gpu_adamw<E, G, M, SPLIT>(
@@ -5113,10 +5260,9 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
 
 // Engine.update. Norm, clip factor and the decision to skip are computed on the device, where AdamW
 // reads them. The host waits once, for the values it reports.
-template <class E, class G>
 static StepResult gpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     plan_tick(net->plan, tick_update(s));
     transfers_forget_weights(net->plan);
@@ -5124,11 +5270,14 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     const ParamRange *ranges = gpu_buffer<ParamRange>(net, BUF_TENSORS);
     // With several ranks, each sums only its own shards at every ZeRO stage, so the norm is bitwise
     // identical across stages.
-    gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
-                           gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
-                           gpu_buffer<G>(net, BUF_GRADS_STORE),
-                           s->ranks > 1 ? ranges + net->range_count : ranges, net->norm_count,
-                           net->norm_chunks, net->stream);
+    with_types(s, [&](auto, auto grad) {
+        using G = decltype(grad);
+        gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
+                               gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
+                               gpu_buffer<G>(net, BUF_GRADS_STORE),
+                               s->ranks > 1 ? ranges + net->range_count : ranges, net->norm_count,
+                               net->norm_chunks, net->stream);
+    });
     if (s->ranks > 1) {
         rank_statuses(&net->ranks, &state->all, &state->update,
                       gpu_buffer<char>(net, BUF_RANK_STATUS), &state->loss_sum, net->stream);
@@ -5136,16 +5285,20 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is applied on the device, so the host passes a gradient scale of 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
-    if constexpr (is_fp32<E> || traits<E>.narrow) {
-        gpu_adamw_all<E, G, float, traits<E>.narrow>(net, adamw, o, updates);
-    } else {
-        auto update = [&](auto moment) {
-            using M = decltype(moment);
-            s->split_master ? gpu_adamw_all<E, G, M, true>(net, adamw, o, updates)
-                            : gpu_adamw_all<E, G, M, false>(net, adamw, o, updates);
-        };
-        s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
-    }
+    with_types(s, [&](auto element, auto grad) {
+        using E = decltype(element);
+        using G = decltype(grad);
+        if constexpr (is_fp32<E> || traits<E>.narrow) {
+            gpu_adamw_all<E, G, float, traits<E>.narrow>(net, adamw, o, updates);
+        } else {
+            auto update = [&](auto moment) {
+                using M = decltype(moment);
+                s->split_master ? gpu_adamw_all<E, G, M, true>(net, adamw, o, updates)
+                                : gpu_adamw_all<E, G, M, false>(net, adamw, o, updates);
+            };
+            s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
+        }
+    });
     // After AdamW and before the next forward: compute waits for the gathered weights.
     if (s->placement[KIND_MOMENTS] & PLACE_SHARD) {
         gpu_gather_weights(net);
@@ -5171,8 +5324,8 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
 // Engine.replica: returns a hash of the weights, master weights (or their low halves) and moments,
 // except sharded parts, so all ranks must get the same value. Buffers are in bucket order: vectors
 // first, the matrices of blocks last.
-template <class E, class G> static uint64_t gpu_replica(Engine *e) {
-    const GpuNetwork<E, G> *net = (const GpuNetwork<E, G> *)e->self;
+static uint64_t gpu_replica(Engine *e) {
+    const GpuNetwork *net = (const GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int64_t vectors = bucket_at(&s->model, s->ranks, BUCKET_VECTORS).count;
     const int64_t singles = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS).offset;
@@ -5201,16 +5354,15 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
 }
 
 // Engine.forward_loss: runs the stages up to the head, without gradients.
-template <class E, class G>
 static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
     // `first` resets the sum of losses; a step's own sum has been read by then.
-    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
+    GpuPass pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
     gpu_upload(&pass, inputs, targets);
-    run_stages(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
+    run_stages(net->plan, tick_head(&s->model), 0, net->stage, &pass);
     const float *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->loss_sum;
     cuda_check(cudaMemcpyAsync(&net->result->loss_sum, sum, sizeof(float), cudaMemcpyDeviceToHost,
                                net->stream));
@@ -5224,31 +5376,33 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
 
 // Reads the logits in the first row of BUF_LOGITS as floats. Waits for the stages before: the token
 // sampled from the logits is the next input.
-template <class E, class G> static void gpu_read_logits(const GpuNetwork<E, G> *net, real *out) {
+static void gpu_read_logits(const GpuNetwork *net, real *out) {
     const int V = net->plan->settings.model.V;
-    E *host = (E *)alloc_zero((size_t)V, sizeof(E));
-    copy_wait(host, gpu_buffer<E>(net, BUF_LOGITS), V * sizeof(E), net->stream);
-    for (int v = 0; v < V; v++) {
-        out[v] = to_float(host[v]);
-    }
-    free(host);
+    with_type(net->plan->settings.dtype, [&](auto element) {
+        using E = decltype(element);
+        E *host = (E *)alloc_zero((size_t)V, sizeof(E));
+        copy_wait(host, gpu_buffer<E>(net, BUF_LOGITS), V * sizeof(E), net->stream);
+        for (int v = 0; v < V; v++) {
+            out[v] = to_float(host[v]);
+        }
+        free(host);
+    });
 }
 
 // Engine.extend. Tokens are processed in chunks of s->T, the rows of the plan, and the remainder
 // one by one. So each matmul has only two shapes, and the warm-up has run both.
-template <class E, class G>
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     Token *padded = (Token *)alloc_zero(2 * (size_t)s->T, sizeof(Token));
     for (int i = 0, rows; i < n; i += rows) {
         rows = n - i >= s->T ? s->T : 1;
         const int end = i + rows == n ? tick_head(&s->model) : tick_lnf(&s->model) - 1;
-        GpuPass<E, G> pass = {net, {}, 0, rows - 1, 1, rows, 0.0f, true, first + i, false};
+        GpuPass pass = {net, {}, 0, rows - 1, 1, rows, 0.0f, true, first + i, false};
         memcpy(padded, tokens + i, (size_t)rows * sizeof(Token));
         gpu_upload(&pass, padded, padded + s->T);
         pass.batch.targets = nullptr;  // as in gpu_logits
-        run_stages(net->plan, end, 0, gpu_stage<E, G>, &pass);
+        run_stages(net->plan, end, 0, net->stage, &pass);
     }
     free(padded);
     gpu_read_logits(net, out);
@@ -5256,17 +5410,16 @@ static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int
 
 // Engine.logits. Always runs one sequence of T tokens, so that no matmul has a new shape. The
 // tokens after the first n are padding, which the causal mask hides from the first n.
-template <class E, class G>
 static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
-    GpuPass<E, G> pass = {net, {}, 0, n - 1, 1, s->T, 0.0f, true, 0, false};
+    GpuPass pass = {net, {}, 0, n - 1, 1, s->T, 0.0f, true, 0, false};
     Token *padded = (Token *)alloc_zero(2 * (size_t)N, sizeof(Token));
     memcpy(padded, tokens, (size_t)n * sizeof(Token));
     gpu_upload(&pass, padded, padded + N);
     pass.batch.targets = nullptr;  // uploaded with the batch, but not used
-    run_stages(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
+    run_stages(net->plan, tick_head(&s->model), 0, net->stage, &pass);
     free(padded);
     gpu_read_logits(net, out);
 }
@@ -5276,13 +5429,14 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
 
 // -------------------------------------------------------------------------------------------------
 // 41. Timed matmul algorithms
-// The heuristic's first algorithm is not always the fastest, so the algorithms of each matmul are
-// timed at start-up. The operands are random (zeros draw less power and run 13 % faster) and, as
-// far as memory allows, there are more copies of them than the L2 cache holds. The first algorithm
-// whose results are right, compared with sums in double, is the reference. Another one replaces it
-// if it is over 2 % faster, gives the same bits twice, agrees with the reference and is itself
-// right. The choice depends on timing, hence on chance if two algorithms are equally fast. It is
-// therefore kept in a file; without the file, two runs may have different bits.
+// The heuristic's first algorithm is not always the fastest, so the algorithms of each matmul and
+// the split-K candidates of weight gradients are timed at start-up. The operands are random (zeros
+// draw less power and run 13 % faster) and, as far as memory allows, there are more copies of them
+// than the L2 cache holds. The first algorithm whose results are right, compared with sums in
+// double, is the reference. Another one replaces it if it is over 2 % faster, gives the same bits
+// twice, agrees with the reference and is itself right. The choice depends on timing, hence on
+// chance if two algorithms are equally fast. It is therefore kept in a file; without the file, two
+// runs may have different bits.
 
 constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm; the median is used
 constexpr double TUNE_GAIN = 0.98;        // a smaller gain may be measurement noise
@@ -5502,10 +5656,9 @@ struct MatmulProof {
 };
 
 // Returns true if the tail is checked too. Only weight gradients are summed over more than a few
-// thousand steps, so only their sums are split by cuBLASLt. In these matmuls k is the slow index of
-// both operands.
+// thousand steps, so only their sums are split.
 static bool matmul_proves_tail(const MatmulKey *k) {
-    return !k->transpose_a && k->transpose_b && k->k > PROOF_TAIL;
+    return matmul_is_weight_gradient(k) && k->k > PROOF_TAIL;
 }
 
 // Computes element `at` of D in double: the sum over k from index `first` on, plus C and bias.
@@ -5603,9 +5756,8 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     if (copies == 0) {
         return;
     }
-    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
-    cublasStatus_t status;
-    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    cublasLtMatmulHeuristicResult_t results[MATMUL_CANDIDATES];
+    const int found = matmul_candidates(results, plan);
     const cublasLtMatmulAlgo_t was = plan->algorithm;
     MatmulProof proof;
     matmul_proof_make(&proof, bench, plan);
@@ -5740,8 +5892,7 @@ static int state_buffer(int state) {
 
 // Returns a view of a span (a range of elements of one tensor) of `state` (STATE_*) in its backing
 // store, the place where it is stored between uses.
-template <class E, class G>
-static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorSpan *span) {
+static StateView gpu_state(const GpuNetwork *net, int state, const TensorSpan *span) {
     const Plan *p = net->plan;
     const Settings *s = &p->settings;
     const Kind kind = state == STATE_MASTER ? KIND_MASTER : state_kinds[state];
@@ -5851,8 +6002,7 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &
 // Reads the elements of a span into `host` from the ranks that hold them. The ranks broadcast their
 // elements one after another, so all ranks must make the same call. With `own`, the elements are
 // read from this rank, which must hold all of them.
-template <class E, class G>
-static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSpan &span, bool own,
+static void rank_fetch(GpuNetwork *net, const RankState &b, const TensorSpan &span, bool own,
                        char *host) {
     Settings s = net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -5892,9 +6042,7 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
 
 // Reads a span of weights or moments on several ranks, as state_read does on one. Buffers are in
 // bucket order, and other ranks' shards are fetched unless all of the span is this rank's `own`.
-template <class E, class G>
-static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, bool own,
-                      real *out) {
+static void rank_read(GpuNetwork *net, int state, const TensorSpan &span, bool own, real *out) {
     const Settings *s = &net->plan->settings;
     const StateView v = gpu_state(net, state, &span);
     const bool sharded = (s->placement[KIND_MOMENTS] & PLACE_SHARD) != 0;
@@ -5915,9 +6063,7 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
 
 // Writes the elements of a span that this rank holds, from values that every rank has: all ranks
 // read initial weights, files and checkpoints, so nothing needs to be sent.
-template <class E, class G>
-static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
-                       const real *values) {
+static void rank_write(GpuNetwork *net, int state, const TensorSpan &span, const real *values) {
     const Plan *p = net->plan;
     const TensorRange own = tensor_update_range(&p->settings, span.tensor, span.layer);
     const TensorRange all = tensor_range(&p->settings, span.tensor, span.layer, 1);
@@ -5942,9 +6088,9 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
 // Returns the divisor that unscales the gradients: the loss scale they were computed with, or 1 if
 // the run has no loss scale. Do not call it between an update and the next step, because the update
 // may have changed the loss scale.
-template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *net) {
+static float gpu_loss_scale(const GpuNetwork *net) {
     float scale = 1;
-    if constexpr (traits<E>.narrow) {
+    if (net->plan->settings.dtype == TYPE_FP16) {
         copy_wait(&scale, &gpu_buffer<GpuState>(net, BUF_STATE)->update.loss_scale, sizeof scale,
                   net->stream);
     }
@@ -5954,18 +6100,17 @@ template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *
 // Engine.scale_loss: sets the loss scale to 2^log2, after `good_steps` steps with finite gradients.
 // Sets all other fields of UpdateState to 0, such as the number of skipped updates, except
 // scale_grows.
-template <class E, class G>
 static void gpu_scale_loss(Engine *e, int log2, int64_t good_steps) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const UpdateState state = {0, 0, 0, 0, 0, ldexpf(1, log2), (int)good_steps,
-                               traits<E>.narrow ? LOSS_SCALE_GROWS : 0, 0};
+                               e->scale_loss ? LOSS_SCALE_GROWS : 0, 0};
     copy_wait(&gpu_buffer<GpuState>(net, BUF_STATE)->update, &state, sizeof state, net->stream);
 }
 
 // Engine.read and Engine.read_own; gpu_write below is Engine.write. Gradients can only be read.
-template <class E, class G, bool OWN>
+template <bool OWN>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     TensorSpan span = {};
     progress();
     const real scale = state == STATE_GRADS ? gpu_loss_scale(net) : 1;
@@ -5984,15 +6129,14 @@ static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
     }
 }
 
-template <class E, class G>
 static void gpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     TensorSpan span = {};
     progress();
     transfers_forget_weights(net->plan);
     e->zero = 0;
     if (state == STATE_WEIGHTS && has_whole_master(&net->plan->settings)) {
-        gpu_write<E, G>(e, STATE_MASTER, offset, values, count);
+        gpu_write(e, STATE_MASTER, offset, values, count);
     }
     while (span_next(&net->plan->settings.model, offset, count, &span)) {
         if (net->ranks.ranks > 1) {
@@ -6005,9 +6149,8 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
 
 // Engine.gather: an all-gather of `mine` on the ranks' stream, in pieces of RANK_STATUS_BYTES. It
 // carries the few numbers on which ranks agree between steps, so the host may wait for it.
-template <class E, class G>
 static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
-    const GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const GpuNetwork *net = (GpuNetwork *)e->self;
     const RankComm *c = &net->ranks;
     char *words = gpu_buffer<char>(net, BUF_RANK_STATUS);
     char *host = (char *)alloc_zero((size_t)c->ranks, RANK_STATUS_BYTES);
@@ -6029,8 +6172,8 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
 // and runs every kernel and collective once as a warm-up. Also closes the network again.
 
 // Frees everything except the plan. Queued work must finish first, because it uses the memory.
-template <class E, class G> static void gpu_close(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+static void gpu_close(Engine *e) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     stream_wait(net->stream);
     gpu_matmul_close();
     if (net->ranks.ranks > 1) {
@@ -6078,7 +6221,7 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
 
 // Builds the tables of ranges for AdamW and for the norm, which gpu_begin copies to BUF_TENSORS; on
 // a single rank they are one table.
-template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
+static void gpu_ranges_open(GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     net->ranges = (ParamRange *)alloc_zero(2 * (size_t)model_tensors(&s->model) + 1,
                                            sizeof(ParamRange));
@@ -6093,7 +6236,7 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
 // Initialises device memory for the first step: uploads the table of tensor ranges, and zeroes
 // weights, master weights and moments. The warm-up leaves them at zero: its weights are zero, so
 // every gradient is. Pinned memory is zero already, except in test builds, which fill it with NaN.
-template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
+static void gpu_begin(GpuNetwork *net) {
     // With several ranks the norm has its own table, after AdamW's.
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
@@ -6112,8 +6255,8 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
 // Timing uses the larger part of the arena before or after the workspace, which contains nothing
 // yet that gpu_begin would not restore. So it needs no memory of its own, and has as much as the
 // run's own operands.
-template <class E, class G> static void gpu_tune(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+static void gpu_tune(Engine *e) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     Plan *p = net->plan;
     if (p->settings.tune && matmul_can_time() && matmul_choices_load() > 0) {
         const Buffer *workspace = &p->buffers[p->single[BUF_MATMUL]];
@@ -6140,30 +6283,30 @@ template <class E, class G> static void gpu_tune(Engine *e) {
 // Runs a step of two micro-steps, an evaluation and a sample on all-zero inputs. There are two
 // micro-steps because an accumulating matmul (beta = 1) may use a different cuBLASLt kernel from
 // one that overwrites its output (beta = 0).
-template <class E, class G> static void gpu_warm_up_step(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+static void gpu_warm_up_step(Engine *e) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     Token *zeros = (Token *)alloc_zero(2 * (size_t)s->B * s->T, sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)s->model.V, sizeof(real));
     Options o;
     options_default(&o);
     if (s->cache) {  // a chunk of a prompt, then one token
-        gpu_extend<E, G>(e, logits, zeros, 0, s->T);
-        gpu_extend<E, G>(e, logits, zeros, s->T - 1, 1);
+        gpu_extend(e, logits, zeros, 0, s->T);
+        gpu_extend(e, logits, zeros, s->T - 1, 1);
     } else {
         if (!s->forward) {
-            gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
-            gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
-            gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
+            gpu_micro_step(e, zeros, zeros, 0, 2);
+            gpu_micro_step(e, zeros, zeros, 1, 2);
+            gpu_update(e, &o, 0, HUGE_VAL, 0);
         }
-        gpu_forward_loss<E, G>(e, nullptr, zeros, zeros);
-        gpu_logits<E, G>(e, logits, zeros, 1);
+        gpu_forward_loss(e, nullptr, zeros, zeros);
+        gpu_logits(e, logits, zeros, 1);
     }
     if (s->ranks > 1) {
-        gpu_replica<E, G>(e);
+        gpu_replica(e);
     }
     if (s->ranks > 1 && !s->forward) {  // as saving does: NCCL connects and allocates for it
-        gpu_read<E, G, false>(e, STATE_M, tensor_offset(&s->model, WTE, 0), logits, 1);
+        gpu_read<false>(e, STATE_M, tensor_offset(&s->model, WTE, 0), logits, 1);
     }
     free(zeros);
     free(logits);
@@ -6171,15 +6314,15 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
 
 // Engine.set_algorithms. With several ranks, each rank first runs the newly chosen kernels by
 // itself: see 3 of chapter Exchange between ranks. The other ranks wait no longer than this takes.
-template <class E, class G> static int gpu_set_algorithms(Engine *e, const char *choices) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+static int gpu_set_algorithms(Engine *e, const char *choices) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const bool taken = matmul_choices_import(choices);
     if (net->ranks.ranks > 1) {
         gpu_begin(net);  // or the data last gathered would be read as step statuses
         net->ranks.on = 0;
-        gpu_warm_up_step<E, G>(e);
+        gpu_warm_up_step(e);
         net->ranks.on = 1;
-        gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // gpu_begin has cleared the loss scale
+        gpu_scale_loss(e, LOSS_SCALE_LOG2, 0);  // gpu_begin has cleared the loss scale
     }
     return taken;
 }
@@ -6188,13 +6331,12 @@ template <class E, class G> static int gpu_set_algorithms(Engine *e, const char 
 // resumed from it must have the bits of an uninterrupted one. Timings differ slightly between GPUs,
 // so ranks that choose for themselves may choose differently. Even if no rank has timed any,
 // choices loaded from the file have not been run yet, and each rank must first run them by itself.
-template <class E, class G> static void rank_choices_share(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+static void rank_choices_share(Engine *e) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     char *all = (char *)alloc_zero((size_t)net->ranks.ranks, MATMUL_TEXT);
-    gpu_gather<E, G>(e, all, matmul_library.choices, MATMUL_TEXT);
+    gpu_gather(e, all, matmul_library.choices, MATMUL_TEXT);
     const bool met = !net->plan->settings.tune || !matmul_can_time();
-    if ((!met || strcmp(all, matmul_library.choices) != 0) &&
-        !gpu_set_algorithms<E, G>(e, all)) {
+    if ((!met || strcmp(all, matmul_library.choices) != 0) && !gpu_set_algorithms(e, all)) {
         fprintf(stderr, "%s: rank 0's matmul algorithms are for another GPU or cuBLASLt: this rank "
                 "keeps its own, and a resumed run may differ in rounding\n", program_name);
     }
@@ -6205,24 +6347,23 @@ template <class E, class G> static void rank_choices_share(Engine *e) {
 // can be measured and failures occur before the run. With several ranks, each does this once by
 // itself, so that no kernel is loaded while a collective waits for other ranks, and once together
 // with the others, so that NCCL has allocated all of its memory.
-template <class E, class G>
 static void gpu_warm_up(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     static size_t before;  // free bytes before the first engine; libraries outlive engines
     size_t free_bytes, with_nccl, total_bytes;
     before = before ? before : device_memory.free_bytes;
     gpu_begin(net);
-    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);
-    gpu_warm_up_step<E, G>(e);
-    gpu_tune<E, G>(e);  // before memory is measured: timing loads kernels too
+    gpu_scale_loss(e, LOSS_SCALE_LOG2, 0);
+    gpu_warm_up_step(e);
+    gpu_tune(e);  // before memory is measured: timing loads kernels too
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     if (s->ranks > 1) {
         rank_connect(&net->ranks);
-        rank_choices_share<E, G>(e);
-        gpu_warm_up_step<E, G>(e);
+        rank_choices_share(e);
+        gpu_warm_up_step(e);
     }
-    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // resets the counters that the warm-up advanced
+    gpu_scale_loss(e, LOSS_SCALE_LOG2, 0);  // resets the counters that the warm-up advanced
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
@@ -6231,23 +6372,28 @@ static void gpu_warm_up(Engine *e) {
 
 // Opens the engine and allocates the plan on the current GPU. The plan is the caller's and outlives
 // the engine.
-template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)alloc_zero(1, sizeof *net);
+static void gpu_open(Engine *e, Plan *p) {
+    GpuNetwork *net = (GpuNetwork *)alloc_zero(1, sizeof *net);
     const Settings *s = &p->settings;
     const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
     net->plan = p;
-    // train_gpt2.c plans without knowing the kernels; here the plan is checked against them.
-    size_t partials = net->plan->buffers[net->plan->single[BUF_PARTIALS]].bytes;
-    check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
-              gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
-              gpu_attention_backward_bytes<E>(s->B, s->T, (int)C, s->model.NH) <= partials &&
-              gpu_grad_square_sum_bytes() <= partials,
-          "the plan's partial sums are too few for the kernels");
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
     // Not the default stream, nor synchronised with it, so that no library's work runs in between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
     offload_open(&net->transfers, net->plan, net->stream, &net->ranks);
+    with_types(s, [&](auto element, auto grad) {
+        using E = decltype(element);
+        net->stage = gpu_stage<E, decltype(grad)>;
+        p->transfer = rank_transfer<decltype(grad)>;  // on one rank like gpu_transfer
+        // train_gpt2.c plans without knowing the kernels; here the plan is checked against them.
+        const size_t partials = p->buffers[p->single[BUF_PARTIALS]].bytes;
+        check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
+                  gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
+                  gpu_attention_backward_bytes<E>(s->B, s->T, (int)C, s->model.NH) <= partials &&
+                  gpu_grad_square_sum_bytes() <= partials,
+              "the plan's partial sums are too few for the kernels");
+    });
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), (size_t)s->workspace);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
     check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N), "a batch's length");
@@ -6264,30 +6410,29 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
         rank_open(&net->ranks, s);
         net->ranks.staging = gpu_buffer<char>(net, BUF_EXCHANGE);
         net->ranks.capacity = p->buffers[p->single[BUF_EXCHANGE]].bytes;
-        p->transfer = rank_transfer<G>;
-        e->gather = gpu_gather<E, G>;
-        e->replica = gpu_replica<E, G>;
+        e->gather = gpu_gather;
+        e->replica = gpu_replica;
     }
     e->self = net;
     e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
     e->zero = 1;  // gpu_begin
-    e->micro_step = gpu_micro_step<E, G>;
-    e->prepare = gpu_prepare<E, G>;
-    e->update = gpu_update<E, G>;
-    e->forward_loss = gpu_forward_loss<E, G>;
-    e->logits = gpu_logits<E, G>;
-    e->extend = gpu_extend<E, G>;
-    if constexpr (traits<E>.narrow) {
-        e->scale_loss = gpu_scale_loss<E, G>;
+    e->micro_step = gpu_micro_step;
+    e->prepare = gpu_prepare;
+    e->update = gpu_update;
+    e->forward_loss = gpu_forward_loss;
+    e->logits = gpu_logits;
+    e->extend = gpu_extend;
+    if (s->dtype == TYPE_FP16) {
+        e->scale_loss = gpu_scale_loss;
         e->weight_most = FP16_MOST;
     }
-    e->read = gpu_read<E, G, false>;
-    e->read_own = gpu_read<E, G, true>;
-    e->write = gpu_write<E, G>;
-    e->close = gpu_close<E, G>;
-    e->set_algorithms = gpu_set_algorithms<E, G>;
+    e->read = gpu_read<false>;
+    e->read_own = gpu_read<true>;
+    e->write = gpu_write;
+    e->close = gpu_close;
+    e->set_algorithms = gpu_set_algorithms;
     // Last, when all methods are set: failures occur here, before the run begins.
-    gpu_warm_up<E, G>(e);
+    gpu_warm_up(e);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -6481,16 +6626,12 @@ static int gpu_command(Run *run, const Program *program) {
 // The program of train_gpt2.c with the GPU engine and two commands of its own: --check compares one
 // batch with the CPU reference, --compare runs the same steps with and without recomputation.
 
-// Opens the engine compiled for the run's types: E of weights and activations, G of gradients.
+// Opens the engine and completes its description.
 static void gpu_engine_open(Engine *e, Plan *p) {
     const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
     device_describe(e, s);
-    with_type(s->dtype, [&](auto element) {
-        using E = decltype(element);
-        using G = std::conditional_t<traits<E>.narrow, float, E>;
-        s->grad_dtype == s->dtype ? gpu_open<E, G>(e, p) : gpu_open<E, float>(e, p);
-    });
+    gpu_open(e, p);
     size_t length = strlen(e->device);
     snprintf(e->device + length, sizeof e->device - length,
              "; cuBLASLt %zu; libraries took about %s", cublasLtGetVersion(),

@@ -47,11 +47,13 @@ trap 'rm -rf "$scratch"' EXIT
 trap 'exit 130' INT TERM
 export XDG_CACHE_HOME=$scratch/cache    # measured speeds and algorithms of other runs
 
-# The Makefile's command that builds TARGET, without output and dependency file. More arguments go
-# to make. Nothing when this machine cannot build it.
+# The Makefile's command that builds TARGET, without output and dependency file; a recipe may write
+# to $part, which it then moves to TARGET. More arguments go to make. Nothing when this machine
+# cannot build it.
 command_of() {
-    make -nB "$@" 2> /dev/null | grep -m 1 -E -- "-o $1(\.part)? " |
-        sed -E "s, -o $1(\.part)? , ,; s/-MMD -MP -MF [^ ]+ -MT [^ ]+//"
+    make -nB "$@" 2> /dev/null | sed -z 's/\\\n/ /g' | grep -E -- "-o $1 |^part=$1\." |
+        sed -nE "1{s/^part=[^;]*; //; s/ && mv .*//; s, -o ($1|\\\$part) , ,
+            s/-MMD -MP -MF [^ ]+ -MT [^ ]+//; p}"
 }
 reads() { python3 "$root/$reader" "$@"; }
 skipped() { printf 'skipped\t%s\n' "$1"; }
@@ -148,7 +150,7 @@ part_plans() {
 
 part_sass() {
     local arch disassemble=${NVDISASM:-nvdisasm}
-    if ! make -nB build/sm_80.log 2> /dev/null | grep -q nvcc; then
+    if ! make -nB build/sm_80.log 2> /dev/null | grep nvcc > /dev/null; then  # -q: make would fail
         skipped "no nvcc"
     elif ! command -v "$disassemble" > /dev/null; then
         skipped "no nvdisasm"
