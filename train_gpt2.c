@@ -5687,7 +5687,10 @@ static void dataset_open(Dataset *d, const char *pattern, int T) {
     }
     int status = glob(pattern, 0, NULL, &found);
     if (status != 0 || found.gl_pathc == 0) {
-        die("no token file matches %s; 'make data' prepares tinyshakespeare", pattern);
+        const char *own = strstr(pattern, "tinyshakespeare") || strstr(pattern, "stories_bytes")
+                              ? "'make data' prepares it"
+                              : "data/tokenize makes token files of text";
+        die("no token file matches %s; %s", pattern, own);
     }
     d->shard_count = (int)found.gl_pathc;
     d->shards = (Shard *)alloc_zero(found.gl_pathc, sizeof(Shard));
@@ -6415,7 +6418,8 @@ static void run_save(Run *run) {
     run->saved_step = run->state.step;
     rank_phase("saving", RANK_RUNS);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
-                         run->identity, &run->state, run->bpe};
+                         run->identity, &run->state, run->bpe,
+                         run->train.tokenizer.kind == TOKENIZER_BYTES};
     looks_interrupt(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
@@ -8095,6 +8099,40 @@ static void weights_require_tokenizer(const ModelFile *weights, const Dataset *d
     }
 }
 
+// Chooses the data of a resume without -i: those of the newest checkpoint that can be read.
+static void resume_data(Options *o) {
+    static char train[PATH_BYTES], val[PATH_BYTES];  // the options point to them
+    char folder[PATH_BYTES];
+    if (access(o->output, F_OK) != 0) {
+        return;
+    }
+    CheckpointList list = checkpoint_list(o->output, "");
+    for (int i = 0; i < list.count && !o->train_data; i++) {
+        path_print(folder, "%s/step-%08" PRId64, o->output, list.steps[i]);
+        if (checkpoint_option(train, folder, "train-data") && train[0]) {
+            o->train_data = train;
+            o->val_data = checkpoint_option(val, folder, "val-data") && val[0] ? val : NULL;
+        }
+    }
+    free(list.steps);
+}
+
+// Chooses the validation data of a run with -i and without -j: PREFIX_val... if the training data
+// is PREFIX_train... and such files exist.
+static void validation_beside(Options *o) {
+    static char val[PATH_BYTES];  // the option points to it
+    const char *end = shard_prefix(o->train_data);
+    glob_t found;
+    if (!end || strncmp(end, "_train", 6) != 0) {
+        return;
+    }
+    path_print(val, "%.*s_val%s", (int)(end - o->train_data), o->train_data, end + 6);
+    if (glob(val, 0, NULL, &found) == 0) {
+        o->val_data = val;
+    }
+    globfree(&found);
+}
+
 // Sets the model's vocabulary: the preset's, the shape's, the file's or the data's. Without data
 // (--plan), a shape uses the vocabulary of bytes. Ends the run if the vocabulary of a shape or file
 // differs from the data's, because the same token id would stand for different text.
@@ -8139,6 +8177,12 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
 // vocabulary of a shape that names none, and uses that of bytes if there is no data.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
+    if (o->resume && !o->train_data && !options_plan(o)) {
+        resume_data(o);
+    }
+    if (o->train_data && !o->val_data && o->val_every && !options_plan(o)) {
+        validation_beside(o);
+    }
     if (!o->train_data && (!options_plan(o) || (kind == MODEL_SHAPE && !m->V))) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
@@ -8393,7 +8437,7 @@ static int64_t run_resume(Run *run) {
     const ResumeChoice choice = choices[0];
     free(choices);
     if (choice.step >= 0) {
-        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL};
+        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL, 0};
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
         run_say(run, "loading %s", path);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);

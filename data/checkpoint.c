@@ -18,6 +18,8 @@
 //                                    run's type; for bf16 weights also ranges of the low halves of
 //                                    their fp32 masters; counters and options
 //   manifest.json                    size and SHA-256 of every other file
+//   README.md                        only for bytes: how to use ids that are bytes; not in the
+//                                    manifest, because nothing reads it
 //   merges.txt, vocab.json, tokenizer_config.json
 //                                    not for bytes; for GPT-2's tokens only if the vocabulary was
 //                                    found
@@ -54,7 +56,7 @@
 
 // The files of a checkpoint. There is one state file for each rank of the run that saved it.
 enum {
-    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
+    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_CARD, FILE_MANIFEST,
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
@@ -63,7 +65,7 @@ enum {
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
-        "manifest.json"};
+        "README.md", "manifest.json"};
     if (file < FILE_STATE) {
         snprintf(name, FILE_NAME, "%s", names[file]);
     } else {
@@ -232,6 +234,22 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
     free(text);
 }
 
+// Writes README.md, the model card of a model whose tokens are bytes.
+static void card_save(Writer *w) {
+    static const char text[] =
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+        "# A GPT-2 of bytes\n\n"
+        "Token ids are bytes: id b is the byte b of a text in UTF-8, and 256 ends a text. There is "
+        "no tokenizer to\nload; `list(text.encode())` makes ids of a text, and "
+        "`bytes(i for i in ids if i < 256).decode()` text of ids.\n\n"
+        "    import torch, transformers\n"
+        "    model = transformers.GPT2LMHeadModel.from_pretrained(folder)\n"
+        "    ids = torch.tensor([[256] + list(b\"Once\")])\n"
+        "    made = model.generate(ids, max_new_tokens=100, do_sample=True)[0].tolist()\n"
+        "    print(bytes(i for i in made if i < 256).decode(errors=\"replace\"))\n";
+    writer_put(w, text, sizeof text - 1);
+}
+
 // The parts of a run that a checkpoint is written from.
 typedef struct {
     Engine *engine;
@@ -240,6 +258,7 @@ typedef struct {
     const char *identity;  // run_identity
     const RunState *state;
     const Bpe *bpe;  // the vocabulary; NULL: of bytes, or GPT-2's, which was not found
+    int bytes;       // 1: tokens are bytes
 } Snapshot;
 
 // Elements first .. first + count - 1 of one bucket of a state, and their location in a file.
@@ -456,12 +475,13 @@ static void save_file(Saving *save, int file) {
         case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
             tokenizer_save(snapshot->bpe, &s->model, file, &w);
             break;
+        case FILE_CARD: card_save(&w); break;
         case FILE_MANIFEST: manifest_save(&save->manifest, snapshot->state->step, &w); break;
         default: state_save(snapshot, &w);
     }
     writer_close(&w);
     row->bytes = w.bytes;
-    memcpy(row->sha256, w.hash, SHA256_TEXT);
+    memcpy(row->sha256, file == FILE_CARD ? "" : w.hash, file == FILE_CARD ? 1 : SHA256_TEXT);
     if (w.error) {
         save_problem(save, "cannot write %s: %s; the previous checkpoint is kept", w.file,
                      strerror(w.error));
@@ -535,6 +555,9 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
         save_file(&save, FILE_CONFIG);
         for (int k = FILE_MERGES; snapshot->bpe && k <= FILE_TOKENIZER; k++) {
             save_file(&save, k);
+        }
+        if (snapshot->bytes) {
+            save_file(&save, FILE_CARD);
         }
         save_finish(&save, output, path);
     }
@@ -670,6 +693,35 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     return !wrong && version != 3 ? "its version is not 3, the one this program reads" : wrong;
 }
 
+// Copies the value of an option in a checkpoint's first state file to `out`. Returns 0 if it cannot
+// be read; whether the checkpoint is complete is verified later.
+static int checkpoint_option(char out[PATH_BYTES], const char *folder, const char *name) {
+    char path[PATH_BYTES], key[64];
+    struct dirent *entry;
+    int ranks, found = 0;
+    DIR *files = opendir(folder);
+    const int length = snprintf(key, sizeof key, "\"--%s\":", name);
+    while (files && !found && (entry = readdir(files)) != NULL) {
+        Mapping map;
+        path_print(path, "%s/%s", folder, entry->d_name);
+        if (file_find(entry->d_name, &ranks) == FILE_STATE && mapping_open(&map, path) == 0) {
+            const size_t most = map.size < 1 << 16 ? map.size : 1 << 16;  // the header's beginning
+            const unsigned char *at =
+                (const unsigned char *)memmem(map.bytes, most, key, (size_t)length);
+            if (at) {
+                Json j = {map.bytes, (size_t)(at - map.bytes) + (size_t)length, most, NULL};
+                json_string(&j, out, PATH_BYTES);
+                found = !j.fault;
+            }
+            mapping_close(&map);
+        }
+    }
+    if (files) {
+        closedir(files);
+    }
+    return found;
+}
+
 // Opens and parses a manifest file. Returns NULL on success, otherwise an error message, also if
 // the file does not exist.
 static const char *manifest_open(Manifest *manifest, const char *path) {
@@ -735,7 +787,7 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     for (int i = 0; i < files; i++) {
         char file[PATH_BYTES], name[FILE_NAME];
         const ManifestRow *row = &manifest.files[i];
-        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // optional
+        const int vocabulary = i >= FILE_MERGES && i <= FILE_CARD;  // optional
         const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
         file_name(name, i, manifest.ranks);
         path_print(file, "%s/%s", folder, name);
@@ -1040,6 +1092,13 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         for (size_t i = 0, spaces = 0; f.identity[i] && f.identity[i] == run->identity[i]; i++) {
             spaces += f.identity[i] == ' ';
             at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
+        }
+        const char *first = f.identity + at;
+        if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
+            char was[PATH_BYTES];
+            option_was(was, &f, option_find("train-data"));
+            die("checkpoint %s is of another run: it was trained on %s; %s has other tokens",
+                folder, was, run->options->train_data);
         }
         die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity + at,
             run->identity + at);

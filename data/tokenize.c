@@ -1296,6 +1296,7 @@ typedef struct {
     pthread_mutex_t lock;        // protects `read`, `taken`, `ended` and Block.done
     pthread_cond_t work, done;
     int live;                    // stdout is a terminal
+    int warned;                  // 1: the input does not look like text, and this was said
     double began_ms, drawn_ms, synced_ms;
     int unsaved;                 // 1: PREFIX.state does not count all finished shards
     int64_t began;               // position at which this run began
@@ -1470,6 +1471,11 @@ static int read_block(Job *job, Block *b) {
         b->tokens = (uint16_t *)grow(b->tokens, (b->capacity + 1) * sizeof *b->tokens);
     }
     memcpy(b->text, in->text + in->from, size);
+    if (job->a.bytes && !job->warned && memchr(b->text, 0, size)) {
+        fprintf(stderr, "tokenize: %s contains zero bytes: is it text? --bytes encodes any file\n",
+                in->files[input_file(in, in->position)].name);
+        job->warned = 1;
+    }
     b->size = size;
     b->position = in->position;
     b->starts_document = in->starts_document;

@@ -602,15 +602,21 @@ static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const ch
     }
 }
 
-// Finds the merges of the shard `shard`, PREFIX_train*.bin or PREFIX_val*.bin: `asked`
-// (--tokenizer), else PREFIX_merges.txt. Returns 0 if the shard has no such name.
-static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
-    const char *slash = strrchr(shard, '/'), *name = slash ? slash + 1 : shard, *end = NULL;
-    path_print(path, "%s", asked);
-    for (const char *p = name; *p && !asked[0]; p++) {
+// Returns the end of PREFIX in the name of a shard, PREFIX_train*.bin or PREFIX_val*.bin, or NULL.
+static const char *shard_prefix(const char *shard) {
+    const char *slash = strrchr(shard, '/'), *end = NULL;
+    for (const char *p = slash ? slash + 1 : shard; *p; p++) {
         end = strncmp(p, "_train", 6) == 0 || strncmp(p, "_val", 4) == 0 ? p : end;
     }
-    if (end) {
+    return end;
+}
+
+// Finds the merges of a shard: `asked` (--tokenizer), else PREFIX_merges.txt. Returns 0 if the
+// shard has another name.
+static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
+    const char *end = shard_prefix(shard);
+    path_print(path, "%s", asked);
+    if (end && !asked[0]) {
         path_print(path, "%.*s_merges.txt", (int)(end - shard), shard);
     }
     return asked[0] || end;
@@ -661,6 +667,10 @@ static void shard_open(Shard *shard, const char *path) {
     const char *fault = shard->fd < 0 ? file_error() : file_read(shard->fd, header, first, 0);
     if (fault) {
         die("cannot read token file %s: %s", path, fault);
+    }
+    if (first > 0 && !memchr(header, 0, (size_t)first)) {  // every header contains zeros
+        die("%s is text, not tokens: data/tokenize --train-bpe 8192 -o PREFIX %s writes token "
+            "files PREFIX_train.bin and PREFIX_val.bin", path, path);
     }
     LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
     int count = h.words[2], kind = h.words[4];

@@ -173,6 +173,8 @@ TEST(bad_data) {
     write_file("outside.bin", shard_bytes(outside, BYTE_TOKENS));
     write_file("gpt2.bin", shard_bytes(outside, GPT2_TOKENS));
     mkdir("folder.bin", 0755);
+    write_file("story.txt", "Once upon a time there was a fox.\n");
+    write_file("long.txt", Text(5000, 'a') + Text(10, 0));
     static const Refusal table[] = {
         {"-i missing.bin", "no token file matches missing.bin"},
         {"-i empty.bin", "empty.bin: 0 bytes are too few"},
@@ -191,6 +193,10 @@ TEST(bad_data) {
         {"-i outside.bin", "outside.bin: token 300 is 257, outside the vocabulary of 257"},
         {"-i [tg]*.bin", "train.bin has bytes; gpt2.bin has GPT-2's tokens"},
         {"-i train.bin -j gpt2.bin", "(-j): gpt2.bin has GPT-2's tokens; train.bin has bytes"},
+        {"-i story.txt", "story.txt is text, not tokens: data/tokenize --train-bpe 8192 -o"},
+        {"-i train.bin -j long.txt", "long.txt is text, not tokens"},
+        {"-i data/mine_train.bin", "data/mine_train.bin; data/tokenize makes token files of text"},
+        {"-i data/stories_bytes_train.bin", "stories_bytes_train.bin; 'make data' prepares it"},
         {"-i own.bin", "own.bin: a vocabulary of 256 in the header; its tokenizer has 257"},
         {"-i own2.bin", "own2.bin: a vocabulary of 65536 in the header"},
         {"-i train.bin -j missing.bin", "no token file matches missing.bin"},

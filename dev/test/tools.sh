@@ -54,6 +54,10 @@ bytes=$(for f in pipe_val_000000.bin pipe_train_00000?.bin; do tail -c +1025 $f;
     tr -d '\0' | cksum)
 expected=$(cat long long long | cksum)
 equal "stream comes back whole" "$bytes" "$expected"
+printf 'PK\0\0' > binary
+equal "binary input: a warning" "$($tokenize -o odd binary 2>&1 > /dev/null)" \
+    "tokenize: binary contains zero bytes: is it text? --bytes encodes any file"
+equal "text: no warning" "$($tokenize -o odd long 2>&1 > /dev/null)" ""
 : > nothing
 refuses "missing input" "cannot open absent: No such file" $tokenize -o bad absent
 refuses "empty input" "nothing is empty" $tokenize -o bad nothing
@@ -417,7 +421,9 @@ server.serve_forever()
 END
 shards=www/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main
 stories=www/datasets/roneneldan/TinyStories/resolve/main
-mkdir -p $shards $stories www/gpt-2/encodings/main
+starter=www/datasets/karpathy/llmc-starter-pack/resolve/main
+mkdir -p $shards $stories $starter www/gpt-2/encodings/main
+{ printf '\212\330\064\1\1\0\0\0'; head -c 2000 /dev/zero; } > $starter/hellaswag_val.bin
 echo plain > mode
 if command -v python3 > /dev/null; then
     python3 server.py > /dev/null 2>&1 &
@@ -470,6 +476,13 @@ for client in $clients; do
     refuses "$client, 404" "train_000004.bin: no download" served fineweb-edu 4
     equal "$client, 404: the others stay" "$(cd repo/data && echo edu_* | wc -w)" 4
     head -c 90000 digits > $shards/edu_fineweb_train_000003.bin
+    served hellaswag > said 2>&1
+    equal "$client, HellaSwag" \
+        "$(cmp repo/data/hellaswag_val.bin $starter/hellaswag_val.bin 2>&1)" ""
+    rm -f repo/data/hellaswag_val.bin && cp digits $starter/hellaswag_val.bin
+    refuses "$client, HellaSwag, wrong bytes" "val.bin sent is not what it should be .questions.$" \
+        served hellaswag
+    { printf '\212\330\064\1\1\0\0\0'; head -c 2000 /dev/zero; } > $starter/hellaswag_val.bin
     refuses "$client, stories without vocabulary" "needs GPT-2.s vocab.bpe: .*no download" \
         served tinystories
     if [ -f "$vocab" ]; then

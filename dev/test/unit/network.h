@@ -419,7 +419,7 @@ TEST(generated_tokens, ALL) {
             const double u =
                 rng_uniform((uint64_t)o.seed, RNG_SAMPLE, 0, (uint64_t)sample << 32 | i);
             want.push_back(sample_token(logits.data(), m.V, &rule, u, candidates.data()));
-            if (want.back() == BYTE_END_OF_TEXT) {
+            if (want.back() == end_of_text(&byte_tokenizer)) {
                 break;
             }
         }
