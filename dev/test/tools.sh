@@ -55,9 +55,9 @@ bytes=$(for f in pipe_val_000000.bin pipe_train_00000?.bin; do tail -c +1025 $f;
 expected=$(cat long long long | cksum)
 equal "stream comes back whole" "$bytes" "$expected"
 printf 'PK\0\0' > binary
-equal "binary input: a warning" "$($tokenize -o odd binary 2>&1 > /dev/null)" \
+equal "binary input: a warning" "$($tokenize -o binary binary 2>&1 > /dev/null)" \
     "tokenize: binary contains zero bytes: is it text? --bytes encodes any file"
-equal "text: no warning" "$($tokenize -o odd long 2>&1 > /dev/null)" ""
+equal "text: no warning" "$($tokenize -o binary long 2>&1 > /dev/null)" ""
 : > nothing
 refuses "missing input" "cannot open absent: No such file" $tokenize -o bad absent
 refuses "empty input" "nothing is empty" $tokenize -o bad nothing
@@ -291,7 +291,7 @@ cat told told told told told told told told > long_told
 sleepy=$train_bpe\ 1200\ --threads\ 1\ --val-fraction\ 0\ --shard-tokens\ 1000000
 $sleepy -o whole long_told > /dev/null
 for round in 0.02 0.1 0.2 0.3 0.4; do
-    timeout -s INT $round $sleepy -o broken long_told > said 2>&1
+    timeout --foreground -s INT $round $sleepy -o broken long_told > said 2>&1
     says "interrupted after $round s" "(interrupted; finished shards: [0-9]+; )|(tokens)" \
         "$(cat said)"
     equal "... nothing half-written" "$(echo broken*part)" "broken*part"
@@ -356,7 +356,10 @@ mkdir elsewhere/data && cp repo/data/stories_bytes_*.bin elsewhere/data/
 said=$(cd elsewhere && $train 2>&1)
 says "data/ here comes first" "data     data/stories_bytes_train\*.bin: .*validation loss" "$said"
 equal "with -j no word of none" "$(grep -c 'nothing is validated' <<< "$said")" 0
-says "without -j a line says so" $'\n +without --val-data \\(-j\\) nothing is validated\n' \
+says "-i alone validates on files beside it" ' -j data/stories_bytes_val.bin .*validation loss' \
+    "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
+mv elsewhere/data/stories_bytes_val.bin elsewhere/val.bin
+says "without them a line says so" $'\n +without --val-data \\(-j\\) nothing is validated\n' \
     "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
 rm -f repo/data/stories?*.*
 if [ -f "$mirror/tinyshakespeare.txt" ]; then
