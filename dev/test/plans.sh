@@ -69,9 +69,9 @@ compare_program() {
             answer ./train_gpt2 "$scratch/native" "${options[@]}" $how
             # shellcheck disable=SC2086
             answer "$program" "$scratch/other" "${options[@]}" $how
-            sed -i "s|$program|PROGRAM|; s|\./train_gpt2|PROGRAM|" "$scratch/native" "$scratch/other"
-            cmp -s "$scratch/native" "$scratch/other" || differ+="; ${options[*]} $how: $(
-                diff "$scratch/native" "$scratch/other" | sed -n 2p)"
+            sed -i "s|$program|PROGRAM|; s|\./train_gpt2|PROGRAM|" "$scratch"/{native,other}
+            cmp -s "$scratch"/{native,other} || differ+="; ${options[*]} $how: $(
+                diff "$scratch"/{native,other} | sed -n 2p)"
         done
     done < "$scratch/draws"
     [ -z "$differ" ]
