@@ -903,9 +903,9 @@ static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *
         span->next = LN1W + PER_BLOCK * (int)min_i64((offset - blocks) / block, m->L);
     }
     while (span->next < tensors) {
-        const int n = span->next++, inside = n - LN1W, behind = inside - m->L * PER_BLOCK;
-        span->layer = inside >= 0 && behind < 0 ? inside / PER_BLOCK : 0;
-        span->tensor = inside < 0 ? n : behind < 0 ? LN1W + inside % PER_BLOCK : LNFW + behind;
+        const int n = span->next++, inside = n - LN1W, after = inside - m->L * PER_BLOCK;
+        span->layer = inside >= 0 && after < 0 ? inside / PER_BLOCK : 0;
+        span->tensor = inside < 0 ? n : after < 0 ? LN1W + inside % PER_BLOCK : LNFW + after;
         const int64_t begin = tensor_offset(m, span->tensor, span->layer);
         const int64_t end = begin + tensor_size(m, span->tensor);
         if (begin >= offset + count) {
@@ -1572,11 +1572,11 @@ typedef struct {
 } RankStatus;
 
 // Combines the statuses of all ranks into the same decision on every rank.
-static void ranks_agree(const RankStatus *words) {
+static void ranks_agree(const RankStatus *statuses) {
     this_rank.stop = this_rank.fault = 0;
     for (int r = this_rank.ranks - 1; r >= 0; r--) {
-        this_rank.stop |= words[r].stop;
-        this_rank.fault = words[r].failed ? r + 1 : this_rank.fault;
+        this_rank.stop |= statuses[r].stop;
+        this_rank.fault = statuses[r].failed ? r + 1 : this_rank.fault;
     }
 }
 
@@ -2022,7 +2022,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     // own, because each rank sums only its own shards.
     const int64_t others = s->ranks > 1;
     const int64_t table = gpu * (1 + others) * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
-    const int64_t words = gpu * others * s->ranks * RANK_STATUS_BYTES;
+    const int64_t statuses = gpu * others * s->ranks * RANK_STATUS_BYTES;
     // Backward of attention writes partial sums of 3 C numbers for each tile of 64 or 128 tokens.
     const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
     const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
@@ -2035,7 +2035,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
-        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, words, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, statuses, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
         // Two batches, so that one is filled while the other is uploaded; then 256 bytes into which
         // the GPU's state ("norm and counters") is downloaded.
@@ -5447,14 +5447,14 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
 // rank, valid until the next exchange. After this call all ranks know of a signal or a fault on any
 // of them.
 static const RankStatus *engine_exchange(Engine *e, double value) {
-    static RankStatus *words;
+    static RankStatus *statuses;
     const RankStatus mine = {value, stop_signal != 0, this_rank.failed};
-    if (!words) {
-        words = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *words);
+    if (!statuses) {
+        statuses = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *statuses);
     }
-    engine_gather(e, words, &mine, sizeof mine);
-    ranks_agree(words);
-    return words;
+    engine_gather(e, statuses, &mine, sizeof mine);
+    ranks_agree(statuses);
+    return statuses;
 }
 
 // engine_exchange() without a value; does nothing with a single rank.
@@ -6313,12 +6313,12 @@ static int run_validate(Run *run, double *loss) {
             this_rank.failed = 1;
         }
         // A rank without a batch runs forward too: others may have to all-gather its weight shard.
-        const RankStatus *words = engine_exchange(
+        const RankStatus *statuses = engine_exchange(
             &run->engine,
             run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
         run_note_fault(run);
         for (int r = 0; r < min_i64(s->ranks, batches - k); r++) {
-            sum += words[r].value;
+            sum += statuses[r].value;
         }
     }
     *loss = sum / (double)batches;
@@ -6374,10 +6374,10 @@ static void run_sample(Run *run) {
 enum { REPLICA_STEPS = 100 };
 
 // Returns the number of ranks, r included, whose value equals that of rank r.
-static int statuses_alike(const RankStatus *words, int ranks, int r) {
+static int statuses_alike(const RankStatus *statuses, int ranks, int r) {
     int alike = 0;
     for (int q = 0; q < ranks; q++) {
-        alike += words[q].value == words[r].value;
+        alike += statuses[q].value == statuses[r].value;
     }
     return alike;
 }
@@ -6392,14 +6392,14 @@ static void run_compare_replicas(Run *run) {
         return;
     }
     // Exchange the upper 53 bits of the hash, which a double holds exactly.
-    const RankStatus *words =
+    const RankStatus *statuses =
         engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
     for (int r = 0; r < ranks; r++) {
-        most = (int)max_i64(most, statuses_alike(words, ranks, r));
+        most = (int)max_i64(most, statuses_alike(statuses, ranks, r));
     }
     run->diverged = most < ranks;
     for (int r = 0; r < ranks; r++) {
-        if (2 * most <= ranks || statuses_alike(words, ranks, r) < most) {
+        if (2 * most <= ranks || statuses_alike(statuses, ranks, r) < most) {
             n = text_add(names, sizeof names, n, "%s%d", named++ ? ", " : "", r);
         }
     }

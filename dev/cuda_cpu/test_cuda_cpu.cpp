@@ -1153,7 +1153,7 @@ TEST(cublasLt) {
         }
     }
     expect(worst < 1.01);
-    detail = text("%d products, worst %.0f %% of the tolerance", runs, 100 * worst);
+    detail = text("%d matmuls, worst %.0f %% of the tolerance", runs, 100 * worst);
 }
 
 // Split-K: an algorithm needs a reduction scheme and a workspace for the parts; the last algorithm

@@ -119,7 +119,7 @@ for before in 1048563 1048564 1048570 1048576; do    # markers around the end of
     { head -c $before long; printf '<|endoftext|> b '; head -c 1048560 /dev/zero | tr '\0' ' '
       printf '<|endoftext|>c'; } > border
     $tokenize --documents --val-fraction 0 -o border border > /dev/null
-    equal "marker behind byte $before" "$(numbers u2 $((1024 + 2 * before)) border_train.bin)" \
+    equal "marker after byte $before" "$(numbers u2 $((1024 + 2 * before)) border_train.bin)" \
         "97 256 98 256 99"
 done
 seq 700000 | sed '0~50000s/$/<|endoftext|>/' > digits    # 4.8 MB
