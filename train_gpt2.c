@@ -1730,9 +1730,10 @@ static void version_print(const char *name, const char *more) {
 // -------------------------------------------------------------------------------------------------
 // 6. Memory plan
 // The plan lists every buffer of a run: name, group, number and type of elements, and the first and
-// last tick of its lifetime. The planner turns settings into buffers, buffers into offsets (buffers
-// whose lifetimes do not overlap may share memory) and offsets into one size in bytes. The run
-// makes one allocation of exactly that size and takes every pointer from the plan.
+// last tick of its lifetime. The planner turns settings into buffers (by act_table, grad_table and
+// single_buffers()), buffers into offsets (buffers whose lifetimes do not overlap may share memory)
+// and offsets into one size in bytes. The run makes one allocation of exactly that size and takes
+// every pointer from the plan.
 // 1. Time is a sequence of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for
 //    the head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, join
 //    (only with several ranks or streamed buffers, see settings_joins()) and update. A forward-only
@@ -6933,7 +6934,7 @@ static void command_print(const char *program, const Options *o) {
 
 // Changes that free memory are steps on four axes: recomputation level, number types, offload tier
 // and batch. Step 0 of an axis changes nothing.
-enum { BY_LEVEL, BY_TYPE, BY_HOME, BY_BATCH, AXES };
+enum { BY_LEVEL, BY_TYPE, BY_OFFLOAD, BY_BATCH, AXES };
 enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // effect of a change on the numbers
 
 // A remedy: one or several changes, as options of a command line, and their price.
@@ -6958,7 +6959,7 @@ static int axis_steps(const Settings *s, int axis) {
     }
     return axis == BY_LEVEL  ? RECOMPUTE_BLOCK
            : axis == BY_TYPE ? (s->dtype == TYPE_BF16 ? 2 : 0)
-           : axis == BY_HOME ? (s->gpu ? OFFLOAD_TIERS - 1 : 0)
+           : axis == BY_OFFLOAD ? (s->gpu ? OFFLOAD_TIERS - 1 : 0)
                              : halvings;
 }
 
@@ -6989,7 +6990,7 @@ static int axis_apply(Settings *s, int axis, int step, char option[64]) {
         s->placement[KIND_MASTER] = s->split_master ? s->placement[KIND_MASTER] : 0;
         snprintf(option, 64, "%s%s", before.moment_dtype == TYPE_BF16 ? "" : " --moments bf16",
                  s->split_master == before.split_master ? "" : " -w none");
-    } else if (axis == BY_HOME) {
+    } else if (axis == BY_OFFLOAD) {
         settings_offload(s, offload_tiers[step]);
         snprintf(option, 64, " --offload %s", offload_text(offload, s));
     } else {
@@ -7030,8 +7031,8 @@ static int remedy_price(Remedy *r, const Plan *p) {
     r->slower = forecast_tokens_per_s(&v, now, 1) /
                     forecast_tokens_per_s(&v, &r->settings, micros) - 1;
     int n = snprintf(r->cost, sizeof r->cost, "%.0f %% slower%s, %s", fmax(100 * r->slower, 0),
-                     r->steps[BY_HOME] ? ", less with -d" : "", kinds[r->kind]);
-    if (r->steps[BY_HOME]) {
+                     r->steps[BY_OFFLOAD] ? ", less with -d" : "", kinds[r->kind]);
+    if (r->steps[BY_OFFLOAD]) {
         snprintf(r->cost + n, sizeof r->cost - (size_t)n, ", %s on the host",
                  bytes_text((double)r->host_bytes).s);
     }
