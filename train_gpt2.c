@@ -1436,14 +1436,15 @@ typedef struct {
 enum { RANK_TEXT = 96, RANK_ID = 128 };
 
 // Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
-// memory, GPU and id must be equal on all ranks: with different options or data, ranks would train
-// different models and wait forever for data of other sizes.
+// memory, thread blocks, GPU and id must be equal on all ranks: with different options or data,
+// ranks would train different models and wait forever for data of other sizes.
 typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
     uint64_t device, host;                      // bytes available for a plan
+    uint64_t ctas;                              // thread blocks for NCCL
     char gpu[RANK_TEXT], id[RANK_ID];
 } RankInfo;
-static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least memory
+static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least of all
 
 // The phase of a run. RANK_STARTS: engines are opened; a driver may compile kernels for minutes, so
 // that CPU time is the only sign of life. RANK_LOADS: weights and optimizer state are loaded; the
@@ -1793,6 +1794,7 @@ typedef struct {
     int split_master;
     uint8_t placement[KINDS];  // of each state: 0, PLACE_HOST, PLACE_SHARD or both
     int rank, ranks;           // of the processes that share the step's micro-batches
+    int nvlink, ctas;          // the GPUs are connected by NVLink; NCCL's limit of thread blocks
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
 
@@ -2219,50 +2221,74 @@ static PlaceKey place_key(const Plan *p, int i, int by_size) {
 // First fit: returns the lowest offset at which `b` overlaps no placed buffer that is alive at a
 // common tick. `placed` holds the indices of `count` buffers in ascending order of offset.
 static uint64_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
+    const uint64_t bytes = buffer_padded_bytes(b);
     uint64_t offset = 0;
     for (int i = 0; i < count; i++) {
         const Buffer *other = &p->buffers[placed[i]];
         if (other->first > b->last || other->last < b->first) {
             continue;
         }
-        if (other->offset >= offset + buffer_padded_bytes(b)) {
+        if (other->offset >= offset + bytes) {
             break;
         }
-        uint64_t end = other->offset + buffer_padded_bytes(other);
+        const uint64_t end = other->offset + buffer_padded_bytes(other);
         offset = end > offset ? end : offset;
     }
     return offset;
 }
 
+// Inserts buffer `id` into a list of `*count` buffers in ascending order of offset.
+static void place_insert(const Plan *p, int *placed, int *count, int id) {
+    int at = (*count)++;
+    for (; at > 0 && p->buffers[placed[at - 1]].offset > p->buffers[id].offset; at--) {
+        placed[at] = placed[at - 1];
+    }
+    placed[at] = id;
+}
+
 // Assigns every buffer an offset; host buffers are laid out back to back. Returns the bytes of the
-// device allocation.
+// device allocation. Most buffers live for less than a block, so the placed ones are listed by
+// time: list w has those alive at some tick of [WINDOW w, WINDOW (w + 2)). A buffer whose lifetime
+// is in one of these ranges is compared with that list only, another one with the list of all,
+// which is brought up to date only then.
 static uint64_t plan_place(Plan *p, int by_size) {
-    const size_t n = (size_t)p->buffer_count;
-    PlaceKey *order = (PlaceKey *)alloc_zero(n, sizeof *order);
-    int *placed = (int *)alloc_zero(n, sizeof(int)), count = 0;
-    for (int i = 0; i < p->buffer_count; i++) {
+    enum { WINDOW = 16 };
+    const int n = p->buffer_count, all = p->ticks / WINDOW + 1;
+    PlaceKey *order = (PlaceKey *)alloc_zero((size_t)n, sizeof *order);
+    int *lists = (int *)alloc_zero((size_t)(all + 1) * (size_t)n, sizeof(int));
+    int *counts = (int *)alloc_zero((size_t)all + 1, sizeof(int)), listed = 0;
+    for (int i = 0; i < n; i++) {
         order[i] = place_key(p, i, by_size);
     }
-    qsort(order, n, sizeof *order, place_compare);
+    qsort(order, (size_t)n, sizeof *order, place_compare);
     p->device_bytes = p->host_bytes = 0;
-    for (size_t k = 0; k < n; k++) {
-        Buffer *b = &p->buffers[order[k].key[3]];
+    for (int k = 0; k < n; k++) {
+        const int id = (int)order[k].key[3];
+        Buffer *b = &p->buffers[id];
+        const uint64_t bytes = buffer_padded_bytes(b);
         if (b->placement == PLACE_HOST) {
             b->offset = p->host_bytes;
-            p->host_bytes += buffer_padded_bytes(b);
+            p->host_bytes += bytes;
             continue;
         }
-        b->offset = place_find(p, b, placed, count);
-        uint64_t end = b->offset + buffer_padded_bytes(b);
-        p->device_bytes = end > p->device_bytes ? end : p->device_bytes;
-        int at = count++;
-        for (; at > 0 && p->buffers[placed[at - 1]].offset > b->offset; at--) {
-            placed[at] = placed[at - 1];
+        const int from = b->first / WINDOW, to = b->last / WINDOW;
+        const int list = to <= from + 1 ? from : all;
+        for (; list == all && listed < k; listed++) {
+            const int placed = (int)order[listed].key[3];
+            if (p->buffers[placed].placement == PLACE_DEVICE) {
+                place_insert(p, lists + all * n, &counts[all], placed);
+            }
         }
-        placed[at] = (int)order[k].key[3];
+        b->offset = place_find(p, b, lists + list * n, counts[list]);
+        p->device_bytes =
+            b->offset + bytes > p->device_bytes ? b->offset + bytes : p->device_bytes;
+        for (int w = from ? from - 1 : 0; w <= to; w++) {
+            place_insert(p, lists + w * n, &counts[w], id);
+        }
     }
     free(order);
-    free(placed);
+    free(lists);
+    free(counts);
     return p->device_bytes;
 }
 
@@ -2314,8 +2340,15 @@ static void plan_list(Plan *p, const Settings *s) {
 static void plan_build(Plan *p, const Settings *s) {
     plan_list(p, s);
     const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
-    if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
-        plan_place(p, 1);
+    if (by_size > p->live_bytes) {
+        const size_t bytes = (size_t)p->buffer_count * sizeof(Buffer);
+        Buffer *kept = (Buffer *)alloc_zero(1, bytes);
+        memcpy(kept, p->buffers, bytes);
+        if (plan_place(p, 0) >= by_size) {
+            memcpy(p->buffers, kept, bytes);
+            p->device_bytes = by_size;
+        }
+        free(kept);
     }
     plan_add_transfers(p);
 }
@@ -2907,16 +2940,17 @@ static const CardLine card_lines[] = {
 // of 31.34 GiB" is a 5090; the driver reserves some of the nominal capacity); then from NVIDIA's
 // data sheets and architecture whitepapers the dense 16-bit rate of tensor cores that accumulate in
 // fp32, in TFLOP/s; the memory bandwidth in GB/s; the number of SMs and their boost clock in MHz;
-// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and
-// whether GPUs of one machine are connected by NVLink. Sources: dev/notes/forecast.md.
+// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and,
+// if the GPUs of one machine are connected by NVLink, what all links of one carry per direction:
+// 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200 twice that.
+// Sources: dev/notes/forecast.md.
 typedef struct {
     const char *name;
     int line;
-    double gib, tflops, bandwidth, sms, mhz, link;
-    int nvlink;
+    double gib, tflops, bandwidth, sms, mhz, link, nvlink;
 } GpuEntry;
 static const GpuEntry gpu_table[] = {
-    {"v100", LINE_V100, 15.78, 125, 900, 80, 1530, 15.75, 1},
+    {"v100", LINE_V100, 15.78, 125, 900, 80, 1530, 15.75, 120},
     {"t4", LINE_T4, 14.56, 65, 320, 40, 1590, 15.75, 0},
     {"2080ti", LINE_RTX20, 10.76, 53.8, 616, 68, 1545, 15.75, 0},
     {"3060-laptop", LINE_RTX30, 5.8, 21.9, 336, 30, 1425, 15.75, 0},
@@ -2945,14 +2979,14 @@ static const GpuEntry gpu_table[] = {
     {"l4", LINE_ADA, 22.0, 121, 300, 58, 2040, 31.5, 0},
     {"l40s", LINE_ADA, 44.3, 366, 864, 142, 2520, 31.5, 0},
     {"a30", LINE_A100, 23.53, 165, 933, 56, 1440, 31.5, 0},
-    {"a100-40", LINE_A100, 39.5, 312, 1555, 108, 1410, 31.5, 1},
-    {"a100", LINE_A100, 79.1, 312, 2039, 108, 1410, 31.5, 1},
-    {"h20", LINE_H20, 94.88, 148, 4000, 78, 1830, 63, 1},
+    {"a100-40", LINE_A100, 39.5, 312, 1555, 108, 1410, 31.5, 230},
+    {"a100", LINE_A100, 79.1, 312, 2039, 108, 1410, 31.5, 230},
+    {"h20", LINE_H20, 94.88, 148, 4000, 78, 1830, 63, 370},
     {"h100-pcie", LINE_H100, 79.1, 756.5, 2039, 114, 1620, 63, 0},
-    {"h100", LINE_H100, 79.1, 989.4, 3350, 132, 1830, 63, 1},
-    {"gh200", LINE_H100, 94.88, 989.4, 4000, 132, 1830, 450, 1},
-    {"h200", LINE_H100, 139.8, 989.4, 4800, 132, 1830, 63, 1},
-    {"b200", LINE_B200, 178.35, 2250, 8000, 148, 1850, 63, 1},
+    {"h100", LINE_H100, 79.1, 989.4, 3350, 132, 1830, 63, 370},
+    {"gh200", LINE_H100, 94.88, 989.4, 4000, 132, 1830, 450, 370},
+    {"h200", LINE_H100, 139.8, 989.4, 4800, 132, 1830, 63, 370},
+    {"b200", LINE_B200, 178.35, 2250, 8000, 148, 1850, 63, 740},
 };
 enum { GPU_CARDS = sizeof gpu_table / sizeof gpu_table[0] };
 enum { LEAST_CAPABILITY = 75, BF16_CAPABILITY = 80 };  // of this program, and of its bf16 kernels
@@ -3044,11 +3078,6 @@ typedef struct {
 // Bytes that an SM's other kernels can process in a clock: their instructions limit them too. Both
 // shares below are the same for every card: 25 of the 31.5 GB/s of PCIe 4 x16 are payload.
 static const double sm_bytes_per_clock = 57.6, link_share = 0.79;
-// The NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
-// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
-// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
-// nine, and likewise the SMs taken from the matmuls that hide the exchange.
-static const double nvlink_rate = 40e9;
 
 // Returns the rates of a card: those of its line at its specifications. They are predicted, not
 // measured with this program.
@@ -3063,7 +3092,7 @@ static Rates card_rates(const GpuEntry *card) {
                      line->attention_back * flops,
                      1 / (1 / copies + 1 / instructions),
                      link,
-                     card->nvlink ? nvlink_rate : link};
+                     card->nvlink > 0 ? 1e9 * card->nvlink : link};
     return r;
 }
 
@@ -3117,6 +3146,10 @@ typedef struct {
     int gpu;
 } Speed;
 
+// Bytes per second that one of NCCL's thread blocks moves over NVLink: two of them saturate a link
+// (NVIDIA/nccl#1703).
+static const double nvlink_cta_rate = 20.6e9 / 2;
+
 // Returns the cost model at a card's rates. Each kernel launch costs 1.2 us, as in a queue of short
 // kernels on H100s; there are 30 launches per block and 4 per chunk. A block's weights cross memory
 // four times per micro-step, including the read and the write of their gradients; a chunk's three
@@ -3140,7 +3173,7 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     v.gpu = s->gpu;
     v.byte = 1 / r->memory;
     v.link_byte = 1 / r->link;
-    v.peer_byte = 1 / r->peers;
+    v.peer_byte = 1 / (s->nvlink ? fmin(r->peers, s->ctas * nvlink_cta_rate) : r->peers);
     return v;
 }
 
@@ -3277,14 +3310,40 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 static const uint64_t library_reserve_bytes = (uint64_t)1 << 30;
 
 // Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
-// 12 MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
-// (NVIDIA/nccl#1450), which is counted here as one additional peer, together with the ring of the
-// all-gathers. A run limits NCCL to NCCL_CHANNELS channels; a machine is assumed to have eight
-// GPUs.
-enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
+// 12 MiB of buffers per channel, and a channel has a thread block (CTA) (NVIDIA/nccl#1685). Peers
+// on other machines share one pool (NVIDIA/nccl#1450), which is counted here as one additional
+// peer, together with the ring of the all-gathers. A machine is assumed to have eight GPUs. Over
+// NVSwitch the all-gathers may use NVLS, which needs buffers of its own.
+enum { NCCL_PEERS = 7, NCCL_MIB = 12, NVLS_MIB = 64 };
 static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
 static uint64_t nccl_estimate_bytes(const Settings *s) {
-    return s->ranks > 1 ? (uint64_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((uint64_t)12 << 20) : 0;
+    const uint64_t mib = (uint64_t)(nccl_peers(s) + 1) * (uint64_t)s->ctas * NCCL_MIB;
+    return s->ranks > 1 ? (mib + (s->nvlink ? NVLS_MIB : 0)) << 20 : 0;
+}
+
+// How the GPUs of this machine are connected. LINK_UNKNOWN: there is none to ask, or a launcher
+// shows each rank only one.
+typedef enum { LINK_UNKNOWN, LINK_PCIE, LINK_NVLINK } Link;
+static Link machine_link;
+
+// Sets the link between GPUs, this machine's or that of the card named by --gpu, and the number of
+// thread blocks that NCCL may run. Its buffers, and the SMs that it takes from the matmuls that
+// hide the exchange, grow with them: two suffice over PCIe, and sixteen use nearly half of NVLink.
+// NCCL_MAX_CTAS takes precedence, as in NCCL (NCCL user guide, Environment Variables).
+static void settings_nccl(Settings *s, const Options *o) {
+    enum { CTAS_PCIE = 2, CTAS_NVLINK = 16, CTAS_MOST = 64 };
+    const GpuEntry *card = gpu_find(o);
+    const char *variable = getenv("NCCL_MAX_CTAS");
+    s->nvlink = machine_link ? machine_link == LINK_NVLINK : card && card->nvlink > 0;
+    s->ctas = s->nvlink ? CTAS_NVLINK : CTAS_PCIE;
+    if (variable) {
+        char *end;
+        const long n = strtol(variable, &end, 10);
+        if (*end || n < 1 || n > CTAS_MOST) {
+            die("NCCL_MAX_CTAS is '%s'; allowed: a number from 1 to %d", variable, CTAS_MOST);
+        }
+        s->ctas = (int)n;
+    }
 }
 
 // Returns the default number of rows of a classifier chunk, a multiple of 128, or N, the tokens of
@@ -3397,6 +3456,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
             s->B, s->T);
     }
     settings_placements(s, o);
+    settings_nccl(s, o);
     settings_types(s, o);
     recompute_parse(s, o->recompute);
     if (o->logit_rows > N) {
@@ -6122,6 +6182,7 @@ typedef struct Program {
     void (*ranks_start)(const Launcher *l, int gpus);
     void (*ranks_handshake)(void);
     const char *alone;
+    Link (*link)(int ranks);  // how the GPUs of this machine are connected; NULL: unknown
     const char *starts;  // appended to the first line that a run prints; or NULL
 } Program;
 
@@ -7258,11 +7319,11 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
     const Settings *s = &p->settings;
     const int micros = (int)max_i64(step_micros(o, s), 1);
     const Traffic t = step_traffic(s, micros);
-    char note[80], step[48] = "one micro-step";
+    char note[96], step[48] = "one micro-step";
     plan_print_line("library", budget->library, "   reserved, not measured");
     if (s->ranks > 1) {
-        snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d channels x (%d peers + "
-                 "1)", NCCL_CHANNELS, nccl_peers(s));
+        snprintf(note, sizeof note, "   reserved, not measured: %d MiB x %d thread blocks x (%d "
+                 "peers + 1)%s", NCCL_MIB, s->ctas, nccl_peers(s), s->nvlink ? " + NVLS" : "");
         plan_print_line("NCCL", nccl_estimate_bytes(s), note);
     }
     plan_print_line("total per GPU", p->device_bytes + budget->library + nccl_estimate_bytes(s),
@@ -7658,6 +7719,7 @@ static double reserved_bytes(const Options *o, uint64_t library) {
     Settings s;
     memset(&s, 0, sizeof s);
     s.ranks = (int)o->gpus;
+    settings_nccl(&s, o);
     return (double)(library + nccl_estimate_bytes(&s));
 }
 
@@ -8030,16 +8092,18 @@ static void run_find_ranks(Run *run, const Program *program) {
 // the available memory are chosen identically on all ranks, for the one with the least. Ends the
 // run if the ranks cannot train together. Returns the budget that every rank has; `budget` is this
 // rank's.
-static MemoryBudget run_handshake(const Run *run, const Program *program,
-                                  const MemoryBudget *budget) {
+static MemoryBudget run_handshake(Run *run, const Program *program, const MemoryBudget *budget) {
     MemoryBudget least = *budget;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
-        same.rank = same.threads = same.quiet = 0;  // these may differ between ranks
+        // These may differ between ranks.
+        same.rank = same.threads = same.quiet = same.nvlink = same.ctas = 0;
         rank_info.settings = fnv1a(0, &same, sizeof same);
         rank_info.device = budget->device;
         rank_info.host = budget->host;
+        rank_info.ctas = (uint64_t)run->s.ctas;
         program->ranks_handshake();
+        run->s.ctas = (int)rank_info.ctas;
         least.device = (uint64_t)rank_info.device;
         least.host = (uint64_t)rank_info.host;
     }
@@ -8185,6 +8249,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     const int named = gpu_memory_from_options(o) > 0 || o->gpus > 1, gpu = program->gpu || named;
     int fits = 1;
     fit_options(o, m);
+    if (o->gpus > 1 && !o->gpu[0] && program->link) {
+        machine_link = program->link((int)o->gpus);
+    }
     if (o->minimum) {
         minimum_command(o, m, !program->gpu);
         return 0;

@@ -3563,6 +3563,24 @@ static void device_select(int local_rank) {
     cuda_check(cudaSetDevice(local_rank % count));
 }
 
+// Returns how the GPUs of `ranks` ranks on this machine are connected. NVLink between every two of
+// them, which with more than four GPUs means NVSwitch, is what makes one GPU's atomic operations in
+// the memory of another native (CUDA Runtime API, cudaDeviceP2PAttr).
+static Link device_link(int ranks) {
+    int count = 0, all = 1;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count < ranks) {
+        return LINK_UNKNOWN;
+    }
+    for (int b = 1; b < ranks; b++) {
+        for (int a = 0, native; a < b; a++) {
+            cuda_check(cudaDeviceGetP2PAttribute(&native, cudaDevP2PAttrNativeAtomicSupported, a,
+                                                 b));
+            all &= native;
+        }
+    }
+    return all && ranks > 1 ? LINK_NVLINK : LINK_PCIE;
+}
+
 // Selects this rank's GPU as the current device and returns its free bytes.
 static size_t device_available(void) {
     size_t total_bytes;
@@ -4448,7 +4466,7 @@ static uint64_t fingerprint_program(void) {
 
 // The handshake: compares the RankInfo of all ranks. Ends the run, with an error printed by rank 0,
 // if they cannot train together. Otherwise rank_info receives the NCCL id of rank 0 and the
-// smallest device and host memory of any rank.
+// smallest memory and number of thread blocks of any rank.
 static void ranks_handshake(void) {
     const size_t n = (size_t)this_rank.ranks;
     static const struct {
@@ -4469,6 +4487,7 @@ static void ranks_handshake(void) {
     for (size_t r = 1; r < n; r++) {
         cards[0].device = cards[r].device < cards[0].device ? cards[r].device : cards[0].device;
         cards[0].host = cards[r].host < cards[0].host ? cards[r].host : cards[0].host;
+        cards[0].ctas = cards[r].ctas < cards[0].ctas ? cards[r].ctas : cards[0].ctas;
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
             if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,
                        sizeof(uint64_t)) != 0) {
@@ -4487,6 +4506,7 @@ static void ranks_handshake(void) {
     memcpy(rank_info.id, cards[0].id, RANK_ID);
     rank_info.device = cards[0].device;
     rank_info.host = cards[0].host;
+    rank_info.ctas = cards[0].ctas;
     free(cards);
 }
 
@@ -4520,13 +4540,14 @@ static void rank_handshake(char gpu[RANK_TEXT], char id[RANK_ID]) {
 }
 
 // Program.ranks_start: this process becomes one of the ranks that launcher `l` has started, or
-// forks `gpus` ranks.
+// forks `gpus` ranks. CUDA is first used after that.
 static void ranks_start(const Launcher *l, int gpus) {
     if (l->copies > 1) {
         ranks_join(l, device_select);
     } else {
         ranks_fork(gpus);
     }
+    machine_link = device_link(this_rank.local_ranks);
 }
 
 // Program.ranks_handshake: fills in this rank's GPU and, on rank 0, the id of the communicator,
@@ -4781,12 +4802,12 @@ static void rank_open(RankComm *c, const Settings *s) {
 }
 
 // Creates the NCCL communicator, which waits for all ranks. NCCL's buffers grow with its number of
-// thread blocks, which is therefore kept small: see nccl_estimate_bytes.
-static void rank_connect(RankComm *c) {
+// thread blocks, which is therefore limited: see settings_nccl.
+static void rank_connect(RankComm *c, int ctas) {
 #if GPT2_NCCL
     ncclUniqueId id;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.maxCTAs = NCCL_CHANNELS;
+    config.maxCTAs = ctas;
     memcpy(&id, rank_info.id, sizeof id);
     // Other ranks may arrive minutes later, if they have more kernels to compile: the watchdog must
     // see that this rank waits for them.
@@ -6360,7 +6381,7 @@ static void gpu_warm_up(Engine *e) {
     gpu_tune(e);  // before memory is measured: timing loads kernels too
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     if (s->ranks > 1) {
-        rank_connect(&net->ranks);
+        rank_connect(&net->ranks, s->ctas);
         rank_choices_share(e);
         gpu_warm_up_step(e);
     }
@@ -6689,6 +6710,7 @@ int train_gpt2cu_main(int argc, char **argv) {
         .ranks_start = GPT2_NCCL ? ranks_start : nullptr,
         .ranks_handshake = ranks_shake_hands,
         .alone = "this program was built without NCCL",
+        .link = device_link,
         .starts = CUDA_CPU ? "emulated: try -e l2h2c64t64" : "starting CUDA",
     };
     return program_main(&program, argc, argv);

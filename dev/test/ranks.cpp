@@ -176,17 +176,17 @@ TEST(ranks_offload, REST) {
 TEST(ranks_budget) {
     need_mpi();
     write_corpus();
-    const Text line = ODD "-x 2 -z 1 -d 48 ", nccl = text("%d", 2 * 4 * 12 << 20);
+    const Text line = ODD "-x 2 -z 1 -d 48 ";
     const Text plan = program(line + "--gpus 2 -r block --offload none --plan --json").out;
     const char *key = "\"total_bytes\":";
-    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 4 * 12 << 20);
+    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 2 * 12 << 20);
     for (const char *small : {"0", "1"}) {
         Text command = "mpirun --oversubscribe";
         for (const char *rank : {"0", "1"}) {
             const long all = bytes + (rank[0] == small[0] ? -1 : 1 << 30) + (500L << 20);
             command += (rank[0] == '0' ? " -np 1 env" : " : -np 1 env") +
-                       text(" EMU_CONTEXT=300M EMU_LIBRARY=200M EMU_NCCL=%s EMU_GPU_MEM=%ld ",
-                            nccl.c_str(), all) + "$PROGRAM " + line + "-o budget" + small;
+                       text(" EMU_CONTEXT=300M EMU_LIBRARY=200M EMU_NCCL=12M EMU_GPU_MEM=%ld ",
+                            all) + "$PROGRAM " + line + "-o budget" + small;
         }
         const Outcome o = shell(command + " < /dev/null");
         expect_success(o, command);
@@ -601,15 +601,21 @@ TEST(ranks_states, REST) {
 }
 
 // A rank runs in exactly the bytes of its plan, the reserve for NCCL, context and libraries, and is
-// refused with one byte less; NCCL's use of its reserve is reported.
+// refused with one byte less; NCCL's use of its reserve, which depends on the link and on
+// NCCL_MAX_CTAS, is reported.
 TEST(ranks_memory) {
     write_corpus();
     static const struct {
         int ranks;
         const char *options;
-    } table[] = {{2, "-z 0"}, {3, "-z 0"}, {2, "-z 1"}, {3, "-z 1"}, {2, "-z 2"}, {3, "-z 2"},
-                 {2, "-z 3"}, {3, "-z 3"}, {3, "-z 1 --offload moments,master,residuals"},
-                 {2, "-z 2 --offload weights"}, {3, "-z 3 --offload weights,moments"}};
+        int ctas;                    // 2 over PCIe, 16 over NVLink, or NCCL_MAX_CTAS
+        const char *nvlink, *limit;  // EMU_NVLINK, NCCL_MAX_CTAS
+    } table[] = {{2, "-z 0", 2, "", ""}, {3, "-z 0", 16, "1", ""}, {2, "-z 1", 5, "1", "5"},
+                 {3, "-z 1", 1, "", "1"}, {2, "-z 2", 2, "", ""}, {3, "-z 2", 2, "", ""},
+                 {2, "-z 3", 2, "", ""}, {3, "-z 3", 2, "", ""},
+                 {3, "-z 1 --offload moments,master,residuals", 2, "", ""},
+                 {2, "-z 2 --offload weights", 2, "", ""},
+                 {3, "-z 3 --offload weights,moments", 2, "", ""}};
     for (const auto &row : table) {
         const Text line = ODD "-x 1 -r none " + text("-d %d --gpus %d %s", 24 * row.ranks,
                                                      row.ranks, row.options) +
@@ -617,7 +623,8 @@ TEST(ranks_memory) {
         const Text plan = program(line + " --plan --json").out;
         const char *key = "\"total_bytes\":";
         const long bytes = atol(&plan[plan.find(key) + strlen(key)]);
-        const long nccl = (long)row.ranks * 4 * 12 << 20;  // for peers and the ring: channels, MiB
+        // For peers and the ring: thread blocks, MiB; NVLS.
+        const long nccl = ((long)row.ranks * row.ctas * 12 + (row.nvlink[0] ? 64 : 0)) << 20;
         expect(bytes > 1 << 20, "%s: %ld bytes", line.c_str(), bytes);
         const char *pinned = "\"host_bytes\":";
         const long host = atol(&plan[plan.find(pinned) + strlen(pinned)]);
@@ -625,11 +632,13 @@ TEST(ranks_memory) {
                        "cannot pin", line);
         for (long less : {0, 1}) {
             const Outcome o = program(line, [=] {
-                const long row = 4096;  // the heartbeats shared with the parent are pinned too
-                setenv("EMU_HOST_MEM", text("%ld", host + row).c_str(), 1);
+                const long page = 4096;  // the heartbeats shared with the parent are pinned too
+                setenv("EMU_HOST_MEM", text("%ld", host + page).c_str(), 1);
                 setenv("EMU_CONTEXT", "300M", 1);
                 setenv("EMU_LIBRARY", "200M", 1);
-                setenv("EMU_NCCL", text("%ld", nccl).c_str(), 1);
+                setenv("EMU_NCCL", "12M", 1);
+                setenv("EMU_NVLINK", row.nvlink, 1);
+                row.limit[0] ? setenv("NCCL_MAX_CTAS", row.limit, 1) : unsetenv("NCCL_MAX_CTAS");
                 const long all = bytes + nccl + (500L << 20) - less;
                 setenv("EMU_GPU_MEM", text("%ld", all).c_str(), 1);
             });
@@ -666,9 +675,11 @@ TEST(ranks_refused) {
                    "ranks 0 and 2 would share one GPU, 0000:00:00.0 of ", "too few GPUs");
     expect_refused(program(ODD "--gpus 2", with("PMI_SIZE", "2")),
                    "a launcher has already started ranks", "two who start ranks");
-    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "134000000")), " short",
+    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "82000000")), " short",
                    "memory");
     expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
+    expect_refused(program(ODD "--gpus 2", with("NCCL_MAX_CTAS", "0")),
+                   "NCCL_MAX_CTAS is '0'; allowed: a number from 1 to 64", "NCCL_MAX_CTAS");
     expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),
                    "--gpus 2: several ranks are not supported: this program runs on", "CPU");
 }
@@ -703,7 +714,7 @@ TEST(ranks_mixed) {
     // GPUs with different free memory: all ranks use the automatic choices for the minimum.
     const Text plan = program(ODD "-d 48 --gpus 2 -r block --plan --json").out;
     const char *key = "\"total_bytes\":";
-    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 4 * 12 << 20);
+    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 2 * 12 << 20);
     const Text line = " $PROGRAM " ODD "-d 48 -x 1 ";
     const Text small = text(": -np 1 env EMU_GPU_MEM=%ld", bytes);
     const Outcome o = shell("mpirun --oversubscribe -np 1" + line + small + line + " < /dev/null");
