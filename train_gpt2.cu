@@ -5471,9 +5471,9 @@ constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements compared at either e
 constexpr int PROOF_ELEMENTS = 64;  // elements of D compared with sums in double
 constexpr int PROOF_TAIL = 64;      // last steps of k, also checked alone: see MatmulProof
 
-// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ...", in which
-// `where` must be this run's and HASH is sixteen hexadecimal digits of matmul_algorithm_hash.
-// Returns false if there is none.
+// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ..."; `where` must
+// be this run's, and HASH is matmul_algorithm_hash in sixteen hexadecimal digits. Returns false if
+// there is none.
 static bool matmul_choice_find(uint64_t *hash, const char *choices, const MatmulKey *key) {
     char word[96];
     const size_t length = strlen(matmul_library.where);

@@ -515,7 +515,7 @@ static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const
 
 // Performs two rounds. This and the functions below use the SHA instructions as compiler built-ins.
 // immintrin.h has better names for them, but with GCC 13 and 14 it also uses built-ins that nvcc up
-// to 12.6 does not know, so the build would fail.
+// to 12.6 does not support, so the build would fail.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
