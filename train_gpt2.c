@@ -1055,7 +1055,7 @@ static void writes_return_errors(void) {
 }
 
 // Returns whether a write to `fd` would block now.
-static int write_waits(int fd) {
+static int write_blocks(int fd) {
     struct pollfd out = {fd, POLLOUT, 0};
     return poll(&out, 1, 0) == 0;
 }
@@ -1078,26 +1078,26 @@ static void stop_overdue(void) {
     seconds = stop_signal != SIGTERM || stop_grace == GRACE_UNLIMITED || moves ? 0 : seconds + 1;
     count = now;
     if (seconds > GRACE_S) {
-        if (!write_waits(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
+        if (!write_blocks(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
             stop_line = "";  // stderr cannot be written; the program ends all the same
         }
         _exit(128 + SIGTERM);
     }
 }
 
-// Checks every second after the first signal whether stdout and stderr still accept output. If one
-// of them has not accepted output in LOOKS checks in a row, it is replaced by /dev/null, which also
-// takes the rest of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
-static void on_look(int number) {
-    enum { LOOKS = 3 };
+// Checks every second after the first signal whether stdout and stderr still accept output. A
+// stream that fails STALLED consecutive checks is replaced by /dev/null, which also takes the rest
+// of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
+static void on_alarm(int number) {
+    enum { STALLED = 3 };
     static int waited[STDERR_FILENO + 1];
     const int error = errno;
     for (int fd = STDOUT_FILENO; fd <= STDERR_FILENO; fd++) {
-        waited[fd] = write_waits(fd) ? waited[fd] + 1 : 0;
-        const int nowhere = waited[fd] < LOOKS ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
-        if (nowhere >= 0) {
-            dup2(nowhere, fd);
-            close(nowhere);
+        waited[fd] = write_blocks(fd) ? waited[fd] + 1 : 0;
+        const int null_fd = waited[fd] < STALLED ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
+        if (null_fd >= 0) {
+            dup2(null_fd, fd);
+            close(null_fd);
         }
     }
     stop_overdue();
@@ -1106,14 +1106,14 @@ static void on_look(int number) {
     (void)number;
 }
 
-// Enables (1) or disables (0) on_look() in this thread. It is disabled during a save: some file
+// Enables (1) or disables (0) on_alarm() in this thread. It is disabled during a save: some file
 // systems, such as those of cloud storage, return EINTR from a call that a signal interrupts, which
 // would make the save fail.
-static void looks_interrupt(int yes) {
-    sigset_t look;
+static void alarm_enable(int yes) {
+    sigset_t alarms;
     stop_grace = yes ? GRACE_PROGRESS : GRACE_UNLIMITED;
-    (void)(sigemptyset(&look), sigaddset(&look, SIGALRM));
-    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &look, NULL);
+    (void)(sigemptyset(&alarms), sigaddset(&alarms, SIGALRM));
+    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &alarms, NULL);
 }
 
 // The pipe to which on_stop() writes a byte; -1: the program does not wait for input.
@@ -1122,12 +1122,12 @@ static int stop_pipe[2] = {-1, -1};
 // Handles all signals that ask the program to stop. Prints no line if stderr would block, because
 // the handler would not return and the next signal would not be handled.
 static void on_stop(int number) {
-    stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
+    stop_line = write_blocks(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
     if (stop_pipe[1] >= 0 && write(stop_pipe[1], "", 1) < 0) {
         errno = 0;  // the pipe is full, which wakes the reader just as well
     }
-    signal(SIGALRM, on_look);  // not before: the parent process may have set an alarm
+    signal(SIGALRM, on_alarm);  // not before: the parent process may have set an alarm
     alarm(1);
 }
 
@@ -1224,22 +1224,22 @@ static int list_has(const char *list, const char *word) {
     return 0;
 }
 
-// Calls look(out, version, folder, group) for the cgroup of `controller` that contains this
+// Calls f(out, version, folder, group) for the cgroup of `controller` that contains this
 // process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
 // on the job, not on its processes. In a container the cgroup's path is that of the host, and only
 // the root of the mount exists, which is the last folder tried. `root` is "", or a test's folder
 // that contains its own /proc and /sys.
-static void groups_look(const char *root, const char *controller,
-                        void (*look)(void *out, int version, const char *folder, const char *group),
-                        void *out) {
+static void cgroups_each(const char *root, const char *controller,
+                         void (*f)(void *out, int version, const char *folder, const char *group),
+                         void *out) {
     static const struct {
         int version;
         const char *mount;
     } mounts[] = {{1, "/sys/fs/cgroup/"}, {2, "/sys/fs/cgroup"}, {2, "/sys/fs/cgroup/unified"}};
     char path[PATH_BYTES], line[2 * PATH_BYTES], folder[4 * PATH_BYTES];
     path_print(path, "%s/proc/self/cgroup", root);
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof line, file)) {  // number:controllers:group
         line[strcspn(line, "\n")] = 0;
         char *names = strchr(line, ':'), *group = names ? strchr(names + 1, ':') : NULL;
         if (!group) {
@@ -1253,13 +1253,13 @@ static void groups_look(const char *root, const char *controller,
                 if (mounts[i].version == version) {
                     snprintf(folder, sizeof folder, "%s%s%s%s/", root, mounts[i].mount,
                              version == 1 ? controller : "", group);
-                    look(out, version, folder, group[0] ? group : "/");
+                    f(out, version, folder, group[0] ? group : "/");
                 }
             }
         }
     }
-    if (f) {
-        fclose(f);
+    if (file) {
+        fclose(file);
     }
 }
 
@@ -1274,7 +1274,7 @@ static int64_t folder_number(const char *folder, const char *name, const char *k
 
 // Applies the memory limits of one cgroup. Its usage includes cached files, which are subtracted
 // because the kernel reclaims them before it kills a process.
-static void memory_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_memory(void *out, int version, const char *folder, const char *group) {
     static const struct {
         const char *limits[2], *used, *cached;
     } rows[] = {{{"memory.limit_in_bytes", "memory.limit_in_bytes"}, "memory.usage_in_bytes",
@@ -1323,7 +1323,7 @@ static HostMemory host_memory(const char *root) {
                          stacks ? " minus thread stacks" : "");
         }
     }
-    groups_look(root, "memory", memory_of_group, &h);
+    cgroups_each(root, "memory", cgroup_memory, &h);
     return h;
 }
 
@@ -1343,7 +1343,7 @@ static uint64_t host_memory_available(void) {
 // chosen so that other programs on the machine are not slowed down.
 
 // Lowers *(int *)out to the number of cores that a cgroup's CPU quota allows.
-static void cores_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_cores(void *out, int version, const char *folder, const char *group) {
     double quota = 0, period = 0;
     (void)group;
     if (version == 1) {
@@ -1368,7 +1368,7 @@ static void cores_of_group(void *out, int version, const char *folder, const cha
 // Returns the number of cores, at most `cores`, that cgroup CPU quotas allow; more threads would
 // only be throttled. Unused in a build without OpenMP, which has one thread.
 __attribute__((unused)) static int host_cores(const char *root, int cores) {
-    groups_look(root, "cpu", cores_of_group, &cores);
+    cgroups_each(root, "cpu", cgroup_cores, &cores);
     return cores;
 }
 
@@ -3807,7 +3807,7 @@ typedef int64_t Lanes __attribute__((vector_size(VECTOR_BYTES)));  // indices of
 typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
-// Multiply-adds are fused in functions marked FUSED and nowhere else. GCC uses the attribute (and
+// Multiply-adds are fused in functions marked FUSED and null_fd else. GCC uses the attribute (and
 // then inlines nothing that lacks it), clang the pragma at the start of the body.
 #if defined(__clang__)
 // clang's expansion of a taskloop compares an int with an unsigned long. GCC still checks signs.
@@ -6487,12 +6487,12 @@ static void run_save(Run *run) {
     rank_phase("saving", RANK_RUNS);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe};
-    looks_interrupt(0);
+    alarm_enable(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
-    looks_interrupt(1);
+    alarm_enable(1);
     if (run->log) {
         log_begin(run);
         fputs(",\"checkpoint\":\"", run->log);
@@ -8847,7 +8847,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
     program_name = program->name;
-    streams_hold();
+    standard_streams_open();
     return output_status(&run, program_run(&run, program, argc, argv));
 }
 

@@ -3972,7 +3972,7 @@ typedef struct {
 // for at most one second: the watchdog may have been stopped together with all ranks, as by Ctrl-Z
 // in a shell, and then all continue together.
 static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
-    // A blocked standard output, as after Ctrl-S, is not a hang of a rank: see write_waits below.
+    // A blocked standard output, as after Ctrl-S, is not a hang of a rank: see write_blocks below.
     const double now = now_ms(), passed = fmin(now - w->last_ms, 1000);
     double processor_ms = 0;
     uint64_t moves = 0;
@@ -3988,7 +3988,7 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
     }
     // Polling by idle threads of a driver uses less than a tenth of a core; a compiler uses more.
     const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
-                      write_waits(STDOUT_FILENO);
+                      write_blocks(STDOUT_FILENO);
     const Watchdog seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
     *w = seen;
     return w->still_ms;

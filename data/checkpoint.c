@@ -517,7 +517,7 @@ static void save_agree(Saving *save) {
         checkpoint_remove(save->folder);
     }
     engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
-    looks_interrupt(1);                    // a stalled reader of stderr must not block the message
+    alarm_enable(1);                    // a stalled reader of stderr must not block the message
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
         die("rank %d cannot save; see its message", fault - 1);
@@ -952,7 +952,8 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
                     span_values(values, &r->span, in_range, count);
                 }
                 const double most = r->state == STATE_WEIGHTS ? weight_most(e) : INFINITY;
-                const int64_t bad = find_bad(values, count, r->state == STATE_V ? 0 : -most, most);
+                const int64_t bad =
+                    find_invalid(values, count, r->state == STATE_V ? 0 : -most, most);
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
                     die("checkpoint %s: %s of %s: element %" PRId64 " is %g: %s", folder,
@@ -963,7 +964,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
             }
         }
     }
-    mapping_done(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
+    mapping_release(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
     free(values);
 }
 

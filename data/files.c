@@ -356,7 +356,7 @@ static FILE *cache_open(const char *name, const char *mode) {
 // Must be called before any file is opened. Opens /dev/null on every standard descriptor that the
 // shell closed (>&-): otherwise the next file would get that descriptor, and output would be
 // written into the file. Using such a stream still fails, as on a closed descriptor.
-static void streams_hold(void) {
+static void standard_streams_open(void) {
     for (int fd = 0; fd <= STDERR_FILENO; fd++) {
         if (fcntl(fd, F_GETFD) < 0) {
             (void)open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
@@ -436,7 +436,7 @@ static void mapping_close(Mapping *m) {
 
 // Releases the pages of a mapped range after it has been read, so that a large file does not count
 // as memory of this process. Releases only pages that are entirely within the range.
-static void mapping_done(const void *bytes, size_t size) {
+static void mapping_release(const void *bytes, size_t size) {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)bytes;
     uintptr_t begin = (first + page - 1) / page * page, end = (first + size) / page * page;
     if (begin < end) {

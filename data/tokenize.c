@@ -1128,7 +1128,7 @@ static void tokenize_close(Job *job) {
 int main(int argc, char **argv) {
     static Job job;
     program_name = "tokenize";
-    streams_hold();
+    standard_streams_open();
     job.a = parse_arguments(argc, argv);
     atexit(sinks_drop);
     struct sigaction action;

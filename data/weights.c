@@ -456,7 +456,7 @@ static float master_join(float high, uint16_t low) {
 
 // Returns the index of the first value that is not finite or not in [least, most], or -1 if there
 // is none. In the first step, a weight that is not finite would make all others not finite too.
-static int64_t find_bad(const real *values, int64_t count, double least, double most) {
+static int64_t find_invalid(const real *values, int64_t count, double least, double most) {
     int good = 1;
     int64_t i = 0;
     for (int64_t k = 0; k < count; k++) {
@@ -501,7 +501,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                     span_values(values, s, i, count);
                 }
                 const double most = weight_most(e);
-                const int64_t bad = find_bad(values, count, -most, most), at = i + bad;
+                const int64_t bad = find_invalid(values, count, -most, most), at = i + bad;
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
                     die("%s: tensor %s: element %" PRId64 " is %g: %s", f->name, name,
@@ -510,7 +510,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                 }
                 e->write(e, STATE_WEIGHTS, offset + i, values, count);
             }
-            mapping_done(s->data, (size_t)(size * file_types[s->type].bytes));
+            mapping_release(s->data, (size_t)(size * file_types[s->type].bytes));
         }
     }
     free(values);
