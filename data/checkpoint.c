@@ -1,17 +1,9 @@
 // data/checkpoint.c -- checkpoints: save, verify, prune, load.
 //
-// A checkpoint is a folder with the weights, the optimizer state and a manifest with the size and
-// SHA-256 of every file. Nothing in a file is trusted: sizes, names and hashes are verified before
-// anything is allocated or loaded. An error is one line that names the file.
+// train_gpt2.c includes this file in chapter Weights and checkpoints. Nothing in a checkpoint is
+// trusted: sizes, names and hashes are verified before anything is allocated or loaded. An error is
+// one line that names the file.
 //
-// train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
-// because nvcc compiles it too.
-//
-// Contents
-//   1  Checkpoints
-
-// -------------------------------------------------------------------------------------------------
-// 1. Checkpoints
 // A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights; transformers loads both unchanged
 //   state-R-of-N.safetensors         the rest of the training state: ranges of both moments in the

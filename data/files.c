@@ -3,8 +3,7 @@
 // Knows nothing about models, options or engines. Header fields are checked against the file length
 // before they are used. An error is one line that names the file.
 //
-// train_gpt2.c and data/tokenize.c include this file. It is also valid C++17, because nvcc compiles
-// it too.
+// train_gpt2.c and data/tokenize.c include this file, as C11 and, for nvcc, as C++17.
 //
 // Contents
 //   1  Errors and memory

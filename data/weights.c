@@ -1,18 +1,7 @@
 // data/weights.c -- GPT-2 weights in Hugging Face's and llm.c's files.
 //
 // Reads model.safetensors with config.json (also split into parts by an index) and llm.c's .bin
-// files; writes safetensors.
-//
-// train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
-// because nvcc compiles it too.
-//
-// Contents
-//   1  Model files
-
-// -------------------------------------------------------------------------------------------------
-// 1. Model files
-// Weights are read and written as Hugging Face's model.safetensors with its config.json, and read
-// from llm.c's .bin files.
+// files; writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
 // 1. The files are untrusted input: header fields are checked against the file length and the
 //    model's shapes before they are used. An error is one line that names the file and the tensor.
 // 2. Parsers work on bytes in memory and allocate nothing.
