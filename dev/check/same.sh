@@ -47,9 +47,9 @@ trap 'rm -rf "$scratch"' EXIT
 trap 'exit 130' INT TERM
 export XDG_CACHE_HOME=$scratch/cache    # measured speeds and algorithms of other runs
 
-# The Makefile's command that builds TARGET, without output and dependency file; a recipe may write to
-# $part, which it then moves to TARGET. More arguments go to make. Nothing when this machine cannot
-# build it.
+# The Makefile's command that builds TARGET, without output and dependency file; a recipe may write
+# to $part, which it then moves to TARGET. More arguments go to make. Nothing when this machine
+# cannot build it.
 command_of() {
     make -nB "$@" 2> /dev/null | sed -z 's/\\\n/ /g' | grep -E -- "-o $1 |^part=$1\." |
         sed -nE "1{s/^part=[^;]*; //; s/ && mv .*//; s, -o ($1|\\\$part) , ,
