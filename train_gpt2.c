@@ -419,7 +419,7 @@ static const OptionRow option_rows[] = {
     {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, "Plan and checks",
      "print the least memory in which the model can be trained, with the settings, and exit"},
     {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
-     "with --plan, --fit, --minimum: plan for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
+     "with --plan, --fit, --minimum: plan for this card, one of those below"},
     {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
      "with --plan, --fit: plan for this much device memory (16GiB); a run on a GPU uses no more "
      "than a card of this size has"},
@@ -581,6 +581,7 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
 }
 
 static void recompute_print_help(void);  // chapter Memory plan
+static void gpu_print_help(void);        // chapter Step time
 
 // Prints `text` with an indentation of HELP_COLUMN, in lines of at most 80 columns.
 static void help_print(const char *text) {
@@ -627,6 +628,9 @@ static void options_print_help(const char *default_model) {
         help_print(text);
         if (row->letter == 'r') {
             recompute_print_help();
+        }
+        if (strcmp(row->name, "gpu") == 0) {
+            gpu_print_help();
         }
     }
 }
@@ -1327,12 +1331,12 @@ static HostMemory host_memory(const char *root) {
 // or if no limit is known.
 static char available_limit[192];
 
-static size_t host_memory_available(void) {
+static uint64_t host_memory_available(void) {
     const HostMemory h = host_memory("");
     if (h.limit[0]) {
         snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
     }
-    return (size_t)h.bytes;
+    return (uint64_t)h.bytes;
 }
 
 // Cores of the host: how many threads the program starts, and how they wait for work. Both are
@@ -1961,10 +1965,10 @@ typedef struct {
     Group group;
     Type type;
     int64_t count;
-    int first, last;       // lifetime in ticks, both ends included
-    Placement placement;   // PLACE_HOST: not part of the device allocation
-    size_t bytes, offset;  // bytes without the gap
-    int alive;             // maintained in test builds only
+    int first, last;         // lifetime in ticks, both ends included
+    Placement placement;     // PLACE_HOST: not part of the device allocation
+    uint64_t bytes, offset;  // bytes without the gap
+    int alive;               // maintained in test builds only
 } Buffer;
 
 // Sizes of the scratch memory that GPU kernels need besides tensors; train_gpt2.cu checks that they
@@ -2072,13 +2076,13 @@ struct Plan {
     Settings settings;
     Buffer *buffers;
     int buffer_count, ticks;
-    int single[SINGLES];              // index of the buffer; -1: not in this plan
-    int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
-    int *grad;                        // [GRADS][L]
-    size_t device_bytes, host_bytes;  // the allocations
-    size_t live_bytes;                // peak of the bytes alive at once: no layout needs less
-    int peak;                         // the first tick at that peak
-    Transfer *transfers;              // of one micro-step
+    int single[SINGLES];                // index of the buffer; -1: not in this plan
+    int *act;                           // [phase 0 forward, 1 backward][ACTS][L]
+    int *grad;                          // [GRADS][L]
+    uint64_t device_bytes, host_bytes;  // the allocations; 64 bits also if pointers have 32
+    uint64_t live_bytes;                // peak of the bytes alive at once: no layout needs less
+    int peak;                           // the first tick at that peak
+    Transfer *transfers;                // of one micro-step
     int transfer_count;
     // at run time
     char *base[2];  // start of the allocation, by Placement
@@ -2117,7 +2121,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     const Kind kind = entry->kind;
     const int hosted = kind < KINDS ? s->placement[kind] & PLACE_HOST : kind == ON_HOST;
     b->placement = hosted ? PLACE_HOST : PLACE_DEVICE;
-    b->bytes = (size_t)entry->count * type_bytes(entry->type);
+    b->bytes = (uint64_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
 }
 
@@ -2166,8 +2170,8 @@ static void plan_add_block(Plan *p, int layer) {
 }
 
 // Returns the bytes that a buffer occupies in an allocation, including padding and gap.
-static size_t buffer_padded_bytes(const Buffer *b) {
-    return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
+static uint64_t buffer_padded_bytes(const Buffer *b) {
+    return (uint64_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
 }
 
 // Buffers are assigned offsets in ascending order of these keys, which are compared
@@ -2201,8 +2205,8 @@ static PlaceKey place_key(const Plan *p, int i, int by_size) {
 
 // First fit: returns the lowest offset at which `b` overlaps no placed buffer that is alive at a
 // common tick. `placed` holds the indices of `count` buffers in ascending order of offset.
-static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
-    size_t offset = 0;
+static uint64_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
+    uint64_t offset = 0;
     for (int i = 0; i < count; i++) {
         const Buffer *other = &p->buffers[placed[i]];
         if (other->first > b->last || other->last < b->first) {
@@ -2211,7 +2215,7 @@ static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int 
         if (other->offset >= offset + buffer_padded_bytes(b)) {
             break;
         }
-        size_t end = other->offset + buffer_padded_bytes(other);
+        uint64_t end = other->offset + buffer_padded_bytes(other);
         offset = end > offset ? end : offset;
     }
     return offset;
@@ -2219,7 +2223,7 @@ static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int 
 
 // Assigns every buffer an offset; host buffers are laid out back to back. Returns the bytes of the
 // device allocation.
-static size_t plan_place(Plan *p, int by_size) {
+static uint64_t plan_place(Plan *p, int by_size) {
     const size_t n = (size_t)p->buffer_count;
     PlaceKey *order = (PlaceKey *)alloc_zero(n, sizeof *order);
     int *placed = (int *)alloc_zero(n, sizeof(int)), count = 0;
@@ -2236,7 +2240,7 @@ static size_t plan_place(Plan *p, int by_size) {
             continue;
         }
         b->offset = place_find(p, b, placed, count);
-        size_t end = b->offset + buffer_padded_bytes(b);
+        uint64_t end = b->offset + buffer_padded_bytes(b);
         p->device_bytes = end > p->device_bytes ? end : p->device_bytes;
         int at = count++;
         for (; at > 0 && p->buffers[placed[at - 1]].offset > b->offset; at--) {
@@ -2251,7 +2255,7 @@ static size_t plan_place(Plan *p, int by_size) {
 
 // Returns the maximum, over all ticks, of the bytes of device buffers alive at once, and stores the
 // first tick at that maximum in *peak.
-static size_t plan_peak(const Plan *p, int *peak) {
+static uint64_t plan_peak(const Plan *p, int *peak) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
     int64_t live = 0, most = 0;
     for (int i = 0; i < p->buffer_count; i++) {
@@ -2266,7 +2270,7 @@ static size_t plan_peak(const Plan *p, int *peak) {
         most = max_i64(live, most);
     }
     free(change);
-    return (size_t)most;
+    return (uint64_t)most;
 }
 
 static void plan_add_transfers(Plan *p);  // next chapter
@@ -2296,7 +2300,7 @@ static void plan_list(Plan *p, const Settings *s) {
 // tables, but none of the memory that they describe.
 static void plan_build(Plan *p, const Settings *s) {
     plan_list(p, s);
-    const size_t by_size = plan_place(p, 1);  // neither order is better for all settings
+    const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
     if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
         plan_place(p, 1);
     }
@@ -2313,25 +2317,25 @@ static void plan_free(Plan *p) {
 
 // Returns the peak of live bytes of a run with these settings. It is a lower bound on the size of
 // any layout, so searches rule settings out by it without assigning offsets.
-static size_t plan_live(const Settings *s) {
+static uint64_t plan_live(const Settings *s) {
     Plan p;
     plan_list(&p, s);
-    const size_t bytes = p.live_bytes;
+    const uint64_t bytes = p.live_bytes;
     plan_free(&p);
     return bytes;
 }
 
 // Returns the bytes of device memory that a run takes. On the CPU, host buffers are in the same
 // memory.
-static size_t plan_taken(const Plan *p) {
+static uint64_t plan_taken(const Plan *p) {
     return p->device_bytes + (p->settings.gpu ? 0 : p->host_bytes);
 }
 
 // Returns plan_taken() for settings that are only considered, as in suggested changes and tables.
-static size_t plan_bytes(const Settings *s) {
+static uint64_t plan_bytes(const Settings *s) {
     Plan p;
     plan_build(&p, s);
-    size_t bytes = plan_taken(&p);
+    uint64_t bytes = plan_taken(&p);
     plan_free(&p);
     return bytes;
 }
@@ -2467,11 +2471,16 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
 // Returns a new mapping of `bytes` bytes, or NULL for 0 bytes. The memory reads as zero without
 // having been written. Huge pages are requested, because packing steps through a matrix page by
 // page. Ends the run if the system refuses.
-static char *plan_map(size_t bytes) {
+static char *plan_map(uint64_t bytes) {
     if (bytes == 0) {
         return NULL;
     }
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *memory = MAP_FAILED;
+    if ((size_t)bytes == bytes) {
+        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    } else {
+        errno = ENOMEM;  // more than an address of this machine can reach
+    }
     if (memory == MAP_FAILED) {
         die("cannot allocate %s for the plan: %s", bytes_text((double)bytes).s, strerror(errno));
     }
@@ -2495,7 +2504,7 @@ static void plan_open(Plan *p) {
 
 // Frees the memory; the plan itself stays valid.
 static void plan_close(Plan *p) {
-    const size_t bytes[] = {p->device_bytes, p->host_bytes};
+    const uint64_t bytes[] = {p->device_bytes, p->host_bytes};
     for (int placement = PLACE_DEVICE; placement <= PLACE_HOST; placement++) {
         if (p->base[placement]) {
 #if GPT2_POISON
@@ -2850,66 +2859,209 @@ static void transfers_forget_weights(Plan *p) {
 // 2. If the rates are unknown, those of a typical card are used to compare settings, and no
 //    forecast is printed.
 
-// Memory of common cards in GiB as reported by the driver: the smallest total quoted in CUDA
-// out-of-memory messages (public issue trackers and logs, read 2026-11; "GPU 0 has a total capacity
-// of 31.34 GiB" is a 5090). The driver reserves some of the nominal capacity.
+// What the forecast knows of a line of cards, stated once: the compute capability; the share of the
+// dense 16-bit rate that matmuls reach in the limit of many channels, and the number of channels at
+// which they reach half of it; the share of that rate in attention, forward and backward, under
+// the causal mask; the share of the memory bandwidth in copies of large arrays. The published
+// throughputs that they reproduce, and how far they miss them: dev/notes/forecast.md.
 typedef struct {
-    const char *name;
-    double gib;
-    int has_bf16;  // compute capability 8.0 or newer; older cards have fp16 and fp32
-} GpuEntry;
-static const GpuEntry gpu_table[] = {
-    {"t4", 14.56, 0},    {"3060", 11.75, 1}, {"4060", 7.75, 1},    {"4060ti", 15.6, 1},
-    {"4070", 11.73, 1},  {"4080", 15.57, 1}, {"5070ti", 15.48, 1}, {"a4000", 15.61, 1},
-    {"3090", 23.6, 1},   {"4090", 23.6, 1},  {"5090", 31.34, 1},   {"l4", 22.0, 1},
-    {"a10", 22.0, 1},    {"a10g", 22.0, 1},  {"a6000", 47.4, 1},   {"l40s", 44.3, 1},
-    {"a100-40", 39.5, 1}, {"a100", 79.1, 1}, {"h100", 79.1, 1},    {"h200", 139.8, 1},
-    {"b200", 178.35, 1},
+    int capability;
+    double matmuls, half, attention, attention_back, memory;
+} CardLine;
+enum {
+    LINE_V100, LINE_T4, LINE_RTX20, LINE_A100, LINE_RTX30, LINE_RTX_A, LINE_RTX40, LINE_ADA,
+    LINE_H100, LINE_H20, LINE_B200, LINE_RTX50, LINE_RTX_PRO
+};
+static const CardLine card_lines[] = {
+    {70, 0.70, 100, 0.31, 0.22, 0.80},  // V100: only its memory is planned
+    {75, 0.58, 120, 0.31, 0.215, 0.70},
+    {75, 0.95, 45, 0.70, 0.51, 0.87},  // RTX 20 and RTX 30: no figure is known; those of RTX 40
+    {80, 0.85, 85, 0.35, 0.255, 0.87},
+    {86, 0.95, 45, 0.70, 0.51, 0.87},
+    {86, 0.66, 45, 0.43, 0.31, 0.87},
+    {89, 0.97, 45, 0.70, 0.51, 0.87},
+    {89, 0.40, 45, 0.28, 0.21, 0.87},
+    {90, 0.74, 262, 0.21, 0.158, 0.87},
+    {90, 0.85, 85, 0.35, 0.255, 0.87},  // H20: a seventh of an H100's tensor cores, as an A100's
+    {100, 0.60, 350, 0.15, 0.11, 0.87},
+    {120, 0.97, 45, 0.70, 0.51, 0.87},
+    {120, 0.50, 45, 0.35, 0.25, 0.87},  // RTX PRO: no figure is known; between RTX 50 and Ada
 };
 
+// Cards: total memory in GiB as the driver reports it, the smallest total quoted in CUDA
+// out-of-memory messages (public issue trackers and logs, read 2026-11: "GPU 0 has a total capacity
+// of 31.34 GiB" is a 5090; the driver reserves some of the nominal capacity); then from NVIDIA's
+// data sheets and architecture whitepapers the dense 16-bit rate of tensor cores that accumulate in
+// fp32, in TFLOP/s; the memory bandwidth in GB/s; the number of SMs and their boost clock in MHz;
+// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and
+// whether GPUs of one machine are connected by NVLink. Sources: dev/notes/forecast.md.
+typedef struct {
+    const char *name;
+    int line;
+    double gib, tflops, bandwidth, sms, mhz, link;
+    int nvlink;
+} GpuEntry;
+static const GpuEntry gpu_table[] = {
+    {"v100", LINE_V100, 15.78, 125, 900, 80, 1530, 15.75, 1},
+    {"t4", LINE_T4, 14.56, 65, 320, 40, 1590, 15.75, 0},
+    {"2080ti", LINE_RTX20, 10.76, 53.8, 616, 68, 1545, 15.75, 0},
+    {"3060-laptop", LINE_RTX30, 5.8, 21.9, 336, 30, 1425, 15.75, 0},
+    {"3060", LINE_RTX30, 11.75, 25.5, 360, 28, 1777, 31.5, 0},
+    {"3070", LINE_RTX30, 7.76, 40.6, 448, 46, 1725, 31.5, 0},
+    {"3080", LINE_RTX30, 9.78, 59.5, 760, 68, 1710, 31.5, 0},
+    {"3090", LINE_RTX30, 23.6, 71.2, 936, 82, 1695, 31.5, 0},
+    {"4060", LINE_RTX40, 7.75, 30.2, 272, 24, 2460, 15.75, 0},
+    {"4060ti", LINE_RTX40, 15.6, 44.1, 288, 34, 2535, 15.75, 0},
+    {"4070", LINE_RTX40, 11.73, 58.3, 504, 46, 2475, 31.5, 0},
+    {"4070ti-super", LINE_RTX40, 15.57, 88.2, 672, 66, 2610, 31.5, 0},
+    {"4080", LINE_RTX40, 15.57, 97.5, 717, 76, 2505, 31.5, 0},
+    {"4080-super", LINE_RTX40, 15.57, 104.4, 736, 80, 2550, 31.5, 0},
+    {"4090", LINE_RTX40, 23.6, 165.2, 1008, 128, 2520, 31.5, 0},
+    {"5060ti", LINE_RTX50, 15.44, 47.4, 448, 36, 2572, 31.5, 0},
+    {"5070", LINE_RTX50, 11.49, 61.7, 672, 48, 2512, 63, 0},
+    {"5070ti", LINE_RTX50, 15.48, 87.9, 896, 70, 2452, 63, 0},
+    {"5080", LINE_RTX50, 15.44, 112.6, 960, 84, 2617, 63, 0},
+    {"5090", LINE_RTX50, 31.34, 209.5, 1792, 170, 2407, 63, 0},
+    {"a4000", LINE_RTX_A, 15.61, 76.7, 448, 48, 1560, 31.5, 0},
+    {"a6000", LINE_RTX_A, 47.4, 154.8, 768, 84, 1800, 31.5, 0},
+    {"a10", LINE_RTX_A, 22.0, 125, 600, 72, 1695, 31.5, 0},
+    {"a10g", LINE_RTX30, 22.0, 70, 600, 80, 1710, 31.5, 0},
+    {"rtx6000-ada", LINE_ADA, 44.43, 364.2, 960, 142, 2505, 31.5, 0},
+    {"rtx-pro-6000", LINE_RTX_PRO, 94.97, 503.8, 1792, 188, 2617, 63, 0},
+    {"l4", LINE_ADA, 22.0, 121, 300, 58, 2040, 31.5, 0},
+    {"l40s", LINE_ADA, 44.3, 366, 864, 142, 2520, 31.5, 0},
+    {"a30", LINE_A100, 23.53, 165, 933, 56, 1440, 31.5, 0},
+    {"a100-40", LINE_A100, 39.5, 312, 1555, 108, 1410, 31.5, 1},
+    {"a100", LINE_A100, 79.1, 312, 2039, 108, 1410, 31.5, 1},
+    {"h20", LINE_H20, 94.88, 148, 4000, 78, 1830, 63, 1},
+    {"h100-pcie", LINE_H100, 79.1, 756.5, 2039, 114, 1620, 63, 0},
+    {"h100", LINE_H100, 79.1, 989.4, 3350, 132, 1830, 63, 1},
+    {"gh200", LINE_H100, 94.88, 989.4, 4000, 132, 1830, 450, 1},
+    {"h200", LINE_H100, 139.8, 989.4, 4800, 132, 1830, 63, 1},
+    {"b200", LINE_B200, 178.35, 2250, 8000, 148, 1850, 63, 1},
+};
+enum { GPU_CARDS = sizeof gpu_table / sizeof gpu_table[0] };
+enum { LEAST_CAPABILITY = 75, BF16_CAPABILITY = 80 };  // of this program, and of its bf16 kernels
+
+static int card_capability(const GpuEntry *card) { return card_lines[card->line].capability; }
+
+// Returns whether a card is in the table only because people ask about it: the GPU program does not
+// run there. `card` may be NULL.
+static int card_is_too_old(const GpuEntry *card) {
+    return card && card_capability(card) < LEAST_CAPABILITY;
+}
+
+// Copies the letters and digits of a card's name in lower case, so that "RTX 4090", "rtx-4090" and
+// "4090" are the same name. The text holds at most 31 of them.
+static ShortText card_key(const char *name) {
+    ShortText key = {""};
+    size_t n = 0;
+    for (; *name && n < 31; name++) {
+        const char c = *name >= 'A' && *name <= 'Z' ? (char)(*name + 32) : *name;
+        if ((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9')) {
+            key.s[n++] = c;
+        }
+    }
+    if (strncmp(key.s, "rtx", 3) == 0 && strncmp(key.s, "rtxpro", 6) != 0) {
+        memmove(key.s, key.s + 3, n - 2);
+    }
+    return key;
+}
+
+// Returns the Levenshtein distance of two keys: insertions, deletions and substitutions.
+static int key_distance(const char *a, const char *b) {
+    int row[33];
+    for (int j = 0; j <= (int)strlen(b); j++) {
+        row[j] = j;
+    }
+    for (int i = 1; i <= (int)strlen(a); i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= (int)strlen(b); j++) {
+            const int above = row[j];
+            row[j] = min_int(min_int(above, row[j - 1]) + 1, diagonal + (a[i - 1] != b[j - 1]));
+            diagonal = above;
+        }
+    }
+    return row[strlen(b)];
+}
+
 // Returns the entry of the card that --gpu names, or NULL without that option. Ends the run at an
-// unknown name.
+// unknown name, with the cards whose names are nearest.
 static const GpuEntry *gpu_find(const Options *o) {
-    char names[256] = "";
-    for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
-        if (strcasecmp(o->gpu, gpu_table[i].name) == 0) {
+    const ShortText key = card_key(o->gpu);
+    char near[256] = "";
+    int least = 99, n = 0;
+    if (!o->gpu[0]) {
+        return NULL;
+    }
+    for (int i = 0; i < GPU_CARDS; i++) {
+        const ShortText card = card_key(gpu_table[i].name);
+        const int apart = strstr(card.s, key.s) ? 1 : key_distance(key.s, card.s);
+        if (strcmp(key.s, card.s) == 0) {
             return &gpu_table[i];
         }
-        snprintf(names + strlen(names), sizeof names - strlen(names), " %s", gpu_table[i].name);
+        n = apart < least ? 0 : n;
+        least = min_int(least, apart);
+        n = apart == least ? text_add(near, sizeof near, n, " %s", gpu_table[i].name) : n;
     }
-    if (o->gpu[0]) {
-        die("--gpu: '%s' is not one of%s; --gpu-mem SIZE plans for any card", o->gpu, names);
+    die("--gpu: '%s' is not a known card; nearest:%s; --help lists all, and --gpu-mem SIZE plans "
+        "for any card", o->gpu, near);
+}
+
+// Prints the names of all cards, as part of --help.
+static void gpu_print_help(void) {
+    char names[1024] = "";
+    int n = 0;
+    for (int i = 0; i < GPU_CARDS; i++) {
+        n = text_add(names, sizeof names, n, "%s%s", i ? " " : "", gpu_table[i].name);
     }
-    return NULL;
+    printf("%26s", "");
+    help_print(names);
 }
 
 // Throughput of a card, per second: FLOPs of matmuls in the limit of many channels, and the number
 // of channels at which matmuls reach half of it; FLOPs of attention, forward and backward, under
 // the causal mask; bytes of all other kernels; bytes between host and device, and to other GPUs of
-// the same machine, in each direction. Predicted from the kernels' instructions and from published
-// throughputs of such cards, not measured with this program. The last column is either PCIe's rate
-// or the NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
-// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
-// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
-// nine, and likewise the SMs taken from the matmuls that hide the exchange.
+// the same machine, in each direction.
 typedef struct {
     double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
-static const struct {
-    const char *name;
-    Rates rates;
-} rates_table[] = {
-    {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9, 12e9}},
-    {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9, 12e9}},
-    {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9}},
-    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 40e9}},
-    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 40e9}},
-    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 40e9}},
-};
-// Rates used to compare settings if the card is not named or not in the table: those of a 4090 and
-// of two CPU cores.
-static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9};
-static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
+// Bytes that an SM's other kernels can process in a clock: their instructions limit them too. Both
+// shares below are the same for every card: 25 of the 31.5 GB/s of PCIe 4 x16 are payload.
+static const double sm_bytes_per_clock = 57.6, link_share = 0.79;
+// The NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
+// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
+// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
+// nine, and likewise the SMs taken from the matmuls that hide the exchange.
+static const double nvlink_rate = 40e9;
+
+// Returns the rates of a card: those of its line at its specifications. They are predicted, not
+// measured with this program.
+static Rates card_rates(const GpuEntry *card) {
+    const CardLine *line = &card_lines[card->line];
+    const double flops = 1e12 * card->tflops, link = link_share * 1e9 * card->link;
+    const double copies = line->memory * 1e9 * card->bandwidth;
+    const double instructions = sm_bytes_per_clock * 1e6 * card->mhz * card->sms;
+    const Rates r = {line->matmuls * flops,
+                     line->half,
+                     line->attention * flops,
+                     line->attention_back * flops,
+                     1 / (1 / copies + 1 / instructions),
+                     link,
+                     card->nvlink ? nvlink_rate : link};
+    return r;
+}
+
+// Rates used to compare settings if the card is not named: those of a 4090 and of two CPU cores.
+static Rates rates_usual(int gpu) {
+    static const Rates cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
+    const GpuEntry *card = gpu_table;
+    while (strcmp(card->name, "4090") != 0) {
+        card++;
+    }
+    return gpu ? card_rates(card) : cpu;
+}
 
 // Work of a stage per token, counted from its layers: FLOPs of matmuls, in units of C^2; FLOPs of
 // causal attention, in units of T C; elements that its other passes read and write, in units of C.
@@ -2978,21 +3130,11 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     return v;
 }
 
-// Returns the rates of the card that --gpu names, or NULL if it is not named or has no rates.
-static const Rates *rates_named(const Options *o) {
-    const GpuEntry *card = gpu_find(o);
-    for (size_t i = 0; card && i < sizeof rates_table / sizeof rates_table[0]; i++) {
-        if (strcmp(card->name, rates_table[i].name) == 0) {
-            return &rates_table[i].rates;
-        }
-    }
-    return NULL;
-}
-
 // Returns the cost model at the default rates, which are used to compare settings if the card's own
 // rates are unknown.
 static Speed speed_usual(const Settings *s) {
-    return speed_predict(s->gpu ? &usual_gpu : &usual_cpu, s);
+    const Rates rates = rates_usual(s->gpu);
+    return speed_predict(&rates, s);
 }
 
 // Returns the bytes that an update reads and writes on the device. Gradients are read twice, for
@@ -3118,7 +3260,7 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 // recomputation and the offload that the program chooses itself.
 
 // Library memory (CUDA context, cuBLASLt) of a GPU run. Not measured yet; the plan says so.
-static const size_t library_reserve_bytes = (size_t)1 << 30;
+static const uint64_t library_reserve_bytes = (uint64_t)1 << 30;
 
 // Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
 // 12 MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
@@ -3127,8 +3269,8 @@ static const size_t library_reserve_bytes = (size_t)1 << 30;
 // GPUs.
 enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
 static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
-static size_t nccl_estimate_bytes(const Settings *s) {
-    return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
+static uint64_t nccl_estimate_bytes(const Settings *s) {
+    return s->ranks > 1 ? (uint64_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((uint64_t)12 << 20) : 0;
 }
 
 // Returns the default number of rows of a classifier chunk, a multiple of 128, or N, the tokens of
@@ -3183,7 +3325,7 @@ static const char *bf16_missing(void);  // chapter Matmul and fast maths
 // card has no bf16. For the GPU present, run_choose_dtype() has already chosen.
 static int64_t gpu_dtype(const Options *o) {
     const GpuEntry *card = gpu_find(o);
-    const int usual = card && !card->has_bf16 ? DTYPE_FP16 : DTYPE_BF16;
+    const int usual = card && card_capability(card) < BF16_CAPABILITY ? DTYPE_FP16 : DTYPE_BF16;
     return o->dtype ? o->dtype : usual;
 }
 
@@ -3193,7 +3335,7 @@ static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int64_t dtype = s->gpu || o->dtype ? gpu_dtype(o) : (int64_t)DTYPE_FP32;
     const Type fp32 = s->gpu ? TYPE_FP32 : TYPE_REAL;
-    if (dtype == DTYPE_BF16 && card && !card->has_bf16) {
+    if (dtype == DTYPE_BF16 && card && card_capability(card) < BF16_CAPABILITY) {
         die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
     }
     s->dtype = dtype == DTYPE_BF16 ? TYPE_BF16 : dtype == DTYPE_FP16 ? TYPE_FP16 : fp32;
@@ -3356,7 +3498,7 @@ static void settings_mix(Settings *s, const int *hull, int k) {
 // recomputation off for the last blocks, as long as the plan still fits: backward uses their
 // activations before most of its working set exists. Returns the plan's bytes; if they exceed
 // `bytes`, no mix fits and the levels are those of the smallest plan.
-static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
+static uint64_t settings_fit_levels(Settings *s, const Speed *v, uint64_t bytes) {
     int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
     const int last = high;
     while (high - low > 1) {  // bisection by live bytes; the layout hardly exceeds them
@@ -3365,7 +3507,7 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
         *(plan_live(s) <= bytes ? &high : &low) = middle;
     }
     settings_mix(s, hull, high);
-    size_t best = plan_bytes(s);
+    uint64_t best = plan_bytes(s);
     while (best > bytes && high < last) {
         settings_mix(s, hull, ++high);
         best = plan_bytes(s);
@@ -3373,8 +3515,8 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
     for (int l = s->model.L - 1; l >= 0 && best <= bytes && high > 0; l--) {
         const uint8_t level = s->level[l];
         s->level[l] = RECOMPUTE_NONE;
-        const size_t found = level == RECOMPUTE_NONE       ? best
-                             : plan_live(s) > bytes ? SIZE_MAX
+        const uint64_t found = level == RECOMPUTE_NONE       ? best
+                             : plan_live(s) > bytes ? UINT64_MAX
                                                     : plan_bytes(s);
         if (found > bytes) {
             s->level[l] = level;
@@ -3389,18 +3531,19 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
 // memory that libraries take; the device's name in messages and its speed, with `from` saying how
 // the speed is known (NULL: unknown); and the sequences available in the data.
 typedef struct {
-    size_t device, host, library;
+    uint64_t device, host, library;
     int64_t windows;  // sequences in the data, 0: unknown
     const char *where, *from;
+    const GpuEntry *card;  // that --gpu names, or NULL
     Speed speed;
 } MemoryBudget;
 
 // Computes the bytes of each group of buffers at the tick of peak usage, for device and host
 // separately. The device's groups sum to the peak; the rest of its allocation is first-fit
 // fragmentation.
-static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
-    memset(device, 0, GROUPS * sizeof(size_t));
-    memset(host, 0, GROUPS * sizeof(size_t));
+static void plan_groups(const Plan *p, uint64_t device[GROUPS], uint64_t host[GROUPS]) {
+    memset(device, 0, GROUPS * sizeof(uint64_t));
+    memset(host, 0, GROUPS * sizeof(uint64_t));
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
         if (b->first <= p->peak && p->peak <= b->last) {
@@ -3443,7 +3586,7 @@ static void settings_auto(Settings *s, const Options *o, const MemoryBudget *bud
     const int offloads = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
     Settings best = *s;
-    size_t least = SIZE_MAX;
+    uint64_t least = UINT64_MAX;
     for (int tier = 0; tier < (offloads ? OFFLOAD_TIERS : 1) && budget->device > 0; tier++) {
         Settings next = *s;
         Plan p;
@@ -3489,36 +3632,40 @@ static LevelsText recompute_text(const Settings *s) {
     return text;
 }
 
-static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
+static uint64_t size_less(uint64_t bytes, uint64_t taken) {
+    return bytes > taken ? bytes - taken : 0;
+}
 
 // Returns the smaller of --gpu's memory and --gpu-mem, in bytes; 0 if neither is given.
-static size_t gpu_memory_from_options(const Options *o) {
+static uint64_t gpu_memory_from_options(const Options *o) {
     const GpuEntry *row = gpu_find(o);
-    size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
+    uint64_t card = row ? (uint64_t)(row->gib * 0x1p30) : 0, cap = (uint64_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
 
 // Returns the memory budget of a card that is only named; its host's memory is unknown. The rates
 // are those of 16-bit matmuls.
 static MemoryBudget budget_named(const Options *o, const Settings *s) {
-    const Rates *rates = s->dtype == TYPE_FP32 ? NULL : rates_named(o);
-    const size_t bytes = gpu_memory_from_options(o);
+    const GpuEntry *card = gpu_find(o);
+    const uint64_t bytes = gpu_memory_from_options(o);
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
+    budget.card = card;
     budget.library = library_reserve_bytes;
-    const size_t reserved = budget.library + nccl_estimate_bytes(s);
+    const uint64_t reserved = budget.library + nccl_estimate_bytes(s);
     budget.device = size_less(bytes, reserved);
-    budget.host = SIZE_MAX;
+    budget.host = UINT64_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
     if (bytes && !budget.device) {  // for example 16 instead of 16GiB
         die("%s: nothing is left for the plan: %s of %s are reserved for libraries", budget.where,
             bytes_text((double)reserved).s, bytes_text((double)bytes).s);
     }
-    budget.speed = rates ? speed_predict(rates, s) : speed_usual(s);
+    const Rates rates = card ? card_rates(card) : rates_usual(1);
+    budget.speed = speed_predict(&rates, s);
     // Beyond one machine of eight GPUs the exchange is slower than these rates predict.
-    budget.from = !rates                      ? NULL
-                : s->ranks > NCCL_PEERS + 1 ? "predicted for these cards in one machine, unmeasured"
-                                            : "predicted for this card, unmeasured";
+    budget.from = !card || s->dtype == TYPE_FP32 || card_is_too_old(card) ? NULL
+                : s->ranks > NCCL_PEERS + 1     ? "predicted for these cards in one machine"
+                                                : "predicted for this card, not measured";
     return budget;
 }
 
@@ -5945,7 +6092,7 @@ typedef struct Program {
     const char *name, *default_model;
     int gpu;
     void (*open)(Engine *e, Plan *p);
-    size_t (*available)(void);                                // bytes available for the plan
+    uint64_t (*available)(void);                              // bytes available for the plan
     size_t library_bytes;                                     // of these, used by libraries
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
@@ -6081,7 +6228,8 @@ static void log_open(Run *run, int64_t resume_step) {
     }
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
-            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
+            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%" PRIu64
+            ",\"device\":\"",
             m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), plan_taken(&run->plan));
     json_text(f, run->engine.device, strlen(run->engine.device));
     fputs("\"", f);
@@ -6776,7 +6924,7 @@ typedef struct {
     int steps[AXES];
     char option[128], cost[96];
     Settings settings;
-    size_t bytes, host_bytes;  // of the changed plan
+    uint64_t bytes, host_bytes;  // of the changed plan
     int kind;
     double slower;  // extra time per token, as a fraction, in steps of B x T tokens
 } Remedy;
@@ -6950,13 +7098,13 @@ static const char *plan_no_change(const Settings *s) {
 // Ends the run, before anything is allocated, if `need` exceeds `available` bytes. The message says
 // how much is missing and names the cheapest settings that fit. If these need more host memory than
 // there is, it names the cheapest one of them and how much host memory is free.
-static void plan_refuse(const Plan *p, size_t need, size_t available) {
+static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
     enum { SHOWN = 3 };
     char line[1024] = "";
     if (need <= available) {
         return;  // before searching for remedies, whose plans take a while to build
     }
-    const size_t missing = need - available, host = (size_t)host_memory("").bytes;
+    const uint64_t missing = need - available, host = (uint64_t)host_memory("").bytes;
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     budget.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
@@ -6964,7 +7112,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
     int n = plan_changes(p, &budget, list), length = 0, lacks_host = 0;
     if (n == 0) {
-        budget.host = SIZE_MAX;
+        budget.host = UINT64_MAX;
         n = plan_changes(p, &budget, list);
         lacks_host = 1;
     }
@@ -6983,7 +7131,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
 }
 
 // Ends the run if a rank would pin more than `available` bytes, its share of the host's memory.
-static void plan_refuse_host(const Plan *p, size_t available, const char *limit) {
+static void plan_refuse_host(const Plan *p, uint64_t available, const char *limit) {
     if (p->host_bytes > available) {
         die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
             "states in --offload need less of it", bytes_text((double)p->host_bytes).s,
@@ -7040,7 +7188,8 @@ static void tick_name(char name[32], const Settings *s, int tick) {
 // Prints the plan as JSON, for dev/report.py: the names of the ticks, and every buffer with its
 // lifetime and its offset in memory.
 static void plan_print_json(const Plan *p) {
-    printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
+    printf("{\"target\":\"%s\",\"total_bytes\":%" PRIu64 ",\"host_bytes\":%" PRIu64
+           ",\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
     for (int t = 0; t < p->ticks; t++) {
         char name[32];
@@ -7050,8 +7199,8 @@ static void plan_print_json(const Plan *p) {
     printf("],\"buffers\":[");
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
-               "\"last\":%d,\"home\":\"%s\"}",
+        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%" PRIu64
+               ",\"offset\":%" PRIu64 ",\"first\":%d,\"last\":%d,\"home\":\"%s\"}",
                i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
                b->placement == PLACE_HOST ? "host" : "device");
     }
@@ -7060,7 +7209,7 @@ static void plan_print_json(const Plan *p) {
 
 // Prints the common rule of thumb for memory and why the plan differs. The rule: 16 bytes per
 // parameter for weights, gradients and moments, every activation in fp32, and 2 GB for libraries.
-static void plan_print_thumb(const Plan *p, size_t total) {
+static void plan_print_thumb(const Plan *p, uint64_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     if (s->forward) {
@@ -7080,7 +7229,7 @@ static void plan_print_thumb(const Plan *p, size_t total) {
 }
 
 // Prints a line of the plan's table: exact bytes for scripts, rounded ones for readers.
-static void plan_print_line(const char *name, size_t bytes, const char *note) {
+static void plan_print_line(const char *name, uint64_t bytes, const char *note) {
     printf("%-24s %18s %12s%s\n", name, count_text((int64_t)bytes).s,
            bytes_text((double)bytes).s, note);
 }
@@ -7129,7 +7278,7 @@ static void forecast_print(const Settings *s, const MemoryBudget *budget, const 
 
 // Prints the table of single changes and, if the plan does not fit, the five cheapest combinations
 // that make it fit, since there may be dozens.
-static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, size_t outside) {
+static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, uint64_t outside) {
     if (p->settings.forward) {
         printf("\n%s\n", plan_no_change(&p->settings));
         return;
@@ -7170,9 +7319,9 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     static const char *const types[] = {"fp32", "bf16", "fp16"};
-    size_t device[GROUPS], host[GROUPS], sum = 0;
-    const size_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
-    const size_t total = plan_taken(p) + outside, all = budget->device + outside;
+    uint64_t device[GROUPS], host[GROUPS], sum = 0;
+    const uint64_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
+    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
     const int fits = !budget->device || plan_taken(p) <= budget->device;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d%s; -r %s",
@@ -7207,7 +7356,11 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
         plan_print_line("in the host's place", p->host_bytes, "   as a GPU run keeps apart");
         plan_print_line("total", total, "");
     }
-    if (budget->device) {
+    const int old = card_is_too_old(budget->card);
+    if (budget->device && fits && old) {
+        printf("%s: %s; fits, but this program needs compute capability %.1f\n", budget->where,
+               bytes_text((double)all).s, 0.1 * LEAST_CAPABILITY);
+    } else if (budget->device) {
         printf("%s: %s%s; %s, %s %s\n", budget->where, bytes_text((double)all).s, available_limit,
                fits ? "fits" : "DOES NOT FIT",
                bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
@@ -7223,7 +7376,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     forecast_print(s, budget, o);
     plan_print_remedies(p, budget, outside);
     plan_print_thumb(p, total);
-    return fits && host_fits;
+    return fits && host_fits && !old;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -7240,8 +7393,13 @@ static const char *const minimum_decides[] = {"batch",   "recompute", "logit-row
 // one of them would be ignored, or if no batch size divides -d's tokens.
 static void fit_options(const Options *o, const Model *m) {
     Settings least;
+    const GpuEntry *card = gpu_find(o);
     if (!o->fit && !o->minimum) {
         return;
+    }
+    if (o->fit && card_is_too_old(card)) {
+        die("--fit: --gpu %s has compute capability %.1f; this program needs %.1f", card->name,
+            0.1 * card_capability(card), 0.1 * LEAST_CAPABILITY);
     }
     const size_t count = o->minimum ? sizeof minimum_decides / sizeof minimum_decides[0] : 0;
     for (size_t i = 0; i < count; i++) {
@@ -7263,7 +7421,7 @@ static void fit_options(const Options *o, const Model *m) {
 typedef struct {
     Options o;
     Settings settings;
-    size_t bytes, host_bytes;
+    uint64_t bytes, host_bytes;
     double tokens_per_s;
     int type, tier;
 } FitPoint;
@@ -7478,7 +7636,7 @@ static ShortText each_text(const Options *o) {
 
 // Returns the bytes of device memory of a rank that are reserved for libraries, including NCCL's
 // buffers.
-static double reserved_bytes(const Options *o, size_t library) {
+static double reserved_bytes(const Options *o, uint64_t library) {
     Settings s;
     memset(&s, 0, sizeof s);
     s.ranks = (int)o->gpus;
@@ -7530,7 +7688,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
     const int wide = gpu_dtype(asked) != DTYPE_BF16;  // narrow moments and masters need bf16
     MemoryBudget all;
     memset(&all, 0, sizeof all);
-    all.device = all.host = SIZE_MAX;
+    all.device = all.host = UINT64_MAX;
     FitPoint *f = (FitPoint *)alloc_zero(1, sizeof *f);
     const int narrow = (asked->dtype && asked->dtype != DTYPE_FP32) || asked->grad_dtype ||
                        asked->workspace;
@@ -7642,7 +7800,7 @@ static Settings calibration_settings(const Settings *run, double flops) {
 // the same time per token. `dev/bench/cpu.c forecast` compares the result with the steps of ten
 // settings. Returns 0 if the small models need more than `bytes` of memory, or timing them more
 // than `flops` FLOPs.
-static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes,
+static int speed_measure(Speed *speed, const Program *program, const Settings *run, uint64_t bytes,
                          double flops) {
     enum { TWO, AGAIN, ONE, MODELS };
     Settings s = calibration_settings(run, flops);
@@ -7774,7 +7932,7 @@ static double micro_guess(const Settings *s, double peak_flops) {
     const Speed usual = speed_usual(s);
     const double computes = forecast_micro(&usual, s, 1);
     const double micro = forecast_step(&usual, s, 2) - forecast_step(&usual, s, 1);
-    const double share = s->gpu && peak_flops > 0 ? peak_flops / usual_gpu.matmuls : 1;
+    const double share = s->gpu && peak_flops > 0 ? peak_flops / rates_usual(1).matmuls : 1;
     return micro > computes ? micro : computes / share;
 }
 
@@ -7865,8 +8023,8 @@ static MemoryBudget run_handshake(const Run *run, const Program *program,
         rank_info.device = budget->device;
         rank_info.host = budget->host;
         program->ranks_handshake();
-        least.device = (size_t)rank_info.device;
-        least.host = (size_t)rank_info.host;
+        least.device = (uint64_t)rank_info.device;
+        least.host = (uint64_t)rank_info.host;
     }
     return least;
 }
@@ -7967,8 +8125,8 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
 // saving a checkpoint transposes, of 16 C^2 bytes, plus a quarter of that; and 16 MiB for buffers
 // of files, vocabularies and the program. If plans used all memory, as -r auto and --offload auto
 // may, a job with a memory limit would be killed at its first checkpoint.
-static size_t outside_plan_bytes(const Model *m) {
-    return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
+static uint64_t outside_plan_bytes(const Model *m) {
+    return (16 << 20) + 20 * (uint64_t)m->C * (uint64_t)m->C;
 }
 
 // Returns the memory available to a run on this machine, and the default rates as its speed.
@@ -7980,20 +8138,20 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
         die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
             "GPU run");
     }
-    const size_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
-    const size_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
+    const uint64_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
+    const uint64_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
     budget.device = size_less(program->available(), program->library_bytes + nccl + outside);
     if (o->gpu_mem) {
-        const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes + nccl);
+        const uint64_t cap = size_less((uint64_t)o->gpu_mem, library_reserve_bytes + nccl);
         if (cap < budget.device) {
             budget.device = cap;
             snprintf(available_limit, sizeof available_limit, " (--gpu-mem)");
         }
     }
-    budget.device = (size_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
+    budget.device = (uint64_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
     // The ranks on a machine share its host memory.
-    const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
-    budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
+    const uint64_t host = (uint64_t)(host_memory("").bytes / this_rank.local_ranks);
+    budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : UINT64_MAX;
     budget.library = program->library_bytes;
     budget.where = program->gpu ? "free on this GPU" : "memory this process may take";
     budget.speed = speed_usual(s);
@@ -8098,7 +8256,7 @@ static void run_print_box(const Run *run) {
     printf("command  ");
     command_print(program_command, &run->o);
     printf("\nmemory   %s", bytes_text((double)plan_taken(p)).s);
-    size_t device[GROUPS], host[GROUPS];
+    uint64_t device[GROUPS], host[GROUPS];
     const char *separator = ":";
     plan_groups(p, device, host);
     for (int g = 0; g < GROUPS; g++) {

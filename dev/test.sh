@@ -9,8 +9,8 @@
 #
 # Runs as many programs at a time as there are cores. Each prints `N passed, N failed, N skipped` as
 # its last line; the last line here is their sum, preceded by the ten slowest tests. Exit status 1
-# on any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty:
-# none) are set by make; with BUILD_ONLY=yes nothing is run.
+# on any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), M32 (empty: no 32-bit programs), NVCC,
+# CUDA_HEADERS and GPU (empty: none) are set by make; with BUILD_ONLY=yes nothing is run.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 export OMP_WAIT_POLICY=passive    # on a busy machine, spinning threads delay the others
@@ -60,6 +60,7 @@ for driver in training options checkpoints interrupts model_files evaluate gener
 done
 driver main training train_gpt2cu_cpu micro_batches validation homes
 row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
+row main "plans, 32 bits" "train_gpt2 build/plan_32" dev/test/plans.sh build/plan_32
 row main machines "" dev/test/machines.sh main
 row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
 row main style "" dev/style.sh main
@@ -144,6 +145,7 @@ lacks() {
         *asan) [ -n "${SAN-yes}" ] || echo "${CXX:-the compiler} has no sanitizers" ;;&
         *cu_cpu* | *cuda* | build/bench_profile)
             [ -n "${CUDA_HEADERS-}" ] || echo "no headers of CUDA" ;;
+        build/plan_32) [ -n "${M32-}" ] || echo "no 32-bit libraries (gcc-multilib)" ;;
         +nvcc) [ -n "${NVCC-}" ] || echo "no nvcc" ;;
         build/sm_*)
             local arch=${1//[!0-9]/}

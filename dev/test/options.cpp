@@ -239,11 +239,15 @@ TEST(plan_command) {
     expect(o.out.find("--offload moments,master") != Text::npos &&
            o.out.find("\nhost memory         ") != Text::npos &&
            o.out.find("4080: 15.57 GiB; fits, ") != Text::npos);
-    expect(program("--plan -e d12 --gpu 4080").out.find("\nforecast") == Text::npos, "no rates");
+    o = program("--plan -e d12 --gpu v100");
+    expect(o.status == 1 && o.out.find("v100: 15.78 GiB; fits, but this program needs compute "
+                                       "capability 7.5\n") != Text::npos &&
+               o.out.find("\nforecast") == Text::npos, "status %d: %s", o.status, o.out.c_str());
+    expect_refused(program("--fit bits -e d12 --gpu v100"), "this program needs 7.5", "--fit");
     o = program("--plan -e d12 --gpu 4090 -x 100");
     expect(o.out.find("\nforecast: ") != Text::npos &&
                o.out.find(" tokens/s, 409,600 tokens in 0:0") != Text::npos &&
-               o.out.find("; predicted for this card, unmeasured\n") != Text::npos,
+               o.out.find("; predicted for this card, not measured\n") != Text::npos,
            "%s", o.out.c_str());
     // A smaller batch is suggested if a multiple of it has the same number of tokens.
     for (const char *B : {"5", "6"}) {
