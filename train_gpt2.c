@@ -460,10 +460,11 @@ static int64_t parse_bytes(const char *text) {
 }
 
 // Returns the number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
+// In a list such as "cpu,cpuacct" every word has the number 1.
 static int choice_find(const char *choices, const char *word, size_t n) {
     int number = 1;
     for (const char *c = choices; *c; c += *c != 0) {
-        size_t length = strcspn(c, "=|");
+        size_t length = strcspn(c, "=|,");
         if (length == n && memcmp(c, word, n) == 0) {
             return number;
         }
@@ -1211,19 +1212,6 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
     va_end(args);
 }
 
-// Returns whether a list such as "cpu,cpuacct" contains `word`.
-static int list_has(const char *list, const char *word) {
-    const size_t n = strlen(word);
-    for (; *list; list += *list == ',') {
-        size_t length = strcspn(list, ",");
-        if (length == n && memcmp(list, word, n) == 0) {
-            return 1;
-        }
-        list += length;
-    }
-    return 0;
-}
-
 // Calls look(out, version, folder, group) for the cgroup of `controller` that contains this
 // process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
 // on the job, not on its processes. In a container the cgroup's path is that of the host, and only
@@ -1246,7 +1234,8 @@ static void groups_look(const char *root, const char *controller,
             continue;
         }
         *group++ = 0;
-        const int version = names[1] == 0 ? 2 : list_has(names + 1, controller);
+        const int version =
+            names[1] == 0 ? 2 : choice_find(names + 1, controller, strlen(controller));
         for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
             *end = 0;
             for (int i = 0; i < 3; i++) {
@@ -5827,33 +5816,27 @@ static int candidate_compare(const void *a, const void *b) {
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// How a token is sampled: divide the logits by the temperature, keep the top_k likeliest tokens
-// (0: all), and of these the smallest set of likeliest ones whose probabilities sum to at least
-// top_p. Temperature 0: argmax.
-typedef struct {
-    double temperature, top_p;
-    int64_t top_k;
-} SampleRule;
-
-// Samples a token from logits (V). scratch: (V); u is uniform in [0, 1).
-static Token sample_token(const real *logits, int V, const SampleRule *rule, double u,
+// Samples a token from logits (V): divides them by --temperature (0: argmax), keeps the --top-k
+// likeliest tokens, and of these the smallest set of likeliest ones whose probabilities sum to at
+// least --top-p. scratch: (V); u is uniform in [0, 1).
+static Token sample_token(const real *logits, int V, const Options *o, double u,
                           Candidate *scratch) {
-    int best = 0, kept = rule->top_k > 0 && rule->top_k < V ? (int)rule->top_k : V;
+    int best = 0, kept = o->top_k > 0 && o->top_k < V ? (int)o->top_k : V;
     double total = 0, sum = 0, reached = 0;
     for (int v = 0; v < V; v++) {
         scratch[v].logit = logits[v] == logits[v] ? (float)logits[v] : -INFINITY;  // NaN last
         scratch[v].token = v;
         best = candidate_compare(&scratch[v], &scratch[best]) < 0 ? v : best;
     }
-    if (rule->temperature <= 0) {
+    if (o->temperature <= 0) {
         return best;
     }
     const double highest = (double)scratch[best].logit;
     for (int v = 0; v < V; v++) {
-        scratch[v].weight = exp(((double)scratch[v].logit - highest) / rule->temperature);
+        scratch[v].weight = exp(((double)scratch[v].logit - highest) / o->temperature);
     }
     // Sort only if top_k or top_p needs it: for 50,257 candidates it takes longer than the rest.
-    if (kept < V || rule->top_p < 1) {
+    if (kept < V || o->top_p < 1) {
         qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
     }
     for (int v = 0; v < kept; v++) {
@@ -5861,7 +5844,7 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     }
     for (int v = 0; v < kept; v++) {
         sum += scratch[v].weight;
-        if (rule->top_p < 1 && sum >= rule->top_p * total) {
+        if (o->top_p < 1 && sum >= o->top_p * total) {
             kept = v + 1;
         }
     }
@@ -5924,7 +5907,6 @@ static void generator_write(Generator *g, const char *text, size_t n) {
 // `cached` for the next sample, whose first token is then sampled from bitwise identical logits.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     const int prompt = n;
     char text[BPE_LONGEST];
     for (int64_t i = 0; i < o->sample_tokens && !run_stopping() && !g->write_error; i++, n++) {
@@ -5941,7 +5923,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         *(i ? &g->ms : &g->prompt_ms) += now_ms() - began;
         const uint64_t place = (uint64_t)sample << 32 | (uint64_t)i;
         const double u = rng_uniform((uint64_t)o->seed, RNG_SAMPLE, g->step, place);
-        g->tokens[n] = sample_token(logits, g->V, &rule, u, g->scratch);
+        g->tokens[n] = sample_token(logits, g->V, o, u, g->scratch);
         g->count += i > 0;
         g->slid += start > 0;
         if (g->tokens[n] == end_of_text(g->tokenizer)) {
@@ -6315,7 +6297,6 @@ static void run_sample(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
     const int V = s->model.V, tokenizer = run->train.tokenizer;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     int64_t length = o->sample_tokens;
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
@@ -6330,7 +6311,7 @@ static void run_sample(Run *run) {
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
             rng_uniform((uint64_t)o->seed, RNG_SAMPLE, (uint32_t)run->state.step, (uint64_t)i);
-        tokens[n] = sample_token(logits, V, &rule, u, scratch);
+        tokens[n] = sample_token(logits, V, o, u, scratch);
     }
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);

@@ -391,7 +391,6 @@ TEST(generated_tokens, ALL) {
     Reals logits((size_t)m.V), prompt_logits((size_t)m.V), first;
     Options o;
     options_default(&o);
-    const SampleRule rule = {o.temperature, o.top_p, o.top_k};
     Generator g;
     memset((void *)&g, 0, sizeof g);
     g.engine = &cached.e;
@@ -418,7 +417,7 @@ TEST(generated_tokens, ALL) {
             whole.e.logits(&whole.e, logits.data(), &want[(size_t)start], n - start);
             const double u =
                 rng_uniform((uint64_t)o.seed, RNG_SAMPLE, 0, (uint64_t)sample << 32 | i);
-            want.push_back(sample_token(logits.data(), m.V, &rule, u, candidates.data()));
+            want.push_back(sample_token(logits.data(), m.V, &o, u, candidates.data()));
             if (want.back() == BYTE_END_OF_TEXT) {
                 break;
             }
