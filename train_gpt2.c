@@ -1772,7 +1772,7 @@ typedef struct {
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
     int forward;                // 1: a forward-only run; the plan ends at the head
-    int cache;                  // positions in the KV cache of a run that generates; 0: no cache
+    int cache;                  // 1: a run that generates, with a KV cache of T positions
     int64_t workspace;          // GPU: bytes of the matmul workspace
     int tune, quiet;            // time matmul algorithms at the start; print nothing
     uint8_t level[MAX_LAYERS];  // recomputation level of each block, RECOMPUTE_*
@@ -1783,6 +1783,10 @@ typedef struct {
     int rank, ranks;           // of the processes that share the step's micro-batches
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
+
+// Returns the maximum number of tokens of a sequence in one pass: T or, with a KV cache, 64. A
+// prompt is processed in chunks of this many tokens, enough for an efficient packed matmul.
+static int settings_rows(const Settings *s) { return s->cache ? min_int(s->T, 64) : s->T; }
 
 // Returns the type of statistics and losses: fp32 on a GPU, `real` on the CPU.
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
@@ -2003,7 +2007,9 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
     // GPU-only buffers have no elements in the CPU program: their counts are multiplied by gpu (0
     // or 1).
-    const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
+    const int rows_per_pass = settings_rows(s);
+    const int64_t N = (int64_t)s->B * rows_per_pass, NC = N * m->C, batch = batch_ints(N);
+    const int64_t gpu = s->gpu;
     const int64_t matmul = gpu ? s->workspace : (int64_t)matmul_workspace_bytes(s->threads);
     // On one GPU the norm and AdamW use the same table. With several, the norm has a table of its
     // own, because each rank sums only its own shards.
@@ -2012,7 +2018,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int64_t words = gpu * others * s->ranks * RANK_STATUS_BYTES;
     // Backward of attention writes partial sums of 3 C numbers for each tile of 64 or 128 tokens.
     const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
-    const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
+    const int64_t tiles = (int64_t)s->B * ceil_div_i64(rows_per_pass, small ? 64 : 128);
     const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
     const int64_t partials = gpu * max_i64(parts * m->C, 1024);
     const Type E = s->dtype, R = settings_real(s);
@@ -2036,8 +2042,9 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
-        // (L,2,NH,cache,HS): for each layer the keys, then the values, head by head.
-        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache, 0, end, ON_DEVICE},
+        // (L,2,NH,T,HS): for each layer the keys, then the values, head by head.
+        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache * s->T, 0, end,
+         ON_DEVICE},
     };
     state_buffers(buffers, s);
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
@@ -2119,7 +2126,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
-    const int64_t N = (int64_t)s->B * s->T;
+    const int64_t N = (int64_t)s->B * settings_rows(s);
     for (int i = 0; i < ACTS; i++) {
         const ActEntry *a = &act_table[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
@@ -5029,7 +5036,7 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_ATT:
         if (p->settings.cache) {
-            const int positions = p->settings.cache;
+            const int positions = p->settings.T;
             attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l),
                              buffer(p, BUF_CACHE) + (int64_t)l * 2 * positions * C,
                              act(p, ACT_QKV, l), positions, pass->first, N, C, NH);
@@ -5492,13 +5499,14 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// Processes up to T tokens, the rows of the plan, per pass. Only the last pass runs the head, and
+// Processes up to settings_rows() tokens per pass. Only the last pass runs the head, and
 // only on its last row.
 static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
-    for (int i = 0; i < n; i += p->settings.T) {
-        const int rows = min_int(p->settings.T, n - i), last = i + rows == n;
+    for (int i = 0, rows; i < n; i += rows) {
+        rows = min_int(settings_rows(&p->settings), n - i);
+        const int last = i + rows == n;
         Pass pass = {p, tokens + i, NULL, 1, rows, 0, 0, first + i};
         network_run(&pass, last ? tick_head(m) : tick_lnf(m) - 1, 0);
     }
@@ -5857,16 +5865,10 @@ static Token sample_token(const real *logits, int V, const Options *o, double u,
     return scratch[kept - 1].token;
 }
 
-// Maximum number of rows per pass with --generate: a prompt is processed in chunks of this many
-// tokens, enough for an efficient packed matmul; generated tokens are processed one at a time.
-enum { GENERATE_ROWS = 64 };
-
 // Turns the settings of a training run into those of --generate, with a KV cache of T positions.
 // The head computes one row, because only the last token of a prompt needs logits.
 static void settings_generate(Settings *s) {
-    s->cache = s->T;
-    s->T = min_int(s->T, GENERATE_ROWS);
-    s->B = s->logit_rows = 1;
+    s->cache = s->B = s->logit_rows = 1;
     settings_forward(s);
 }
 
@@ -7307,8 +7309,8 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d%s; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
-           count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
-           s->cache ? " at a time" : "", recompute_text(s).s);
+           count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B,
+           settings_rows(s), s->cache ? " at a time" : "", recompute_text(s).s);
     if (recompute_cost(s) > 0) {
         printf(": %.1f %% more arithmetic", 100 * recompute_cost(s));
     }

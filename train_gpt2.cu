@@ -4926,7 +4926,8 @@ static void gpu_block_forward(const GpuPass *pass, int stage, int l) {
                               nullptr, N, C, 3 * C, stream);
         break;
     case F_ATT:
-        if (const int positions = b.net->plan->settings.cache) {
+        if (b.net->plan->settings.cache) {
+            const int positions = b.net->plan->settings.T;
             gpu_attention_cached<E>(b.act(ACT_ATT),
                                     gpu_buffer<E>(b.net, BUF_CACHE) + (size_t)l * 2 * positions * C,
                                     b.act(ACT_QKV), positions, pass->position, N, C, NH, stream);
@@ -5189,7 +5190,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 static void gpu_upload(GpuPass *pass, const Token *inputs, const Token *targets) {
     GpuNetwork *net = pass->net;
     const Settings *s = &net->plan->settings;
-    const int N = s->B * s->T, slot = 1 - net->slot;
+    const int N = s->B * settings_rows(s), slot = 1 - net->slot;
     GpuBatch host = net->pinned[slot];
     int ints = 2 * N;  // inputs and targets; sorted tokens follow, so one copy does
     net->slot = slot;
@@ -5389,18 +5390,19 @@ static void gpu_read_logits(const GpuNetwork *net, real *out) {
     });
 }
 
-// Engine.extend. Tokens are processed in chunks of s->T, the rows of the plan, and the remainder
+// Engine.extend. Tokens are processed in chunks of settings_rows(), and the remainder
 // one by one. So each matmul has only two shapes, and the warm-up has run both.
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
-    Token *padded = (Token *)alloc_zero(2 * (size_t)s->T, sizeof(Token));
+    const int most = settings_rows(s);
+    Token *padded = (Token *)alloc_zero(2 * (size_t)most, sizeof(Token));
     for (int i = 0, rows; i < n; i += rows) {
-        rows = n - i >= s->T ? s->T : 1;
+        rows = n - i >= most ? most : 1;
         const int end = i + rows == n ? tick_head(&s->model) : tick_lnf(&s->model) - 1;
         GpuPass pass = {net, {}, 0, rows - 1, 1, rows, 0.0f, true, first + i, false};
         memcpy(padded, tokens + i, (size_t)rows * sizeof(Token));
-        gpu_upload(&pass, padded, padded + s->T);
+        gpu_upload(&pass, padded, padded + most);
         pass.batch.targets = nullptr;  // as in gpu_logits
         run_stages(net->plan, end, 0, net->stage, &pass);
     }
@@ -6291,8 +6293,8 @@ static void gpu_warm_up_step(Engine *e) {
     Options o;
     options_default(&o);
     if (s->cache) {  // a chunk of a prompt, then one token
-        gpu_extend(e, logits, zeros, 0, s->T);
-        gpu_extend(e, logits, zeros, s->T - 1, 1);
+        gpu_extend(e, logits, zeros, 0, settings_rows(s));
+        gpu_extend(e, logits, zeros, settings_rows(s) - 1, 1);
     } else {
         if (!s->forward) {
             gpu_micro_step(e, zeros, zeros, 0, 2);
@@ -6375,7 +6377,8 @@ static void gpu_warm_up(Engine *e) {
 static void gpu_open(Engine *e, Plan *p) {
     GpuNetwork *net = (GpuNetwork *)alloc_zero(1, sizeof *net);
     const Settings *s = &p->settings;
-    const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
+    const int rows = settings_rows(s);
+    const int64_t N = (int64_t)s->B * rows, C = s->model.C;
     net->plan = p;
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
     // Not the default stream, nor synchronised with it, so that no library's work runs in between.
@@ -6390,7 +6393,7 @@ static void gpu_open(Engine *e, Plan *p) {
         const size_t partials = p->buffers[p->single[BUF_PARTIALS]].bytes;
         check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
                   gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
-                  gpu_attention_backward_bytes<E>(s->B, s->T, (int)C, s->model.NH) <= partials &&
+                  gpu_attention_backward_bytes<E>(s->B, rows, (int)C, s->model.NH) <= partials &&
                   gpu_grad_square_sum_bytes() <= partials,
               "the plan's partial sums are too few for the kernels");
     });
@@ -6658,7 +6661,7 @@ static void gpu_settings_check(const Settings *s) {
         die("--model (-e): %d positions of %d channels: a GPU takes at most %d numbers in that "
             "table", m->maxT, m->C, POSITIONS_MAX);
     }
-    if (s->T > LENGTH_MAX) {
+    if (settings_rows(s) > LENGTH_MAX) {
         die("--seq-len (-t): %d: a GPU takes at most %d tokens in a sequence", s->T, LENGTH_MAX);
     }
     if (s->B > GRID_YZ_MAX) {

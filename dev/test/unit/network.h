@@ -305,8 +305,7 @@ TEST(network_facts, ALL) {
         b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
         n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
         expect(memcmp(losses, before.data(), (size_t)t * sizeof(real)) == 0 &&
-                   losses[t] != before[(size_t)t],
-               "token %d is seen too early, or never", t);
+               losses[t] != before[(size_t)t], "token %d is seen too early, or never", t);
     }
     for (int step = 0; step < 3; step++) {
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
@@ -358,7 +357,7 @@ TEST(kv_cache, ALL) {
         size_t device[GROUPS], host[GROUPS];
         plan_groups(&cached.plan, device, host);
         const size_t cache = 2 * (size_t)(m.L * m.maxT * m.C) * sizeof(real);
-        const size_t few = sizeof(real) * GENERATE_ROWS * 20 * (size_t)(m.C + 64) +
+        const size_t few = sizeof(real) * 64 * 20 * (size_t)(m.C + 64) +
                            matmul_workspace_bytes(cached.s.threads);
         expect(device[GROUP_CACHE] - cache < PLAN_ALIGN + PLAN_GAP + 1, "%s: %zu bytes", row.e,
                device[GROUP_CACHE]);
