@@ -56,11 +56,11 @@ $(info $(if $(version),✓ $(CC) $(version) $(MARCH)$(OMP:-fopenmp= · OpenMP),�
 $(if $(OMP),,$(info ✗ OpenMP: one core only))
 nvcc_version = $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: CPU only))
-$(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none seen from sm_75 on)))
+$(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none found (sm_75 or newer))))
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL$(if $(mpi), · MPI),✗ NCCL: one GPU only)))
 endif
 # --- Flags. No contraction outside the matmul, never -Ofast: same source, same bits ---------------
-# (but MARCH=-march=x86-64 has no fused multiply-add, so its matmul rounds every product).
+# (but with MARCH=-march=x86-64, without fused multiply-add, its matmul rounds every product).
 # Warnings stop the build only with WERROR=-Werror, as in `make test`: a warning of a compiler that
 # was never tried must not keep a user from building the program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
@@ -202,7 +202,7 @@ fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## fuzz each reader,
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## compare with oneDNN, dd and (PYTHON=...) PyTorch
 	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
-	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --beside build/$@.txt &&) ./build/bench_files
+	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --bench build/$@.txt &&) ./build/bench_files
 check_torch: build/dump train_gpt2 ## compare with transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources

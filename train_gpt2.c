@@ -1274,7 +1274,7 @@ static void memory_of_group(void *out, int version, const char *folder, const ch
                          folder_number(folder, "memory.stat", rows[row].cached, 0);
     for (int k = 0; k < 2; k++) {
         int64_t limit = folder_number(folder, rows[row].limits[k], "", INT64_MAX);
-        limit_memory((HostMemory *)out, limit - used, "%s of control group %.90s",
+        limit_memory((HostMemory *)out, limit - used, "%s of cgroup %.90s",
                      rows[row].limits[k], group);
     }
 }
@@ -1300,7 +1300,7 @@ static HostMemory host_memory(const char *root) {
     struct rlimit r;
     path_print(path, "%s/proc/meminfo", root);
     const int64_t kib = file_number(path, "MemAvailable:", -1);
-    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "what is free on this machine");
+    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "free memory of this machine");
     path_print(path, "%s/proc/self/status", root);
     const int64_t stacks = stacks_to_come(file_number(path, "Threads:", 1));
     for (int i = 0; i < 2; i++) {
@@ -1309,7 +1309,7 @@ static HostMemory host_memory(const char *root) {
         if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
             int64_t mapped = file_number(path, limits[i].key, 0) << 10;
             limit_memory(&h, (int64_t)r.rlim_cur - mapped - stacks, "%s%s", limits[i].name,
-                         stacks ? " less its threads' stacks" : "");
+                         stacks ? " minus thread stacks" : "");
         }
     }
     groups_look(root, "memory", memory_of_group, &h);
@@ -1425,14 +1425,15 @@ typedef struct {
 enum { RANK_TEXT = 96, RANK_ID = 128 };
 
 // Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
-// memory, GPU and id must be equal on all ranks: with different options or data, ranks would train
-// different models and wait forever for data of other sizes.
+// memory, thread blocks, GPU and id must be equal on all ranks: with different options or data,
+// ranks would train different models and wait forever for data of other sizes.
 typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
     uint64_t device, host;                      // bytes available for a plan
+    uint64_t ctas;                              // thread blocks for NCCL
     char gpu[RANK_TEXT], id[RANK_ID];
 } RankInfo;
-static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least memory
+static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least of all
 
 // The phase of a run. RANK_STARTS: engines are opened; a driver may compile kernels for minutes, so
 // that CPU time is the only sign of life. RANK_LOADS: weights and optimizer state are loaded; the
@@ -1489,7 +1490,7 @@ static int launcher_number(const char *variable) {
     char *end = NULL;
     const long number = text && text[0] ? strtol(text, &end, 10) : -1;
     if (end && (*end || number < 0 || number > 1 << 20)) {
-        die("%s is '%s', which is not a number from 0 to %d", variable, text, 1 << 20);
+        die("%s is '%s', expected a number from 0 to %d", variable, text, 1 << 20);
     }
     return (int)number;
 }
@@ -1781,6 +1782,7 @@ typedef struct {
     int split_master;
     uint8_t placement[KINDS];  // of each state: 0, PLACE_HOST, PLACE_SHARD or both
     int rank, ranks;           // of the processes that share the step's micro-batches
+    int nvlink, ctas;          // the GPUs are connected by NVLink; NCCL's limit of thread blocks
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
 
@@ -1800,8 +1802,8 @@ static int settings_has_master(const Settings *s) {
 
 static int settings_offloads(const Settings *s) {
     int placements = 0;
-    for (int what = 0; what < KINDS; what++) {
-        placements |= s->placement[what];
+    for (int kind = 0; kind < KINDS; kind++) {
+        placements |= s->placement[kind];
     }
     return (placements & PLACE_HOST) != 0;
 }
@@ -1809,9 +1811,11 @@ static int settings_offloads(const Settings *s) {
 // Returns whether a step waits for other streams before its update: for the exchange between ranks,
 // or for transfers of streamed buffers.
 static int settings_joins(const Settings *s) {
-    const int streamed =
-        s->placement[KIND_WEIGHTS] | s->placement[KIND_GRADIENTS] | s->placement[KIND_RESIDUALS];
-    return s->ranks > 1 || streamed != PLACE_DEVICE;
+    int streamed = 0;
+    for (int kind = 0; kind < KINDS; kind++) {  // all except the states updated in place
+        streamed |= kind != KIND_MOMENTS && kind != KIND_MASTER ? s->placement[kind] : 0;
+    }
+    return s->ranks > 1 || streamed;
 }
 
 // Stages: what a tick computes. A block has eight stages in forward. In backward the first seven
@@ -2058,14 +2062,24 @@ typedef struct {
 } Slot;
 typedef struct Transfer Transfer;  // next chapter
 
-// For each kind, its first slot and its backing store, which holds the data of all blocks.
+// For each kind that is streamed: its first slot; its backing store, which holds the data of all
+// blocks; and the activation (ACT_*) that it consists of, or -1.
 static const struct {
-    int slot, store;
-} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE},
-                             {BUF_GRADS_SLOT, BUF_GRADS_STORE},
-                             {-1, -1},
-                             {-1, -1},
-                             {BUF_X_SLOT, BUF_X_STORE}};
+    int slot, store, act;
+} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE, -1},
+                             {BUF_GRADS_SLOT, BUF_GRADS_STORE, -1},
+                             {-1, -1, -1},
+                             {-1, -1, -1},
+                             {BUF_X_SLOT, BUF_X_STORE, ACT_X}};
+
+// Returns the kind as which these settings stream an activation, or KINDS if they do not.
+static Kind act_streamed(const Settings *s, int act) {
+    int kind = 0;
+    while (kind < KINDS && (transfer_buffers[kind].act != act || !s->placement[kind])) {
+        kind++;
+    }
+    return (Kind)kind;
+}
 
 typedef struct Plan Plan;
 struct Plan {
@@ -2141,7 +2155,7 @@ static void plan_add_block(Plan *p, int layer) {
                                                          : a->channels * m->C;
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              N * per_token, made, used_back, ON_DEVICE};
-        if (i == ACT_X && s->placement[KIND_RESIDUALS]) {
+        if (act_streamed(s, i) < KINDS) {
             *forward = *backward = -1;  // stored in slots
             continue;
         }
@@ -2202,50 +2216,74 @@ static PlaceKey place_key(const Plan *p, int i, int by_size) {
 // First fit: returns the lowest offset at which `b` overlaps no placed buffer that is alive at a
 // common tick. `placed` holds the indices of `count` buffers in ascending order of offset.
 static uint64_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
+    const uint64_t bytes = buffer_padded_bytes(b);
     uint64_t offset = 0;
     for (int i = 0; i < count; i++) {
         const Buffer *other = &p->buffers[placed[i]];
         if (other->first > b->last || other->last < b->first) {
             continue;
         }
-        if (other->offset >= offset + buffer_padded_bytes(b)) {
+        if (other->offset >= offset + bytes) {
             break;
         }
-        uint64_t end = other->offset + buffer_padded_bytes(other);
+        const uint64_t end = other->offset + buffer_padded_bytes(other);
         offset = end > offset ? end : offset;
     }
     return offset;
 }
 
+// Inserts buffer `id` into a list of `*count` buffers in ascending order of offset.
+static void place_insert(const Plan *p, int *placed, int *count, int id) {
+    int at = (*count)++;
+    for (; at > 0 && p->buffers[placed[at - 1]].offset > p->buffers[id].offset; at--) {
+        placed[at] = placed[at - 1];
+    }
+    placed[at] = id;
+}
+
 // Assigns every buffer an offset; host buffers are laid out back to back. Returns the bytes of the
-// device allocation.
+// device allocation. Most buffers live for less than a block, so the placed ones are listed by
+// time: list w has those alive at some tick of [WINDOW w, WINDOW (w + 2)). A buffer whose lifetime
+// is in one of these ranges is compared with that list only, another one with the list of all,
+// which is brought up to date only then.
 static uint64_t plan_place(Plan *p, int by_size) {
-    const size_t n = (size_t)p->buffer_count;
-    PlaceKey *order = (PlaceKey *)alloc_zero(n, sizeof *order);
-    int *placed = (int *)alloc_zero(n, sizeof(int)), count = 0;
-    for (int i = 0; i < p->buffer_count; i++) {
+    enum { WINDOW = 16 };
+    const int n = p->buffer_count, all = p->ticks / WINDOW + 1;
+    PlaceKey *order = (PlaceKey *)alloc_zero((size_t)n, sizeof *order);
+    int *lists = (int *)alloc_zero((size_t)(all + 1) * (size_t)n, sizeof(int));
+    int *counts = (int *)alloc_zero((size_t)all + 1, sizeof(int)), listed = 0;
+    for (int i = 0; i < n; i++) {
         order[i] = place_key(p, i, by_size);
     }
-    qsort(order, n, sizeof *order, place_compare);
+    qsort(order, (size_t)n, sizeof *order, place_compare);
     p->device_bytes = p->host_bytes = 0;
-    for (size_t k = 0; k < n; k++) {
-        Buffer *b = &p->buffers[order[k].key[3]];
+    for (int k = 0; k < n; k++) {
+        const int id = (int)order[k].key[3];
+        Buffer *b = &p->buffers[id];
+        const uint64_t bytes = buffer_padded_bytes(b);
         if (b->placement == PLACE_HOST) {
             b->offset = p->host_bytes;
-            p->host_bytes += buffer_padded_bytes(b);
+            p->host_bytes += bytes;
             continue;
         }
-        b->offset = place_find(p, b, placed, count);
-        uint64_t end = b->offset + buffer_padded_bytes(b);
-        p->device_bytes = end > p->device_bytes ? end : p->device_bytes;
-        int at = count++;
-        for (; at > 0 && p->buffers[placed[at - 1]].offset > b->offset; at--) {
-            placed[at] = placed[at - 1];
+        const int from = b->first / WINDOW, to = b->last / WINDOW;
+        const int list = to <= from + 1 ? from : all;
+        for (; list == all && listed < k; listed++) {
+            const int placed = (int)order[listed].key[3];
+            if (p->buffers[placed].placement == PLACE_DEVICE) {
+                place_insert(p, lists + all * n, &counts[all], placed);
+            }
         }
-        placed[at] = (int)order[k].key[3];
+        b->offset = place_find(p, b, lists + list * n, counts[list]);
+        p->device_bytes =
+            b->offset + bytes > p->device_bytes ? b->offset + bytes : p->device_bytes;
+        for (int w = from ? from - 1 : 0; w <= to; w++) {
+            place_insert(p, lists + w * n, &counts[w], id);
+        }
     }
     free(order);
-    free(placed);
+    free(lists);
+    free(counts);
     return p->device_bytes;
 }
 
@@ -2297,8 +2335,15 @@ static void plan_list(Plan *p, const Settings *s) {
 static void plan_build(Plan *p, const Settings *s) {
     plan_list(p, s);
     const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
-    if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
-        plan_place(p, 1);
+    if (by_size > p->live_bytes) {
+        const size_t bytes = (size_t)p->buffer_count * sizeof(Buffer);
+        Buffer *kept = (Buffer *)alloc_zero(1, bytes);
+        memcpy(kept, p->buffers, bytes);
+        if (plan_place(p, 0) >= by_size) {
+            memcpy(p->buffers, kept, bytes);
+            p->device_bytes = by_size;
+        }
+        free(kept);
     }
     plan_add_transfers(p);
 }
@@ -2453,8 +2498,9 @@ static void *plan_act(const Plan *p, int act, int layer) {
     if (act == ACT_X && layer == m->L) {
         return plan_single(p, BUF_XF);
     }
-    if (act == ACT_X && p->settings.placement[KIND_RESIDUALS]) {
-        return plan_single(p, slot_buffer(p, KIND_RESIDUALS, layer));
+    const Kind streamed = act_streamed(&p->settings, act);
+    if (streamed < KINDS) {
+        return plan_single(p, slot_buffer(p, streamed, layer));
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
     return buffer_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
@@ -2726,7 +2772,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
 // gradients are reduce-scattered; with both, a fetch uploads the rank's shard and then all-gathers.
 // If `in` is 0, the data is computed on the device; if `out` is 0, nothing is stored.
 struct Transfer {
-    Kind what;
+    Kind kind;
     int block, slot;
     int fetch, first, last, store_wait;
     int in, out;
@@ -2766,7 +2812,7 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
              gradients & PLACE_HOST, gradients},
         };
         for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_TRANSFERS : 2); k++) {
-            if (s->placement[rows[k].what]) {
+            if (s->placement[rows[k].kind]) {
                 transfers[n++] = rows[k];
             }
         }
@@ -2790,15 +2836,15 @@ enum { FETCH, FETCH_WAIT, STORE, STORE_WAIT };
 // slot holds from then on. Gradients stored on the host are fetched only if this micro-step adds to
 // them.
 static void transfer_step(Plan *p, const Transfer *v, int phase) {
-    const int fetches = v->in && (p->adds || v->what != KIND_GRADIENTS);
-    const int id = p->single[transfer_buffers[v->what].slot + v->slot];
-    Slot *slot = &p->slots[v->what][v->slot];
+    const int fetches = v->in && (p->adds || v->kind != KIND_GRADIENTS);
+    const int id = p->single[transfer_buffers[v->kind].slot + v->slot];
+    Slot *slot = &p->slots[v->kind][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *store = NULL;
     const size_t bytes = p->buffers[id].bytes;
     int happens = 1;
     switch (phase) {
     case FETCH:
-        if (v->what == KIND_WEIGHTS && slot->block == v->block + 1) {
+        if (v->kind == KIND_WEIGHTS && slot->block == v->block + 1) {
             return;  // still in the slot
         }
 #if GPT2_POISON
@@ -2822,8 +2868,8 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
         return;
     }
     if (fetches || v->out) {
-        const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
-        store = (char *)plan_single(p, transfer_buffers[v->what].store) + v->block * own;
+        const int64_t own = own_count(&p->settings, v->kind, (int64_t)bytes);
+        store = (char *)plan_single(p, transfer_buffers[v->kind].store) + v->block * own;
     }
     p->transfer(p, phase, v, memory, phase == FETCH && !fetches ? NULL : store, bytes);
 }
@@ -2889,16 +2935,17 @@ static const CardLine card_lines[] = {
 // of 31.34 GiB" is a 5090; the driver reserves some of the nominal capacity); then from NVIDIA's
 // data sheets and architecture whitepapers the dense 16-bit rate of tensor cores that accumulate in
 // fp32, in TFLOP/s; the memory bandwidth in GB/s; the number of SMs and their boost clock in MHz;
-// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and
-// whether GPUs of one machine are connected by NVLink. Sources: dev/notes/forecast.md.
+// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and,
+// if the GPUs of one machine are connected by NVLink, what all links of one carry per direction:
+// 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200 twice that.
+// Sources: dev/notes/forecast.md.
 typedef struct {
     const char *name;
     int line;
-    double gib, tflops, bandwidth, sms, mhz, link;
-    int nvlink;
+    double gib, tflops, bandwidth, sms, mhz, link, nvlink;
 } GpuEntry;
 static const GpuEntry gpu_table[] = {
-    {"v100", LINE_V100, 15.78, 125, 900, 80, 1530, 15.75, 1},
+    {"v100", LINE_V100, 15.78, 125, 900, 80, 1530, 15.75, 120},
     {"t4", LINE_T4, 14.56, 65, 320, 40, 1590, 15.75, 0},
     {"2080ti", LINE_RTX20, 10.76, 53.8, 616, 68, 1545, 15.75, 0},
     {"3060-laptop", LINE_RTX30, 5.8, 21.9, 336, 30, 1425, 15.75, 0},
@@ -2927,14 +2974,14 @@ static const GpuEntry gpu_table[] = {
     {"l4", LINE_ADA, 22.0, 121, 300, 58, 2040, 31.5, 0},
     {"l40s", LINE_ADA, 44.3, 366, 864, 142, 2520, 31.5, 0},
     {"a30", LINE_A100, 23.53, 165, 933, 56, 1440, 31.5, 0},
-    {"a100-40", LINE_A100, 39.5, 312, 1555, 108, 1410, 31.5, 1},
-    {"a100", LINE_A100, 79.1, 312, 2039, 108, 1410, 31.5, 1},
-    {"h20", LINE_H20, 94.88, 148, 4000, 78, 1830, 63, 1},
+    {"a100-40", LINE_A100, 39.5, 312, 1555, 108, 1410, 31.5, 230},
+    {"a100", LINE_A100, 79.1, 312, 2039, 108, 1410, 31.5, 230},
+    {"h20", LINE_H20, 94.88, 148, 4000, 78, 1830, 63, 370},
     {"h100-pcie", LINE_H100, 79.1, 756.5, 2039, 114, 1620, 63, 0},
-    {"h100", LINE_H100, 79.1, 989.4, 3350, 132, 1830, 63, 1},
-    {"gh200", LINE_H100, 94.88, 989.4, 4000, 132, 1830, 450, 1},
-    {"h200", LINE_H100, 139.8, 989.4, 4800, 132, 1830, 63, 1},
-    {"b200", LINE_B200, 178.35, 2250, 8000, 148, 1850, 63, 1},
+    {"h100", LINE_H100, 79.1, 989.4, 3350, 132, 1830, 63, 370},
+    {"gh200", LINE_H100, 94.88, 989.4, 4000, 132, 1830, 450, 370},
+    {"h200", LINE_H100, 139.8, 989.4, 4800, 132, 1830, 63, 370},
+    {"b200", LINE_B200, 178.35, 2250, 8000, 148, 1850, 63, 740},
 };
 enum { GPU_CARDS = sizeof gpu_table / sizeof gpu_table[0] };
 enum { LEAST_CAPABILITY = 75, BF16_CAPABILITY = 80 };  // of this program, and of its bf16 kernels
@@ -3026,11 +3073,6 @@ typedef struct {
 // Bytes that an SM's other kernels can process in a clock: their instructions limit them too. Both
 // shares below are the same for every card: 25 of the 31.5 GB/s of PCIe 4 x16 are payload.
 static const double sm_bytes_per_clock = 57.6, link_share = 0.79;
-// The NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
-// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
-// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
-// nine, and likewise the SMs taken from the matmuls that hide the exchange.
-static const double nvlink_rate = 40e9;
 
 // Returns the rates of a card: those of its line at its specifications. They are predicted, not
 // measured with this program.
@@ -3045,7 +3087,7 @@ static Rates card_rates(const GpuEntry *card) {
                      line->attention_back * flops,
                      1 / (1 / copies + 1 / instructions),
                      link,
-                     card->nvlink ? nvlink_rate : link};
+                     card->nvlink > 0 ? 1e9 * card->nvlink : link};
     return r;
 }
 
@@ -3099,6 +3141,10 @@ typedef struct {
     int gpu;
 } Speed;
 
+// Bytes per second that one of NCCL's thread blocks moves over NVLink: two of them saturate a link
+// (NVIDIA/nccl#1703).
+static const double nvlink_cta_rate = 20.6e9 / 2;
+
 // Returns the cost model at a card's rates. Each kernel launch costs 1.2 us, as in a queue of short
 // kernels on H100s; there are 30 launches per block and 4 per chunk. A block's weights cross memory
 // four times per micro-step, including the read and the write of their gradients; a chunk's three
@@ -3122,7 +3168,7 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     v.gpu = s->gpu;
     v.byte = 1 / r->memory;
     v.link_byte = 1 / r->link;
-    v.peer_byte = 1 / r->peers;
+    v.peer_byte = 1 / (s->nvlink ? fmin(r->peers, s->ctas * nvlink_cta_rate) : r->peers);
     return v;
 }
 
@@ -3167,10 +3213,10 @@ static Traffic step_traffic(const Settings *s, int micros) {
     single_buffers(rows, s);
     for (int i = 0; i < n; i++) {
         const Transfer *v = &transfers[i];
-        const int weights = v->what == KIND_WEIGHTS, grads = v->what == KIND_GRADIENTS;
-        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
+        const int weights = v->kind == KIND_WEIGHTS, grads = v->kind == KIND_GRADIENTS;
+        const int id = transfer_buffers[v->kind].slot;
         const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
-        const double own = s->placement[v->what] & PLACE_SHARD ? bytes / s->ranks : bytes;
+        const double own = s->placement[v->kind] & PLACE_SHARD ? bytes / s->ranks : bytes;
         const int times = weights && v->fetch == 0 ? 1 : micros - grads;
         t.up += v->in & PLACE_HOST ? times * own : 0;
         t.gathered += v->in & PLACE_SHARD ? times * others * bytes : 0;
@@ -3259,14 +3305,40 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 static const uint64_t library_reserve_bytes = (uint64_t)1 << 30;
 
 // Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
-// 12 MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
-// (NVIDIA/nccl#1450), which is counted here as one additional peer, together with the ring of the
-// all-gathers. A run limits NCCL to NCCL_CHANNELS channels; a machine is assumed to have eight
-// GPUs.
-enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
+// 12 MiB of buffers per channel, and a channel has a thread block (CTA) (NVIDIA/nccl#1685). Peers
+// on other machines share one pool (NVIDIA/nccl#1450), which is counted here as one additional
+// peer, together with the ring of the all-gathers. A machine is assumed to have eight GPUs. Over
+// NVSwitch the all-gathers may use NVLS, which needs buffers of its own.
+enum { NCCL_PEERS = 7, NCCL_MIB = 12, NVLS_MIB = 64 };
 static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
 static uint64_t nccl_estimate_bytes(const Settings *s) {
-    return s->ranks > 1 ? (uint64_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((uint64_t)12 << 20) : 0;
+    const uint64_t mib = (uint64_t)(nccl_peers(s) + 1) * (uint64_t)s->ctas * NCCL_MIB;
+    return s->ranks > 1 ? (mib + (s->nvlink ? NVLS_MIB : 0)) << 20 : 0;
+}
+
+// How the GPUs of this machine are connected. LINK_UNKNOWN: there is none to ask, or a launcher
+// shows each rank only one.
+typedef enum { LINK_UNKNOWN, LINK_PCIE, LINK_NVLINK } Link;
+static Link machine_link;
+
+// Sets the link between GPUs, this machine's or that of the card named by --gpu, and the number of
+// thread blocks that NCCL may run. Its buffers, and the SMs that it takes from the matmuls that
+// hide the exchange, grow with them: two suffice over PCIe, and sixteen use nearly half of NVLink.
+// NCCL_MAX_CTAS takes precedence, as in NCCL (NCCL user guide, Environment Variables).
+static void settings_nccl(Settings *s, const Options *o) {
+    enum { CTAS_PCIE = 2, CTAS_NVLINK = 16, CTAS_MOST = 64 };
+    const GpuEntry *card = gpu_find(o);
+    const char *variable = getenv("NCCL_MAX_CTAS");
+    s->nvlink = machine_link ? machine_link == LINK_NVLINK : card && card->nvlink > 0;
+    s->ctas = s->nvlink ? CTAS_NVLINK : CTAS_PCIE;
+    if (variable) {
+        char *end;
+        const long n = strtol(variable, &end, 10);
+        if (*end || n < 1 || n > CTAS_MOST) {
+            die("NCCL_MAX_CTAS is '%s'; allowed: a number from 1 to %d", variable, CTAS_MOST);
+        }
+        s->ctas = (int)n;
+    }
 }
 
 // Returns the default number of rows of a classifier chunk, a multiple of 128, or N, the tokens of
@@ -3379,6 +3451,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
             s->B, s->T);
     }
     settings_placements(s, o);
+    settings_nccl(s, o);
     settings_types(s, o);
     recompute_parse(s, o->recompute);
     if (o->logit_rows > N) {
@@ -3401,7 +3474,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
-    s->placement[KIND_RESIDUALS] = 0;
+    for (int kind = 0; kind < KINDS; kind++) {
+        s->placement[kind] = transfer_buffers[kind].act < 0 ? s->placement[kind] : 0;
+    }
 }
 
 // Levels and placement. The program may choose anything that does not change results: the recompute
@@ -3766,9 +3841,9 @@ enum { matmul_bf16 = 0 };
 static const char *bf16_missing(void) {
 #if BF16_DOTS
     return __builtin_cpu_supports("avx512bf16") ? NULL
-                                                : "this processor has no bf16 dot products";
+                                                : "this processor does not support AVX512-BF16";
 #else
-    return "this program was built for processors without bf16 dot products (AVX512-BF16)";
+    return "this program was built for processors without AVX512-BF16";
 #endif
 }
 
@@ -3851,9 +3926,9 @@ static void transpose(real *to, size_t to_step, const real *from, size_t from_st
     }
 }
 #else
-// The same for GCC, which would keep the arrays of that loop in memory, at half the speed: the
-// shuffles are written out. nvcc's front end does not know the pragma; without it the CPU reference
-// in the GPU program only packs a little slower.
+// The same with explicit shuffles for GCC, which would keep the arrays of the loop above in memory,
+// at half the speed. nvcc's front end does not support the pragma; without it the CPU reference in
+// the GPU program only packs a little slower.
 #if defined(__CUDACC__)
 #define UNROLL
 #else
@@ -4272,7 +4347,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     for (int m0 = 0; m0 < M; m0 += rows_max) {
         const int rows = min_int(rows_max, M - m0);
         int row_tasks = 1;
-        // Every row task packs b again, so give each many rows, except to have one task per thread.
+        // Each row task packs b again, so tasks get many rows unless threads would lack a task.
         while (row_tasks * column_tasks < 3 * threads &&
                rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
             row_tasks++;
@@ -4396,9 +4471,9 @@ static inline float exp_end(float r, uint32_t n) {
     return (1.0f + exp_minus_1(r)) * power_of_two(half) * power_of_two(n - half);
 }
 
-// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; an odd function to
-// the bit. Computed as t / (t + 2), with t = e^(2|x|) - 1 formed without cancellation; 1 for
-// |x| >= 9.1. The second half takes the sign from x.
+// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; tanh(-x) is exactly
+// -tanh(x). Computed as t / (t + 2) with t = e^(2|x|) - 1, without cancellation; 1 for |x| >= 9.1.
+// The second half takes the sign from x.
 static inline float tanh_begin(float x, uint32_t *n) {
     return exp_reduced(2.0f * at_most(10.0f, fabsf(x)), n);
 }
@@ -4622,7 +4697,7 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
 }
 
 // matmul_forward() for a single row, for generation: nothing is packed, since no weight is used
-// twice, and nothing is rounded to bf16. Sums are in another order than those of a row of a batch.
+// twice, and nothing is rounded to bf16. The order of sums differs from that for a row of a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     (void)N;
@@ -5545,7 +5620,7 @@ static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
     (void)p;
     if (phase == FETCH && store) {
         memcpy(slot, store, bytes);
-    } else if (phase == FETCH && v->what == KIND_GRADIENTS) {
+    } else if (phase == FETCH && v->kind == KIND_GRADIENTS) {
         memset(slot, 0, bytes);
     } else if (phase == STORE) {
         memcpy(store, slot, bytes);
@@ -5581,9 +5656,9 @@ static void cpu_open(Engine *e, Plan *p) {
     e->write = cpu_write;
     e->close = cpu_close;
     e->peak_flops = matmul_peak_flops();
-    e->peak_source = "the matmul's inner kernel, measured just now";
+    e->peak_source = "measured with the matmul's inner kernel";
     snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32%s", threads,
-             threads == 1 ? "" : "s", matmul_bf16 ? ", products of bf16" : "");
+             threads == 1 ? "" : "s", matmul_bf16 ? ", bf16 matmuls" : "");
 }
 
 // Sets weights and moments to zero. Gaps between tensors stay zero because nothing else writes
@@ -5790,8 +5865,8 @@ static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe 
         return 1;
     }
     if (tokenizer != TOKENIZER_BYTES && !bpe) {
-        die("--prompt: this data has GPT-2 tokens, and their vocabulary is missing: "
-            "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
+        die("--prompt: the data has GPT-2 tokens, but GPT-2's vocabulary was not found: run "
+            "data/prepare.sh, which puts vocab.bpe in data/, or give its path with --tokenizer");
     }
     uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
     int64_t count = 0;
@@ -5948,7 +6023,7 @@ static int generator_prompt(Generator *g, const char *prompt, size_t n) {
         if (generator_reads(g)) {
             snprintf(line, sizeof line, "line %" PRId64 " of stdin has ", g->lines);
         }
-        die("--prompt: %s%" PRId64 " tokens, at most %d fit", line, count, g->T);
+        die("--prompt: %s%" PRId64 " tokens, more than --seq-len (-t) %d", line, count, g->T);
     }
     return (int)count;
 }
@@ -5999,7 +6074,7 @@ static const char *line_next(LineInput *in, size_t *n) {
         if (in->filled == in->budget) {
             in->budget *= 2;
             in->bytes = (char *)realloc(in->bytes, in->budget);
-            check(in->bytes, "no memory for a line of stdin");
+            check(in->bytes, "out of memory for a line of stdin");
         }
         const ssize_t got = read_or_stop(STDIN_FILENO, in->bytes + in->filled,
                                          in->budget - in->filled);
@@ -6090,6 +6165,7 @@ typedef struct Program {
     void (*ranks_start)(const Launcher *l, int gpus);
     void (*ranks_handshake)(void);
     const char *alone;
+    Link (*link)(int ranks);  // how the GPUs of this machine are connected; NULL: unknown
     const char *starts;  // appended to the first line that a run prints; or NULL
 } Program;
 
@@ -6191,7 +6267,7 @@ static void log_open(Run *run, int64_t resume_step) {
     slow_begin();
     const int validated = log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
     if (validated < 0) {
-        die("cannot read or cut back log %s: %s", path, file_error());
+        die("cannot read or truncate log %s: %s", path, file_error());
     }
     if (validated) {
         run->state.pending_validation = 0;  // done by a run that ended before its next step
@@ -6243,8 +6319,8 @@ static int output_status(Run *run, int status) {
     if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
         return status;
     }
-    fprintf(stderr, "%s: cannot write to stdout: %s; what follows was not printed\n", program_name,
-            strerror(run->stdout_error));
+    fprintf(stderr, "%s: cannot write to stdout: %s; the rest of the output is lost\n",
+            program_name, strerror(run->stdout_error));
     return 1;
 }
 
@@ -6256,7 +6332,7 @@ static void run_note_fault(Run *run) {
                    : this_rank.failed ? 0
                                       : rank_grace_ms();
     if (this_rank.fault && !run->failure[0]) {
-        snprintf(run->failure, sizeof run->failure, "rank %d cannot go on, and says why",
+        snprintf(run->failure, sizeof run->failure, "rank %d failed; see its message",
                  this_rank.fault - 1);
     }
 }
@@ -6372,9 +6448,9 @@ static void run_compare_replicas(Run *run) {
         }
     }
     if (run->diverged) {
-        snprintf(run->failure, sizeof run->failure, "rank%s %s differ%s in weights or moments "
-                 "that must be alike on all ranks: a GPU, or what connects it, has made a mistake",
-                 named > 1 ? "s" : "", names, named > 1 ? "" : "s");
+        snprintf(run->failure, sizeof run->failure, "rank%s %s: weights or moments differ "
+                 "from those of the other ranks: a GPU or the interconnect may be faulty",
+                 named > 1 ? "s" : "", names);
     }
 }
 
@@ -6481,7 +6557,8 @@ static void run_print_forecast(const Run *run) {
     if (run->forecast_ms > 0) {
         const double tokens = (double)run->windows_per_step * run->s.T;
         const int64_t left = run->steps - run->state.step;
-        printf("forecast %s tokens/s, %s steps in %s; step %" PRId64 " says how true that was\n\n",
+        printf("forecast %s tokens/s, %s steps in %s; compared with the measured time after step %"
+               PRId64 "\n\n",
                count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s, count_text(left).s,
                duration_text(1e-3 * run->forecast_ms * (double)left).s,
                run->state.step + FORECAST_STEPS);
@@ -6535,8 +6612,9 @@ static void run_count_step(Run *run, const StepResult r) {
     // Skips that lower the loss scale are expected and not counted; at its lowest value they are.
     run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (run->o.max_skips && run->skips >= run->o.max_skips) {
-        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
-                 "skipped, and what made their gradients useless stays", run->skips);
+        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " consecutive steps "
+                 "were skipped: their gradients were not finite or exceeded --skip-zscore",
+                 run->skips);
     }
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
@@ -6625,7 +6703,7 @@ static void run_fail(const Run *run) {
             ? ", which is saved"
         : run->diverged
             ? ", which is not saved"
-            : ", which is not saved: the newest checkpoint is from before the first of them");
+            : ", which is not saved: the newest checkpoint precedes the skipped steps");
 }
 
 // Prints the last line of a run, writes the last line of the log and closes it.
@@ -6649,7 +6727,7 @@ static void run_end(Run *run, double ms) {
 // The training loop: runs from the current step to the last one, a signal or a failure. After each
 // step it validates, samples and saves, in this order, if each is due; with an output folder the
 // end of the run saves too. A skipped step postpones a periodic checkpoint, and a run that fails
-// because of skipped steps does not save at its end: its newest checkpoint is from before them.
+// because of skipped steps does not save at its end: its newest checkpoint precedes them.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
@@ -6657,7 +6735,7 @@ static void run_train(Run *run) {
     stop_grace = GRACE_PROGRESS;
     run->reported_step = run->state.step;
     if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
-        printf("nothing to do: the checkpoint is of step %" PRId64 ", --steps (-x) is %" PRId64
+        printf("nothing to do: the checkpoint is at step %" PRId64 ", --steps (-x) is %" PRId64
                "\n", run->state.step, run->steps);
     }
     if (run->state.pending_validation && run->has_val) {
@@ -6729,7 +6807,7 @@ static Token eval_token(const EvalExample *x, int k, int i) {
 static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
     const int context = x->texts[0].count, count = x->texts[1 + k].count;
     const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
-    check(count <= T, "the evaluation file has changed since it was opened");
+    check(count <= T, "the evaluation file changed while in use");
     for (int i = 0; i < T; i++) {
         inputs[i] = eval_token(x, k, drop + i);
         targets[i] = eval_token(x, k, drop + i + 1);
@@ -6808,7 +6886,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             }
             Engine *e = &run->engine;
             if (!isfinite(e->forward_loss(e, losses, run->inputs, run->targets))) {
-                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
+                die("--eval: the loss of %s is not finite at example %d of %s", run->o.model,
                     i, f->name);
             }
             for (int b = 0; b < filled; b++) {
@@ -6839,7 +6917,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
         return;
     }
     if (n == 0) {
-        die("--eval: interrupted before one example of %s was scored", f->name);
+        die("--eval: interrupted before any example of %s was scored", f->name);
     }
     if (run->o.json) {
         printf("{\"file\":\"");
@@ -6854,7 +6932,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
     }
     printf("%s", clear_line(run));
     if (score->cut_rows) {
-        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
+        printf("%s rows were truncated at the start: with T = %d, a row has at most %d tokens\n",
                count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
     }
     printf("%s: ", f->name);
@@ -7223,11 +7301,11 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
     const Settings *s = &p->settings;
     const int micros = (int)max_i64(step_micros(o, s), 1);
     const Traffic t = step_traffic(s, micros);
-    char note[80], step[48] = "one micro-step";
+    char note[96], step[48] = "one micro-step";
     plan_print_line("library", budget->library, "   reserved, not measured");
     if (s->ranks > 1) {
-        snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d channels x (%d peers + "
-                 "1)", NCCL_CHANNELS, nccl_peers(s));
+        snprintf(note, sizeof note, "   reserved, not measured: %d MiB x %d thread blocks x (%d "
+                 "peers + 1)%s", NCCL_MIB, s->ctas, nccl_peers(s), s->nvlink ? " + NVLS" : "");
         plan_print_line("NCCL", nccl_estimate_bytes(s), note);
     }
     plan_print_line("total per GPU", p->device_bytes + budget->library + nccl_estimate_bytes(s),
@@ -7623,6 +7701,7 @@ static double reserved_bytes(const Options *o, uint64_t library) {
     Settings s;
     memset(&s, 0, sizeof s);
     s.ranks = (int)o->gpus;
+    settings_nccl(&s, o);
     return (double)(library + nccl_estimate_bytes(&s));
 }
 
@@ -7965,23 +8044,22 @@ static void run_find_ranks(Run *run, const Program *program) {
     rank_timeout_ms = 1e3 * (double)o->timeout;
     if (!launched && o->gpus == 1) {
         if (option_given(o, "timeout")) {
-            die("--timeout watches the ranks of a run, and this one is alone: --gpus N or a "
-                "launcher starts some");
+            die("--timeout needs several ranks: use --gpus N or a launcher such as mpirun");
         }
         return;
     }
     if (launched && o->gpus > 1) {
-        die("--gpus %" PRId64 ", and %s is %d: a launcher has started ranks already, so leave "
-            "--gpus out, or start one process with %s unset", o->gpus, l.variable, l.copies,
+        die("--gpus %" PRId64 ": a launcher has already started ranks (%s is %d); omit --gpus, or "
+            "unset %s and start one process", o->gpus, l.variable, l.copies,
             l.variable);
     }
     snprintf(asks, sizeof asks, launched ? "%s is %d" : "%s %d", launched ? l.variable : "--gpus",
              launched ? l.copies : (int)o->gpus);
     if (!program->ranks_start) {
-        die("%s, but this program trains alone: %s", asks, program->alone);
+        die("%s: several ranks are not supported: %s", asks, program->alone);
     }
     if (o->check || o->compare || o->generate) {
-        die("%s: --check, --compare and --generate are for one process", asks);
+        die("%s: --check, --compare and --generate run on one GPU only", asks);
     }
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
@@ -7996,16 +8074,18 @@ static void run_find_ranks(Run *run, const Program *program) {
 // the available memory are chosen identically on all ranks, for the one with the least. Ends the
 // run if the ranks cannot train together. Returns the budget that every rank has; `budget` is this
 // rank's.
-static MemoryBudget run_handshake(const Run *run, const Program *program,
-                                  const MemoryBudget *budget) {
+static MemoryBudget run_handshake(Run *run, const Program *program, const MemoryBudget *budget) {
     MemoryBudget least = *budget;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
-        same.rank = same.threads = same.quiet = 0;  // these may differ between ranks
+        // These may differ between ranks.
+        same.rank = same.threads = same.quiet = same.nvlink = same.ctas = 0;
         rank_info.settings = fnv1a(0, &same, sizeof same);
         rank_info.device = budget->device;
         rank_info.host = budget->host;
+        rank_info.ctas = (uint64_t)run->s.ctas;
         program->ranks_handshake();
+        run->s.ctas = (int)rank_info.ctas;
         least.device = (uint64_t)rank_info.device;
         least.host = (uint64_t)rank_info.host;
     }
@@ -8063,8 +8143,8 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_PRESET:
             model_set_vocabulary(m, GPT2_VOCABULARY);
             if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
-                printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model,
-                       m->V, data->vocabulary);
+                printf("%s has GPT-2's vocabulary of %d tokens; the data uses %d of them\n",
+                       o->model, m->V, data->vocabulary);
             }
             break;
         case MODEL_SHAPE:
@@ -8073,12 +8153,12 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_FILE:
             if (data && data->vocabulary == GPT2_VOCABULARY && m->V == GPT2_PADDED) {
                 if (!o->quiet) {
-                    printf("%s pads GPT-2's vocabulary to %d rows; those from %d on stay as they "
-                           "are in the file and in the softmax, and no data has their tokens\n",
+                    printf("%s pads GPT-2's vocabulary to %d rows; rows from %d on are kept, "
+                           "and take part in the softmax, but no token refers to them\n",
                            o->model, m->V, GPT2_VOCABULARY);
                 }
             } else if (data && data->vocabulary != m->V) {
-                die("--model (-e): %s has a vocabulary of %d; the data, %s, has one of %d",
+                die("--model (-e): %s has a vocabulary of %d tokens, the data %s one of %d",
                     o->model, m->V, o->train_data, data->vocabulary);
             }
             break;
@@ -8086,14 +8166,15 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
 }
 
 // Step 3: opens the training data and sets the vocabulary. A plan needs data only for the
-// vocabulary of a shape, and uses that of bytes if there is no data.
+// vocabulary of a shape; without data it assumes byte tokens.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
     if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
     if (!o->train_data && !options_plan(o)) {
-        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
+        die("no training data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token "
+            "shards");
     }
     if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE || o->fit)) {
         int64_t T = o->seq_len ? o->seq_len : m->maxT;
@@ -8118,8 +8199,8 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     if (o->gpu_mem && !program->gpu) {
-        die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
-            "GPU run");
+        die("--gpu-mem: this program trains on the CPU; use --gpu-mem with --plan, --fit or "
+            "--minimum to plan a GPU run");
     }
     const uint64_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
     const uint64_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
@@ -8136,7 +8217,7 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     const uint64_t host = (uint64_t)(host_memory("").bytes / this_rank.local_ranks);
     budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : UINT64_MAX;
     budget.library = program->library_bytes;
-    budget.where = program->gpu ? "free on this GPU" : "memory this process may take";
+    budget.where = program->gpu ? "free on this GPU" : "memory available to this process";
     budget.speed = speed_usual(s);
     return budget;
 }
@@ -8150,6 +8231,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     const int named = gpu_memory_from_options(o) > 0 || o->gpus > 1, gpu = program->gpu || named;
     int fits = 1;
     fit_options(o, m);
+    if (o->gpus > 1 && !o->gpu[0] && program->link) {
+        machine_link = program->link((int)o->gpus);
+    }
     if (o->minimum) {
         minimum_command(o, m, !program->gpu);
         return 0;
@@ -8162,8 +8246,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     }
     MemoryBudget budget = known ? budget_at_hand(program, o, &s) : budget_named(o, &s);
     if (o->fit && !budget.device) {
-        const char *why = o->gpus > 1 ? "several GPUs are not asked here" : "no GPU is here";
-        die("--fit: %s; --gpu NAME or --gpu-mem SIZE says what to fit into", why);
+        const char *why = o->gpus > 1 ? "the memory of several GPUs is not detected"
+                                      : "no GPU was found";
+        die("--fit: %s; give --gpu NAME or --gpu-mem SIZE", why);
     }
     if (o->generate) {
         settings_generate(&s);
@@ -8201,17 +8286,17 @@ static void run_size(Run *run) {
     run->accum_steps = (int)micros;
     run->windows_per_step = micros * s->ranks * s->B;
     if (run->windows_per_step > run->train.windows) {
-        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
-            " sequences of %d tokens; %s has %" PRId64, run->windows_per_step, s->T,
+        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step needs %" PRId64
+            " sequences of %d tokens; %s has only %" PRId64, run->windows_per_step, s->T,
             o->train_data, run->train.windows);
     }
     run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
     if (o->warmup > run->steps) {
-        die("--warmup (-u): %" PRId64 " steps are more than the run's %" PRId64, o->warmup,
+        die("--warmup (-u): %" PRId64 " steps, but the run has only %" PRId64, o->warmup,
             run->steps);
     }
     if (run->has_val && run->val.windows < s->B) {
-        die("%s: %" PRId64 " sequences of %d tokens are fewer than one batch of %d", o->val_data,
+        die("%s: %" PRId64 " sequences of %d tokens, fewer than one batch of %d", o->val_data,
             run->val.windows, s->T, s->B);
     }
 }
@@ -8228,7 +8313,7 @@ static void run_print_box(const Run *run) {
            count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
     if (!run->o.val_data) {
-        printf("         without --val-data (-j) nothing is validated\n");
+        printf("         no validation: --val-data (-j) is not given\n");
     }
     printf("step     %d x %d x %d", run->accum_steps, s->B, s->T);
     if (s->ranks > 1) {
@@ -8249,8 +8334,8 @@ static void run_print_box(const Run *run) {
         }
     }
     if (settings_offloads(s)) {
-        printf("; %s %s", bytes_text((double)p->host_bytes).s,
-               s->gpu ? "of host memory" : "in the host's place");
+        printf("; %s of %shost memory", bytes_text((double)p->host_bytes).s,
+               s->gpu ? "" : "emulated ");
     }
     printf("\n");
     fflush(stdout);
@@ -8260,8 +8345,8 @@ static void run_print_engine(const Run *run) {
     const Engine *e = &run->engine;
     printf("device   %s\n", e->device);
     if (e->peak_flops > 0) {
-        printf("peak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
-               "FLOPs\n\n", e->peak_flops * 1e-9, e->peak_source);
+        printf("peak     %.0f GFLOP/s, %s; FLOPs per token: 6 x (parameters + padding) + "
+               "6 L C T\n\n", e->peak_flops * 1e-9, e->peak_source);
     } else {
         printf("peak     unknown: %s\n\n", e->peak_source);
     }
@@ -8277,8 +8362,8 @@ static void refuse_renamed(const char *output) {
     while (folder && (entry = readdir(folder)) != NULL) {
         path_print(path, "%s/%s/manifest.json", output, entry->d_name);
         if (strcmp(entry->d_name, "..") != 0 && !manifest_open(&manifest, path)) {
-            die("--resume (-y): %s/%s is a checkpoint of step %" PRId64 "; a run goes on from "
-                "step-%08" PRId64 " in its --output (-o): name it so, or for a new run move it",
+            die("--resume (-y): %s/%s is the checkpoint of step %" PRId64 "; rename it to "
+                "step-%08" PRId64 " to resume from it, or move it to start a new run",
                 output, entry->d_name, manifest.step, manifest.step);
         }
     }
@@ -8300,8 +8385,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
     ResumeChoice choice = {-1, 0};
     CheckpointList list = checkpoint_list(o->output, "");
     if (list.count && !o->resume) {
-        die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
-            "starts anew", o->output);
+        die("--output (-o): %s already contains checkpoints; resume with --resume (-y) 1, or use "
+            "another folder", o->output);
     }
     checkpoint_sweep(o->output);
     for (int i = 0; i < list.count && choice.step < 0; i++) {
@@ -8318,7 +8403,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
-        die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove them to start a new run",
+            o->output);
     }
     free(list.steps);
     return choice;
@@ -8346,18 +8432,18 @@ static int64_t run_resume(Run *run) {
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
         const int64_t most = choice.step * run->train.windows;  // at most an epoch per step
         if (run->state.step != choice.step || run->state.position > most) {
-            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; allowed is "
+            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; expected "
                 "step %" PRId64 ", position 0 to %" PRId64, path, run->state.step,
                 run->state.position, choice.step, most);
         }
     }
     const char *file = run->weights.spans ? o->model : NULL;
     if (o->resume && !o->quiet && choice.step < 0) {
-        printf("no checkpoint in %s yet: a new run%s%s\n", o->output,
-               file ? ", with the weights of --model (-e) " : "", file ? file : "");
+        printf("no checkpoint in %s: starting a new run%s%s\n", o->output,
+               file ? " from the weights of --model (-e) " : "", file ? file : "");
     } else if (o->resume && !o->quiet && file) {
-        printf("the weights are those of %s, not those of --model (-e) %s, where the run began\n",
-               path, file);
+        printf("using the weights of %s; --model (-e) %s only applied when the run started\n", path,
+               file);
     }
     return choice.step;
 }
@@ -8407,7 +8493,8 @@ static void run_open_validation(Run *run) {
     if (run->has_val) {
         dataset_open(&run->val, o->val_data, run->s.T);
         if (run->val.tokenizer != run->train.tokenizer) {
-            die("--val-data (-j): %s has another tokenizer than %s", o->val_data, o->train_data);
+            die("--val-data (-j): %s uses a different tokenizer from %s", o->val_data,
+                o->train_data);
         }
     }
 }
@@ -8421,7 +8508,7 @@ static void run_prepare_samples(Run *run) {
         const int64_t count = prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
                                             prompt, strlen(prompt));
         if (count > run->s.T) {
-            die("--prompt: %" PRId64 " tokens, at most %d fit", count, run->s.T);
+            die("--prompt: %" PRId64 " tokens, more than --seq-len (-t) %d", count, run->s.T);
         }
     }
 }
@@ -8516,9 +8603,10 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         run_print_engine(run);
         choice_print(&run->plan, o);
         run_flush(run);
-        stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
-                                 : "\nstopping after this micro-batch; without --output (-o) "
-                                   "nothing is saved; again to quit\n";
+        stop_line = o->output[0] ? "\nstopping after this micro-batch, then saving; "
+                                   "a second signal quits at once\n"
+                                 : "\nstopping after this micro-batch without saving, since there "
+                                   "is no --output (-o); a second signal quits at once\n";
         stop_line += !run->live;  // the newline keeps the line that a terminal rewrites
     }
     run_forecast(run, program);
@@ -8545,7 +8633,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     Mapping map;
     EvalFile f;
     EvalScore score;
-    char weights[48] = "weights of that file";
+    char weights[48] = "loaded weights";
     memset(&score, 0, sizeof score);
     if (m->V == 0) {
         model_set_vocabulary(m, GPT2_VOCABULARY);
@@ -8559,7 +8647,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     }
     settings_from_options(&run->s, o, m, program->gpu);
     if (f.longest_completion > run->s.T) {
-        die("%s: example %d: a completion has %d tokens; --seq-len (-t) %d holds as many at most",
+        die("%s: example %d: a completion has %d tokens, more than --seq-len (-t) %d",
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
     settings_forward(&run->s);
@@ -8592,8 +8680,8 @@ static void generate_vocabulary(Run *run, const Model *m) {
     Options *o = &run->o;
     const int gpt2 = m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED;
     if (!gpt2 && m->V != BYTE_VOCABULARY) {
-        die("--generate: %s has a vocabulary of %d; text can be made of %d tokens (bytes) and of "
-            "%d (GPT-2's)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
+        die("--generate: %s has a vocabulary of %d tokens; supported are %d (bytes) and %d "
+            "(GPT-2)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
     }
     run->train.tokenizer = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
     o->train_data = o->model;  // for messages: the source of the tokens
@@ -8642,7 +8730,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     Generator g;
     char weights[80] = "";
     if (!run->weights.spans) {
-        snprintf(weights, sizeof weights, ", never trained: initial weights of --seed %" PRId64,
+        snprintf(weights, sizeof weights, ", untrained: initial weights of --seed %" PRId64,
                  o->seed);
     }
     generator_open(&g, run, program, m);
@@ -8662,7 +8750,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 count_text(g.prompt_count).s,
                 count_text(tokens_per_second(g.prompt_count, g.prompt_ms)).s,
                 count_text(g.count).s, count_text(tokens_per_second(g.count, g.ms)).s,
-                g.slid ? ", a whole window each where it slides" : "");
+                g.slid ? "; beyond T positions each token recomputes the window" : "");
     }
     run_close(run);
     free(g.tokens);
@@ -8677,7 +8765,7 @@ static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
     if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // in a run the engine refuses it
-        die("--dtype bf16: the GPU at hand has no bf16; it has fp16 and fp32");
+        die("--dtype bf16: this GPU does not support bf16; use fp16 or fp32");
     }
     o->dtype = lacks && !o->dtype ? (int64_t)DTYPE_FP16 : o->dtype;
 }
@@ -8695,13 +8783,13 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         return 0;
     }
     if ((o->check || o->compare) && !program->command) {
-        die("--check and --compare are commands of the GPU program, train_gpt2cu");
+        die("--check and --compare need the GPU program, train_gpt2cu");
     }
     writes_return_errors();
     if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it
         stop_on_signals();
         run_find_ranks(run, program);
-        stop_line = o->quiet ? "" : "stopping; again to quit\n";
+        stop_line = o->quiet ? "" : "stopping; a second signal quits at once\n";
         if (!o->generate) {  // its output is text, and its checks take no time
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
@@ -8753,7 +8841,7 @@ int train_gpt2_main(int argc, char **argv) {
         .open = cpu_open,
         .available = host_memory_available,
         .built = "",
-        .alone = "it computes on the CPU; train_gpt2cu shares a run among GPUs",
+        .alone = "this program runs on the CPU; use train_gpt2cu",
     };
     return program_main(&program, argc, argv);
 }

@@ -112,15 +112,16 @@ static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
         return strstr(call, "cudaHost") || strstr(call, "cudaMallocHost")
-                   ? "this machine has no memory left that can be pinned: see free -m and, in a "
-                     "container, a batch job or WSL, its memory limit"
-                   : "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
+                   ? "this machine cannot pin more memory: see free -m and, in a container, a "
+                     "batch job or WSL, its memory limit"
+                   : "GPU memory is exhausted: see --plan; -r block or a smaller -b need less";
     case cudaErrorNoDevice:
-        return "no NVIDIA GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); train_gpt2 needs none";
+        return "no NVIDIA GPU found: check nvidia-smi and CUDA_VISIBLE_DEVICES; train_gpt2 runs on "
+               "the CPU";
     case cudaErrorInsufficientDriver:
         return "the driver is older than this program's CUDA: nvidia-smi shows its version";
     case cudaErrorSystemDriverMismatch:
-        return "the driver was updated under a running system: reload its modules, or reboot";
+        return "the driver was updated while running: reload its kernel modules or reboot";
     case cudaErrorSystemNotReady:
         return "the GPUs of an HGX or DGX machine need nvidia-fabricmanager: is it running?";
     case cudaErrorNoKernelImageForDevice:
@@ -130,12 +131,12 @@ static const char *cuda_hint(cudaError_t error, const char *call) {
     case cudaErrorIllegalAddress:
     case cudaErrorMisalignedAddress:
     case cudaErrorLaunchFailure:
-        return "a kernel failed earlier: CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer names it";
+        return "an earlier kernel failed: run with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer";
     case cudaErrorInvalidConfiguration:
     case cudaErrorInvalidValue:
-        return "a size is beyond what this GPU takes: try a smaller model, -b or -t";
+        return "a size exceeds the limits of this GPU: try a smaller model, -b or -t";
     default:
-        return "nvidia-smi and dmesg show the state of the GPU";
+        return "check the GPU with nvidia-smi and dmesg";
     }
 }
 
@@ -150,7 +151,7 @@ static void cuda_check_at(cudaError_t error, const char *call, const char *file,
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
         cuda_check_at(cudaGetLastError(), call, file, line);  // an earlier kernel error
-        die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this product here",
+        die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this matmul",
             file, line, call, cublasLtGetStatusName(status));
     }
 }
@@ -166,7 +167,7 @@ static void cublas_check_at(cublasStatus_t status, const char *call, const char 
 #if GPT2_NCCL
 #include <nccl.h>
 #if NCCL_VERSION_CODE < 21700
-#error "NCCL before 2.17 cannot be told how many blocks to run: `make NCCL=` builds for one GPU"
+#error "NCCL before 2.17 cannot limit its blocks; `make NCCL=` builds without it, for one GPU"
 #endif
 // Returns advice on an NCCL error, because NCCL's own messages rarely name the cause (NCCL user
 // guide, Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
@@ -178,10 +179,10 @@ static const char *nccl_hint(void) {
         return "/dev/shm has less than 256 MiB: a container needs --shm-size=1g or --ipc=host";
     }
     if (this_rank.local_ranks > 1 && cudaGetDeviceCount(&count) == cudaSuccess && count == 1) {
-        return "this rank sees one GPU alone, which some versions of NCCL cannot connect to "
-               "others: under srun --gpus-per-node with --gpu-bind=none shows all";
+        return "this rank sees a single GPU, which some versions of NCCL cannot connect to "
+               "others; with srun, use --gpus-per-node and --gpu-bind=none";
     }
-    return "NCCL_DEBUG=INFO says more";
+    return "set NCCL_DEBUG=INFO for details";
 }
 
 static void nccl_check_at(ncclResult_t result, const char *call, const char *file, int line) {
@@ -200,7 +201,7 @@ static void nccl_ask(ncclComm_t comm) {
     nccl_check(ncclCommGetAsyncError(comm, &result));
     if (result != ncclSuccess && result != ncclInProgress) {
         grace_ms = rank_grace_ms();
-        die("%sNCCL: %s; %s (NCCL_DEBUG=INFO says more)", this_rank.rank ? "" : "rank 0: ",
+        die("%sNCCL: %s; %s (set NCCL_DEBUG=INFO for details)", this_rank.rank ? "" : "rank 0: ",
             ncclGetErrorString(result), ncclGetLastError(comm));
     }
 }
@@ -263,7 +264,7 @@ template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // oth
 
 // Calls f(E()), where E is the element type named by `type`. A run can train in these three types.
 template <class F> static void with_type(Type type, F f) {
-    check(type <= TYPE_FP16, "no element type %d", (int)type);
+    check(type <= TYPE_FP16, "unknown element type %d", (int)type);
     type == TYPE_FP32 ? f(float()) : type == TYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
 }
 
@@ -1562,12 +1563,12 @@ struct MatmulPlan {
 };
 
 // A model has about thirty distinct GEMMs: four of a transformer block and the classifier's, in
-// three passes, with gradients of weights both written and accumulated.
+// three passes, with weight gradients both overwritten and accumulated.
 constexpr int MATMUL_PLANS = 64;
 constexpr int MATMUL_ALGORITHMS = 16;  // entries of the heuristic's list considered
 // Split-K candidates: the first SPLIT_BASES entries of a weight gradient's list with the sum over k
 // in this many parts, of at least SPLIT_STEPS steps each. A weight gradient has few tiles, and the
-// heuristic lists few of the numbers that would fill a GPU with them.
+// heuristic lists few of the splits that would fill a GPU.
 constexpr int32_t SPLITS[] = {2, 3, 4, 6, 8, 12};
 constexpr int SPLIT_BASES = 4, SPLIT_STEPS = 64;
 constexpr int MATMUL_CANDIDATES =
@@ -1669,14 +1670,14 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
                                              MATMUL_ALGORITHMS, results, &found);
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
     found = *status == CUBLAS_STATUS_SUCCESS ? found : 0;
-    auto writes_beside = [](const cublasLtMatmulHeuristicResult_t &result) {
+    auto writes_out_of_place = [](const cublasLtMatmulHeuristicResult_t &result) {
         return result.state == CUBLAS_STATUS_SUCCESS && matmul_writes_out_of_place(&result.algo);
     };
     const bool select =
-        plan->key.out_of_place && std::any_of(results, results + found, writes_beside);
+        plan->key.out_of_place && std::any_of(results, results + found, writes_out_of_place);
     int usable = 0;
     for (int i = 0; i < found; i++) {
-        if (select ? writes_beside(results[i]) : results[i].state == CUBLAS_STATUS_SUCCESS) {
+        if (select ? writes_out_of_place(results[i]) : results[i].state == CUBLAS_STATUS_SUCCESS) {
             results[usable++] = results[i];
         }
     }
@@ -1783,7 +1784,7 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
     if (matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes) == 0) {
-        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s", m, k,
+        die("cuBLASLt cannot multiply (%d x %d) by (%d x %d), %s input, %s output: %s", m, k,
             k, n, input_type == CUDA_R_32F ? "fp32" : "16 bits",
             output_type == CUDA_R_32F ? "fp32" : "16 bits", cublasLtGetStatusName(status));
     }
@@ -1796,7 +1797,7 @@ static MatmulPlan *matmul_plan_find(MatmulKey key) {
             return &matmul_library.plan[i];
         }
     }
-    check(matmul_library.plans < MATMUL_PLANS, "more distinct matrix products than MATMUL_PLANS");
+    check(matmul_library.plans < MATMUL_PLANS, "more distinct matmuls than MATMUL_PLANS");
     MatmulPlan *plan = &matmul_library.plan[matmul_library.plans++];
     matmul_plan_create(plan, key);
     return plan;
@@ -1845,7 +1846,7 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     check_rows(E, a_rows, a);
     check_rows(E, b_rows, b);
     check_rows(O, m, d, bias, c);
-    check(beta == 0 || beta == 1, "a product adds to C as it is or not at all");
+    check(beta == 0 || beta == 1, "beta is %g, must be 0 or 1", beta);
     MatmulKey key = {m,         n,                    k, transpose_a, transpose_b, bias != nullptr,
                      beta != 0, beta != 0 && c != d,  traits<E>.cuda_type, traits<O>.cuda_type};
     MatmulPlan *plan = matmul_plan_find(key);
@@ -1853,8 +1854,8 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     cublasStatus_t status = matmul_launch(plan, operands, stream);
     while (status != CUBLAS_STATUS_SUCCESS && !matmul_library.settled && matmul_plan_next(plan)) {
         (void)cudaGetLastError();  // clear the failed launch's error for later checks
-        fprintf(stderr, "%s: cuBLASLt refuses its algorithm for the product %s: %s; trying its "
-                "next one\n", program_name, matmul_key_text(&key).s,
+        fprintf(stderr, "%s: cuBLASLt's algorithm for matmul %s failed: %s; trying the next "
+                "one\n", program_name, matmul_key_text(&key).s,
                 cublasLtGetStatusName(status));
         status = matmul_launch(plan, operands, stream);
     }
@@ -2323,7 +2324,7 @@ constexpr int HEAD_MAX_FP32 = 512;            // each warp keeps a row in shared
 
 // check_attention: asserts the limits of the attention kernels, for the forward and backward pass.
 template <class E> static void check_attention(int B, int T, int C, int NH) {
-    static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "a block for every four rows");
+    static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "one block per four rows");
     static_assert((uint64_t)LENGTH_MAX * 3 * CHANNELS_MAX < UINT32_MAX, "tile_load's offsets");
     check(B >= 1 && B <= GRID_YZ_MAX && T >= 1 && T <= LENGTH_MAX && NH >= 1 && C % NH == 0,
           "attention of batch %d, length %d, %d channels in %d heads", B, T, C, NH);
@@ -3525,7 +3526,7 @@ static int device_name(char name[96]) {
     }
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error == cudaErrorInsufficientDriver) {
-        snprintf(name, 96, "the driver is for CUDA %d.%d, too old for this program's CUDA %d.%d",
+        snprintf(name, 96, "the driver supports CUDA %d.%d, too old for this program's CUDA %d.%d",
                  driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
                  CUDART_VERSION % 1000 / 10);
     }
@@ -3556,12 +3557,28 @@ static int device_lacks_bf16(void) {
 static void device_select(int local_rank) {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
-        die("this machine has no NVIDIA driver: nothing here can run CUDA; train_gpt2 is the "
-            "program without "
-            "a GPU");
+        die("no NVIDIA driver found; train_gpt2 runs on the CPU");
     }
     cuda_check(cudaGetDeviceCount(&count));
     cuda_check(cudaSetDevice(local_rank % count));
+}
+
+// Returns how the GPUs of `ranks` ranks on this machine are connected. NVLink between every two of
+// them, which with more than four GPUs means NVSwitch, is what makes one GPU's atomic operations in
+// the memory of another native (CUDA Runtime API, cudaDeviceP2PAttr).
+static Link device_link(int ranks) {
+    int count = 0, all = 1;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count < ranks) {
+        return LINK_UNKNOWN;
+    }
+    for (int b = 1; b < ranks; b++) {
+        for (int a = 0, native; a < b; a++) {
+            cuda_check(cudaDeviceGetP2PAttribute(&native, cudaDevP2PAttrNativeAtomicSupported, a,
+                                                 b));
+            all &= native;
+        }
+    }
+    return all && ranks > 1 ? LINK_NVLINK : LINK_PCIE;
 }
 
 // Selects this rank's GPU as the current device and returns its free bytes.
@@ -3571,8 +3588,8 @@ static size_t device_available(void) {
     cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &total_bytes));
     if (!available_limit[0]) {  // on later calls this run's own memory would be included
         snprintf(available_limit, sizeof available_limit,
-                 " (at the start %s of this GPU's %s were in use, by this program's CUDA context "
-                 "and by other processes, which nvidia-smi lists)",
+                 " (%s of %s were in use at start-up by this program's CUDA context and by "
+                 "other processes; see nvidia-smi)",
                  bytes_text((double)(total_bytes - device_memory.free_bytes)).s,
                  bytes_text((double)total_bytes).s);
     }
@@ -3603,9 +3620,9 @@ static void memory_near(void *memory, size_t bytes, int node) {
     }
 }
 
-// Returns true if host memory registered by the program has the same address on the GPU, which it
-// has not under WSL (from sgl-project/sglang#40232). Memory allocated by CUDA itself has the same
-// address everywhere.
+// Returns true if host memory registered by the program has the same address on the GPU, which is
+// not the case under WSL (from sgl-project/sglang#40232). Memory allocated by CUDA itself has the
+// same address everywhere.
 static bool pinned_in_place(void) {
     int device, same;
     cuda_check(cudaGetDevice(&device));
@@ -3625,10 +3642,8 @@ static int device_node(const char *root) {
 // Allocates `bytes` of zeroed, pinned host memory. Without pinning, copies would not overlap with
 // kernels and kernels could not access it. If pinned_in_place(), the memory is mapped, touched by
 // all threads and then registered: cudaMallocHost, which clears every page in one thread, takes
-// five times as long (0.49 s per GiB, from rapidsai/cudf#23457). Ends the run if that much cannot
-// be pinned.
-// On a machine with two processors, the GPU accesses the memory of its own processor, `node`,
-// faster.
+// five times as long (0.49 s per GiB, from rapidsai/cudf#23457). The GPU accesses memory of its own
+// NUMA node, `node`, faster. Ends the run if that much cannot be pinned.
 static char *pinned_open(size_t bytes, int node) {
     constexpr int64_t PART = 2 << 20;  // a huge page
     const bool in_place = pinned_in_place();
@@ -3732,7 +3747,7 @@ static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t e
 static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
                          size_t bytes) {
     const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
-    cudaEvent_t ready = s->ready[v->what][v->slot], gone = s->gone[v->what][v->slot];
+    cudaEvent_t ready = s->ready[v->kind][v->slot], gone = s->gone[v->kind][v->slot];
     if (phase == FETCH && store) {
         stream_after(s->up, s->compute, s->now);
         cuda_check(cudaMemcpyAsync(slot, store, bytes, cudaMemcpyHostToDevice, s->up));
@@ -3748,12 +3763,12 @@ static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
     }
 }
 
-// Calls `what` for every event.
-template <class What> static void offload_each_event(OffloadStreams *s, What what) {
-    what(&s->now);
+// Calls f for every event.
+template <class F> static void offload_each_event(OffloadStreams *s, F f) {
+    f(&s->now);
     for (int i = 0; i < KINDS * SLOTS; i++) {
-        what(&s->ready[i / SLOTS][i % SLOTS]);
-        what(&s->gone[i / SLOTS][i % SLOTS]);
+        f(&s->ready[i / SLOTS][i % SLOTS]);
+        f(&s->gone[i / SLOTS][i % SLOTS]);
     }
 }
 
@@ -4451,7 +4466,7 @@ static uint64_t fingerprint_program(void) {
 
 // The handshake: compares the RankInfo of all ranks. Ends the run, with an error printed by rank 0,
 // if they cannot train together. Otherwise rank_info receives the NCCL id of rank 0 and the
-// smallest device and host memory of any rank.
+// smallest memory and number of thread blocks of any rank.
 static void ranks_handshake(void) {
     const size_t n = (size_t)this_rank.ranks;
     static const struct {
@@ -4472,6 +4487,7 @@ static void ranks_handshake(void) {
     for (size_t r = 1; r < n; r++) {
         cards[0].device = cards[r].device < cards[0].device ? cards[r].device : cards[0].device;
         cards[0].host = cards[r].host < cards[0].host ? cards[r].host : cards[0].host;
+        cards[0].ctas = cards[r].ctas < cards[0].ctas ? cards[r].ctas : cards[0].ctas;
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
             if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,
                        sizeof(uint64_t)) != 0) {
@@ -4490,6 +4506,7 @@ static void ranks_handshake(void) {
     memcpy(rank_info.id, cards[0].id, RANK_ID);
     rank_info.device = cards[0].device;
     rank_info.host = cards[0].host;
+    rank_info.ctas = cards[0].ctas;
     free(cards);
 }
 
@@ -4523,13 +4540,14 @@ static void rank_handshake(char gpu[RANK_TEXT], char id[RANK_ID]) {
 }
 
 // Program.ranks_start: this process becomes one of the ranks that launcher `l` has started, or
-// forks `gpus` ranks.
+// forks `gpus` ranks. CUDA is first used after that.
 static void ranks_start(const Launcher *l, int gpus) {
     if (l->copies > 1) {
         ranks_join(l, device_select);
     } else {
         ranks_fork(gpus);
     }
+    machine_link = device_link(this_rank.local_ranks);
 }
 
 // Program.ranks_handshake: fills in this rank's GPU and, on rank 0, the id of the communicator,
@@ -4729,11 +4747,11 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
             store = own;
         }
         rank_gather_from(c, slot, store, part);
-        cuda_check(cudaEventRecord(s->ready[v->what][v->slot], c->stream));
+        cuda_check(cudaEventRecord(s->ready[v->kind][v->slot], c->stream));
     } else if (phase == STORE && v->out & PLACE_SHARD) {
         stream_after(c->stream, s->compute, s->now);
         rank_reduce<G>(c, (G *)store, (const G *)slot, part / sizeof(G), p->adds != 0);
-        cuda_check(cudaEventRecord(s->gone[v->what][v->slot], c->stream));
+        cuda_check(cudaEventRecord(s->gone[v->kind][v->slot], c->stream));
     } else {
         gpu_transfer(p, phase, v, slot, store, bytes);
     }
@@ -4784,12 +4802,12 @@ static void rank_open(RankComm *c, const Settings *s) {
 }
 
 // Creates the NCCL communicator, which waits for all ranks. NCCL's buffers grow with its number of
-// thread blocks, which is therefore kept small: see nccl_estimate_bytes.
-static void rank_connect(RankComm *c) {
+// thread blocks, which is therefore limited: see settings_nccl.
+static void rank_connect(RankComm *c, int ctas) {
 #if GPT2_NCCL
     ncclUniqueId id;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.maxCTAs = NCCL_CHANNELS;
+    config.maxCTAs = ctas;
     memcpy(&id, rank_info.id, sizeof id);
     // Other ranks may arrive minutes later, if they have more kernels to compile: the watchdog must
     // see that this rank waits for them.
@@ -5100,8 +5118,8 @@ template <class G> static void gpu_join(const GpuNetwork *net) {
 
 // All-gathers the weights after an update, in which each rank has updated only its own shards.
 // Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
-// gathered in the staging buffer, because NCCL gets no pinned memory. Vectors, which all ranks have
-// updated alike, need no gathering: the same operations on the same numbers give the same bits.
+// gathered in the staging buffer, because NCCL is not given pinned memory. Every rank has updated
+// the vectors itself, with the same operations on the same numbers.
 static void gpu_gather_weights(const GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -5356,7 +5374,7 @@ static uint64_t gpu_replica(Engine *e) {
 
 // Engine.forward_loss: runs the stages up to the head, without gradients.
 static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
-    static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
+    static_assert(sizeof(real) == sizeof(float), "losses are copied without conversion");
     GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
@@ -5375,8 +5393,8 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     return net->result->loss_sum / (double)N;
 }
 
-// Reads the logits in the first row of BUF_LOGITS as floats. Waits for the stages before: the token
-// sampled from the logits is the next input.
+// Reads the logits in the first row of BUF_LOGITS as floats, waiting for the stages that compute
+// them: the next input is the token sampled from the logits.
 static void gpu_read_logits(const GpuNetwork *net, real *out) {
     const int V = net->plan->settings.model.V;
     with_type(net->plan->settings.dtype, [&](auto element) {
@@ -6028,7 +6046,7 @@ static void rank_fetch(GpuNetwork *net, const RankState &b, const TensorSpan &sp
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(capacity / b.bytes));
-            if (q == c->rank) {  // staged, because NCCL gets no pinned memory
+            if (q == c->rank) {  // staged, because NCCL is not given pinned memory
                 cuda_check(cudaMemcpyAsync(staging, rank_state_at(net->plan, b, span, r, at),
                                            (size_t)n * b.bytes, cudaMemcpyDefault, c->stream));
             }
@@ -6254,9 +6272,8 @@ static void gpu_begin(GpuNetwork *net) {
 }
 
 // Chooses the matmuls' algorithms (chapter Matmul, 5) after the warm-up has run every matmul once.
-// Timing uses the larger part of the arena before or after the workspace, which contains nothing
-// yet that gpu_begin would not restore. So it needs no memory of its own, and has as much as the
-// run's own operands.
+// Timing uses the part of the arena before or after the workspace, whichever is larger, and no
+// other memory; gpu_begin restores the contents.
 static void gpu_tune(Engine *e) {
     GpuNetwork *net = (GpuNetwork *)e->self;
     Plan *p = net->plan;
@@ -6361,7 +6378,7 @@ static void gpu_warm_up(Engine *e) {
     gpu_tune(e);  // before memory is measured: timing loads kernels too
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     if (s->ranks > 1) {
-        rank_connect(&net->ranks);
+        rank_connect(&net->ranks, s->ctas);
         rank_choices_share(e);
         gpu_warm_up_step(e);
     }
@@ -6395,7 +6412,7 @@ static void gpu_open(Engine *e, Plan *p) {
                   gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
                   gpu_attention_backward_bytes<E>(s->B, rows, (int)C, s->model.NH) <= partials &&
                   gpu_grad_square_sum_bytes() <= partials,
-              "the plan's partial sums are too few for the kernels");
+              "the plan's buffer for partial sums is too small");
     });
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), (size_t)s->workspace);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
@@ -6470,8 +6487,8 @@ static void device_describe(Engine *e, const Settings *s) {
     cuda_check(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, device));
     const int capability = 10 * properties.major + properties.minor;
     if (capability < type.capability) {
-        die("--dtype %s: %s (compute capability %d.%d) has no %s; use --dtype %s", type.name,
-            properties.name, properties.major, properties.minor, type.name,
+        die("--dtype %s: %s (compute capability %d.%d) does not support it; use --dtype %s",
+            type.name, properties.name, properties.major, properties.minor,
             capability < traits<__half>.capability ? "fp32" : "fp16");
     }
     for (const PeakRow &row : peak_rows) {
@@ -6480,8 +6497,8 @@ static void device_describe(Engine *e, const Settings *s) {
         }
     }
     e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount * s->ranks;
-    e->peak_source = peak ? "this GPU's dense products at its highest clock"
-                          : "this program's table of peaks does not know this GPU";
+    e->peak_source = peak ? "dense matmuls at this GPU's maximum clock"
+                          : "this GPU is not in the table of peaks";
     snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
              properties.minor, type.name);
 }
@@ -6613,7 +6630,7 @@ static int command_compare(Run *run, const Program *program) {
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
                middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
-    printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
+    printf("-r %s: %.1f %% of the memory, %.2f x the time (median of %d steps)\n",
            recompute_text(&run->s).s, 100.0 * (double)bytes[1] / (double)bytes[0],
            middle[1] / middle[0], STEPS);
     plan_free(&run->plan);
@@ -6653,20 +6670,19 @@ static void gpu_settings_check(const Settings *s) {
     const int HS = m->C / m->NH;
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
         (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
-        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
-            "%d, at most %d, in heads of at most %d; in 16 bits of at most %d, a multiple of %d",
+        die("--model (-e): %d channels in %d heads: on a GPU, channels must be a multiple of %d, "
+            "at most %d, in heads of at most %d; with 16 bits of at most %d, a multiple of %d",
             m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
     }
     if ((int64_t)m->maxT * m->C > POSITIONS_MAX) {
-        die("--model (-e): %d positions of %d channels: a GPU takes at most %d numbers in that "
-            "table", m->maxT, m->C, POSITIONS_MAX);
+        die("--model (-e): %d positions x %d channels, more than the %d elements supported on a "
+            "GPU", m->maxT, m->C, POSITIONS_MAX);
     }
     if (settings_rows(s) > LENGTH_MAX) {
-        die("--seq-len (-t): %d: a GPU takes at most %d tokens in a sequence", s->T, LENGTH_MAX);
+        die("--seq-len (-t): %d tokens, more than the %d supported on a GPU", s->T, LENGTH_MAX);
     }
     if (s->B > GRID_YZ_MAX) {
-        die("--batch (-b): %d: a GPU takes at most %d sequences in a micro-batch", s->B,
-            GRID_YZ_MAX);
+        die("--batch (-b): %d sequences, more than the %d supported on a GPU", s->B, GRID_YZ_MAX);
     }
 }
 
@@ -6691,7 +6707,8 @@ int train_gpt2cu_main(int argc, char **argv) {
         .lacks_bf16 = device_lacks_bf16,
         .ranks_start = GPT2_NCCL ? ranks_start : nullptr,
         .ranks_handshake = ranks_shake_hands,
-        .alone = "it was built without NCCL",
+        .alone = "this program was built without NCCL",
+        .link = device_link,
         .starts = CUDA_CPU ? "emulated: try -e l2h2c64t64" : "starting CUDA",
     };
     return program_main(&program, argc, argv);

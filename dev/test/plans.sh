@@ -13,7 +13,7 @@ scratch=$(mktemp -d build/plans.XXXXXX) || exit 1
 trap 'rm -rf "$scratch"' EXIT
 . dev/test/verdicts.sh plans
 SEED=${SEED-1}
-DRAWS=40
+DRAWS=${DRAWS-40}
 
 # draws: prints the options of one plan a line. Most of the drawn combinations are valid.
 draws() {

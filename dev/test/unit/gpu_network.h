@@ -419,7 +419,7 @@ TEST(gpu_rank_wte, EMULATED) {
 }
 
 static int64_t host_budget;  // bytes that `ulimit -d` leaves to a rank
-static size_t room_available() {
+static size_t capped_available() {
     const size_t device = device_available();
     (void)host_memory("");  // allocates its own memory now
     const int64_t mapped = file_number("/proc/self/status", "VmData:", 0) << 10;
@@ -431,7 +431,7 @@ static size_t room_available() {
     return device;
 }
 
-static void room_open(Engine *e, Plan *p) {
+static void capped_open(Engine *e, Plan *p) {
     (void)e;
     write_file("opened", text("%zu", p->host_bytes));
     exit(0);
@@ -441,8 +441,8 @@ static void room_open(Engine *e, Plan *p) {
 // memory: with one byte too little the run ends before anything of the plan is allocated.
 TEST(gpu_rank_host, EMULATED) {
     static const Program program = {
-        .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = room_open,
-        .available = room_available, .refuse = gpu_settings_check, .built = "",
+        .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = capped_open,
+        .available = capped_available, .refuse = gpu_settings_check, .built = "",
         .device = device_name, .ranks_start = ranks_start,
         .ranks_handshake = ranks_shake_hands, .alone = ""};
     const Text line = "-i train.bin -e l2h2c64t16 -b 2 -r none --gpus 3 -z 1 "
@@ -458,7 +458,7 @@ TEST(gpu_rank_host, EMULATED) {
         const Outcome o = in_process(line, &program);
         if (less) {
             expect_refused(o, "only " + Text(bytes_text((double)each).s) + " are available "
-                           "(ulimit -d less its threads' stacks): 1 B short; fewer states in",
+                           "(ulimit -d minus thread stacks): 1 B short; fewer states in",
                            line);
         } else {
             expect_success(o, line);
