@@ -7384,16 +7384,10 @@ static int settings_zero(const Settings *s) {
             (s->placement[KIND_WEIGHTS] & PLACE_SHARD)) / PLACE_SHARD;
 }
 
-// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
-// setting would save, and the rule of thumb. Returns 0 if it does not fit.
-static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
-    const Settings *s = &p->settings;
+// Prints the settings of a plan.
+static void plan_print_settings(const Settings *s) {
     const Model *m = &s->model;
     static const char *const types[] = {"fp32", "bf16", "fp16"};
-    uint64_t device[GROUPS], host[GROUPS], sum = 0;
-    const uint64_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
-    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
-    const int fits = !budget->device || plan_taken(p) <= budget->device;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d%s; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
@@ -7410,6 +7404,17 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
         printf("; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
     }
     printf("\n\n");
+}
+
+// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
+// setting would save, and the rule of thumb. Returns 0 if it does not fit.
+static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
+    const Settings *s = &p->settings;
+    uint64_t device[GROUPS], host[GROUPS], sum = 0;
+    const uint64_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
+    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
+    const int fits = !budget->device || plan_taken(p) <= budget->device;
+    plan_print_settings(s);
     // The groups at the peak and the fragmentation add up to the allocation.
     plan_groups(p, device, host);
     printf("%-24s %18s\n", "at the peak of a step", "bytes");

@@ -1143,6 +1143,7 @@ template <class E, class F> static void with_channels(int C, F f) {
 // budget: <fp16, 768> sm 75 threads 256 regs 64 blocks 4 instr/elem 13.9 of 24 test gpu_layernorm
 template <class E, int CC>
 __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
+    // NOLINTNEXTLINE(readability-function-size): the row stays in registers
     layernorm_forward_kernel(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                              const E *bias, int N, int channels) {
     constexpr int size = Pack<E>::size;
@@ -1250,6 +1251,7 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 //   test gpu_layernorm
 template <class E, int CC>
 __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1)
+    // NOLINTNEXTLINE(readability-function-size): the row stays in registers
     layernorm_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp,
                               const E *weight, const float *mean, const float *rstd,
                               const E *addend, int N, int channels) {
@@ -2161,6 +2163,7 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
 //   test gpu_attention
 template <class E, int HD, bool WHOLE>
 __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
                              int section) {
     DYN_SHARED(E, tile_q);
@@ -2640,6 +2643,7 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 //   test gpu_attention
 template <class E, int HD, bool WHOLE>
 __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dq_kernel(E *dqkv, float *sums, float *drow, const E *dout, const E *qkv,
                                  const E *out, const float *lse, int B, int T, int NH,
                                  int head_size, int section) {
@@ -2760,6 +2764,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
 //   test gpu_attention
 template <class E, int HD, bool WHOLE>
 __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dkv_kernel(E *dqkv, float *sums, const float *drow, const E *dout,
                                   const E *qkv, const float *lse, int B, int T, int NH,
                                   int head_size, int section) {
@@ -3037,6 +3042,7 @@ constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::s
 //   test gpu_classifier
 template <class E, bool BACKWARD, int THREADS>
 __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
+    // NOLINTNEXTLINE(readability-function-size): the row stays in registers
     classifier_kernel(float *losses, E *logits, const int *targets, float dloss,
                       const float *loss_scale, int V, int Vp) {
     constexpr int size = Pack<E>::size, packs = CLASSIFIER_PACKS<E>;
@@ -6389,6 +6395,33 @@ static void gpu_warm_up(Engine *e) {
     matmul_library.settled = true;
 }
 
+// Sets the methods of the engine and what it can do.
+static void gpu_methods(Engine *e, GpuNetwork *net) {
+    const Settings *s = &net->plan->settings;
+    e->self = net;
+    e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
+    e->zero = 1;  // gpu_begin
+    e->micro_step = gpu_micro_step;
+    e->prepare = gpu_prepare;
+    e->update = gpu_update;
+    e->forward_loss = gpu_forward_loss;
+    e->logits = gpu_logits;
+    e->extend = gpu_extend;
+    if (s->dtype == TYPE_FP16) {
+        e->scale_loss = gpu_scale_loss;
+        e->weight_most = FP16_MOST;
+    }
+    e->read = gpu_read<false>;
+    e->read_own = gpu_read<true>;
+    e->write = gpu_write;
+    e->close = gpu_close;
+    e->set_algorithms = gpu_set_algorithms;
+    if (s->ranks > 1) {
+        e->gather = gpu_gather;
+        e->replica = gpu_replica;
+    }
+}
+
 // Opens the engine and allocates the plan on the current GPU. The plan is the caller's and outlives
 // the engine.
 static void gpu_open(Engine *e, Plan *p) {
@@ -6430,27 +6463,8 @@ static void gpu_open(Engine *e, Plan *p) {
         rank_open(&net->ranks, s);
         net->ranks.staging = gpu_buffer<char>(net, BUF_EXCHANGE);
         net->ranks.capacity = p->buffers[p->single[BUF_EXCHANGE]].bytes;
-        e->gather = gpu_gather;
-        e->replica = gpu_replica;
     }
-    e->self = net;
-    e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
-    e->zero = 1;  // gpu_begin
-    e->micro_step = gpu_micro_step;
-    e->prepare = gpu_prepare;
-    e->update = gpu_update;
-    e->forward_loss = gpu_forward_loss;
-    e->logits = gpu_logits;
-    e->extend = gpu_extend;
-    if (s->dtype == TYPE_FP16) {
-        e->scale_loss = gpu_scale_loss;
-        e->weight_most = FP16_MOST;
-    }
-    e->read = gpu_read<false>;
-    e->read_own = gpu_read<true>;
-    e->write = gpu_write;
-    e->close = gpu_close;
-    e->set_algorithms = gpu_set_algorithms;
+    gpu_methods(e, net);
     // Last, when all methods are set: failures occur here, before the run begins.
     gpu_warm_up(e);
 }
