@@ -462,10 +462,11 @@ static int64_t parse_bytes(const char *text) {
 }
 
 // Returns the number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
+// In a list such as "cpu,cpuacct" every word has the number 1.
 static int choice_find(const char *choices, const char *word, size_t n) {
     int number = 1;
     for (const char *c = choices; *c; c += *c != 0) {
-        size_t length = strcspn(c, "=|");
+        size_t length = strcspn(c, "=|,");
         if (length == n && memcmp(c, word, n) == 0) {
             return number;
         }
@@ -1217,19 +1218,6 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
     va_end(args);
 }
 
-// Returns whether a list such as "cpu,cpuacct" contains `word`.
-static int list_has(const char *list, const char *word) {
-    const size_t n = strlen(word);
-    for (; *list; list += *list == ',') {
-        size_t length = strcspn(list, ",");
-        if (length == n && memcmp(list, word, n) == 0) {
-            return 1;
-        }
-        list += length;
-    }
-    return 0;
-}
-
 // Calls f(out, version, folder, group) for the cgroup of `controller` that contains this
 // process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
 // on the job, not on its processes. In a container the cgroup's path is that of the host, and only
@@ -1252,7 +1240,8 @@ static void cgroups_each(const char *root, const char *controller,
             continue;
         }
         *group++ = 0;
-        const int version = names[1] == 0 ? 2 : list_has(names + 1, controller);
+        const int version =
+            names[1] == 0 ? 2 : choice_find(names + 1, controller, strlen(controller));
         for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
             *end = 0;
             for (int i = 0; i < 3; i++) {
@@ -1791,7 +1780,7 @@ typedef struct {
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
     int forward;                // 1: a forward-only run; the plan ends at the head
-    int cache;                  // positions in the KV cache of a run that generates; 0: no cache
+    int cache;                  // 1: a run that generates, with a KV cache of T positions
     int64_t workspace;          // GPU: bytes of the matmul workspace
     int tune, quiet;            // time matmul algorithms at the start; print nothing
     uint8_t level[MAX_LAYERS];  // recomputation level of each block, RECOMPUTE_*
@@ -1803,6 +1792,10 @@ typedef struct {
     int nvlink, ctas;          // the GPUs are connected by NVLink; NCCL's limit of thread blocks
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
+
+// Returns the maximum number of tokens of a sequence in one pass: T or, with a KV cache, 64. A
+// prompt is processed in chunks of this many tokens, enough for an efficient packed matmul.
+static int settings_rows(const Settings *s) { return s->cache ? min_int(s->T, 64) : s->T; }
 
 // Returns the type of statistics and losses: fp32 on a GPU, `real` on the CPU.
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
@@ -2025,7 +2018,9 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
     // GPU-only buffers have no elements in the CPU program: their counts are multiplied by gpu (0
     // or 1).
-    const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
+    const int rows_per_pass = settings_rows(s);
+    const int64_t N = (int64_t)s->B * rows_per_pass, NC = N * m->C, batch = batch_ints(N);
+    const int64_t gpu = s->gpu;
     const int64_t matmul = gpu ? s->workspace : (int64_t)matmul_workspace_bytes(s->threads);
     // On one GPU the norm and AdamW use the same table. With several, the norm has a table of its
     // own, because each rank sums only its own shards.
@@ -2034,7 +2029,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int64_t statuses = gpu * others * s->ranks * RANK_STATUS_BYTES;
     // Backward of attention writes partial sums of 3 C numbers for each tile of 64 or 128 tokens.
     const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
-    const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
+    const int64_t tiles = (int64_t)s->B * ceil_div_i64(rows_per_pass, small ? 64 : 128);
     const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
     const int64_t partials = gpu * max_i64(parts * m->C, 1024);
     const Type E = s->dtype, R = settings_real(s);
@@ -2058,8 +2053,9 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
-        // (L,2,NH,cache,HS): for each layer the keys, then the values, head by head.
-        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache, 0, end, ON_DEVICE},
+        // (L,2,NH,T,HS): for each layer the keys, then the values, head by head.
+        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache * s->T, 0, end,
+         ON_DEVICE},
     };
     state_buffers(buffers, s);
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
@@ -2151,7 +2147,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
-    const int64_t N = (int64_t)s->B * s->T;
+    const int64_t N = (int64_t)s->B * settings_rows(s);
     for (int i = 0; i < ACTS; i++) {
         const ActEntry *a = &act_table[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
@@ -5122,7 +5118,7 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_ATT:
         if (p->settings.cache) {
-            const int positions = p->settings.cache;
+            const int positions = p->settings.T;
             attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l),
                              buffer(p, BUF_CACHE) + (int64_t)l * 2 * positions * C,
                              act(p, ACT_QKV, l), positions, pass->first, N, C, NH);
@@ -5585,13 +5581,14 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// Processes up to T tokens, the rows of the plan, per pass. Only the last pass runs the head, and
+// Processes up to settings_rows() tokens per pass. Only the last pass runs the head, and
 // only on its last row.
 static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
-    for (int i = 0; i < n; i += p->settings.T) {
-        const int rows = min_int(p->settings.T, n - i), last = i + rows == n;
+    for (int i = 0, rows; i < n; i += rows) {
+        rows = min_int(settings_rows(&p->settings), n - i);
+        const int last = i + rows == n;
         Pass pass = {p, tokens + i, NULL, 1, rows, 0, 0, first + i};
         network_run(&pass, last ? tick_head(m) : tick_lnf(m) - 1, 0);
     }
@@ -5910,33 +5907,27 @@ static int candidate_compare(const void *a, const void *b) {
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// How a token is sampled: divide the logits by the temperature, keep the top_k likeliest tokens
-// (0: all), and of these the smallest set of likeliest ones whose probabilities sum to at least
-// top_p. Temperature 0: argmax.
-typedef struct {
-    double temperature, top_p;
-    int64_t top_k;
-} SampleRule;
-
-// Samples a token from logits (V). scratch: (V); u is uniform in [0, 1).
-static Token sample_token(const real *logits, int V, const SampleRule *rule, double u,
+// Samples a token from logits (V): divides them by --temperature (0: argmax), keeps the --top-k
+// likeliest tokens, and of these the smallest set of likeliest ones whose probabilities sum to at
+// least --top-p. scratch: (V); u is uniform in [0, 1).
+static Token sample_token(const real *logits, int V, const Options *o, double u,
                           Candidate *scratch) {
-    int best = 0, kept = rule->top_k > 0 && rule->top_k < V ? (int)rule->top_k : V;
+    int best = 0, kept = o->top_k > 0 && o->top_k < V ? (int)o->top_k : V;
     double total = 0, sum = 0, reached = 0;
     for (int v = 0; v < V; v++) {
         scratch[v].logit = logits[v] == logits[v] ? (float)logits[v] : -INFINITY;  // NaN last
         scratch[v].token = v;
         best = candidate_compare(&scratch[v], &scratch[best]) < 0 ? v : best;
     }
-    if (rule->temperature <= 0) {
+    if (o->temperature <= 0) {
         return best;
     }
     const double highest = (double)scratch[best].logit;
     for (int v = 0; v < V; v++) {
-        scratch[v].weight = exp(((double)scratch[v].logit - highest) / rule->temperature);
+        scratch[v].weight = exp(((double)scratch[v].logit - highest) / o->temperature);
     }
     // Sort only if top_k or top_p needs it: for 50,257 candidates it takes longer than the rest.
-    if (kept < V || rule->top_p < 1) {
+    if (kept < V || o->top_p < 1) {
         qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
     }
     for (int v = 0; v < kept; v++) {
@@ -5944,7 +5935,7 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     }
     for (int v = 0; v < kept; v++) {
         sum += scratch[v].weight;
-        if (rule->top_p < 1 && sum >= rule->top_p * total) {
+        if (o->top_p < 1 && sum >= o->top_p * total) {
             kept = v + 1;
         }
     }
@@ -5957,16 +5948,10 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     return scratch[kept - 1].token;
 }
 
-// Maximum number of rows per pass with --generate: a prompt is processed in chunks of this many
-// tokens, enough for an efficient packed matmul; generated tokens are processed one at a time.
-enum { GENERATE_ROWS = 64 };
-
 // Turns the settings of a training run into those of --generate, with a KV cache of T positions.
 // The head computes one row, because only the last token of a prompt needs logits.
 static void settings_generate(Settings *s) {
-    s->cache = s->T;
-    s->T = min_int(s->T, GENERATE_ROWS);
-    s->B = s->logit_rows = 1;
+    s->cache = s->B = s->logit_rows = 1;
     settings_forward(s);
 }
 
@@ -6008,7 +5993,6 @@ static void generator_write(Generator *g, const char *text, size_t n) {
 // `cached` for the next sample, whose first token is then sampled from bitwise identical logits.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     const int prompt = n;
     char text[BPE_LONGEST];
     for (int64_t i = 0; i < o->sample_tokens && !run_stopping() && !g->write_error; i++, n++) {
@@ -6025,7 +6009,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         *(i ? &g->ms : &g->prompt_ms) += now_ms() - began;
         const uint64_t place = (uint64_t)sample << 32 | (uint64_t)i;
         const double u = rng_uniform((uint64_t)o->seed, RNG_SAMPLE, g->step, place);
-        g->tokens[n] = sample_token(logits, g->V, &rule, u, g->scratch);
+        g->tokens[n] = sample_token(logits, g->V, o, u, g->scratch);
         g->count += i > 0;
         g->slid += start > 0;
         if (g->tokens[n] == end_of_text(&g->tokenizer)) {
@@ -6401,7 +6385,6 @@ static void run_sample(Run *run) {
     const Settings *s = &run->s;
     const int V = s->model.V;
     const Tokenizer *tokenizer = &run->train.tokenizer;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     int64_t length = o->sample_tokens;
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
@@ -6416,7 +6399,7 @@ static void run_sample(Run *run) {
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
             rng_uniform((uint64_t)o->seed, RNG_SAMPLE, (uint32_t)run->state.step, (uint64_t)i);
-        tokens[n] = sample_token(logits, V, &rule, u, scratch);
+        tokens[n] = sample_token(logits, V, o, u, scratch);
     }
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
@@ -7402,21 +7385,15 @@ static int settings_zero(const Settings *s) {
             (s->placement[KIND_WEIGHTS] & PLACE_SHARD)) / PLACE_SHARD;
 }
 
-// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
-// setting would save, and the rule of thumb. Returns 0 if it does not fit.
-static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
-    const Settings *s = &p->settings;
+// Prints the settings of a plan.
+static void plan_print_settings(const Settings *s) {
     const Model *m = &s->model;
     static const char *const types[] = {"fp32", "bf16", "fp16"};
-    uint64_t device[GROUPS], host[GROUPS], sum = 0;
-    const uint64_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
-    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
-    const int fits = !budget->device || plan_taken(p) <= budget->device;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d%s; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
-           count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
-           s->cache ? " at a time" : "", recompute_text(s).s);
+           count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B,
+           settings_rows(s), s->cache ? " at a time" : "", recompute_text(s).s);
     if (recompute_cost(s) > 0) {
         printf(": %.1f %% more arithmetic", 100 * recompute_cost(s));
     }
@@ -7428,6 +7405,17 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
         printf("; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
     }
     printf("\n\n");
+}
+
+// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
+// setting would save, and the rule of thumb. Returns 0 if it does not fit.
+static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
+    const Settings *s = &p->settings;
+    uint64_t device[GROUPS], host[GROUPS], sum = 0;
+    const uint64_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
+    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
+    const int fits = !budget->device || plan_taken(p) <= budget->device;
+    plan_print_settings(s);
     // The groups at the peak and the fragmentation add up to the allocation.
     plan_groups(p, device, host);
     printf("%-24s %18s\n", "at the peak of a step", "bytes");

@@ -1060,6 +1060,29 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
+// Ends the run if the checkpoint is from a run with another identity or model.
+static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
+                                        const char *folder) {
+    if (strcmp(f->identity, run->identity) == 0 &&
+        memcmp(m, &run->settings->model, sizeof *m) == 0) {
+        return;
+    }
+    size_t at = 0;  // offset of the first pair of name and value that differs
+    for (size_t i = 0, spaces = 0; f->identity[i] && f->identity[i] == run->identity[i]; i++) {
+        spaces += f->identity[i] == ' ';
+        at = f->identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
+    }
+    const char *first = f->identity + at;
+    if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
+        char was[PATH_BYTES];
+        option_was(was, f, option_find("train-data"));
+        die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
+            folder, was, run->options->train_data);
+    }
+    die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
+        f->identity + at, run->identity + at);
+}
+
 // Loads a verified checkpoint that `ranks` ranks saved into the run's engine and into `state`.
 static void checkpoint_load(const Snapshot *run, RunState *state, const char *folder, int ranks) {
     const Settings *s = run->settings;
@@ -1080,23 +1103,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     }
     state_cover(&f, &model.model, folder, ranks);
     checkpoint_options(run, &f, folder, 0);
-    if (strcmp(f.identity, run->identity) != 0 ||
-        memcmp(&model.model, &s->model, sizeof(Model)) != 0) {
-        size_t at = 0;  // offset of the first pair of name and value that differs
-        for (size_t i = 0, spaces = 0; f.identity[i] && f.identity[i] == run->identity[i]; i++) {
-            spaces += f.identity[i] == ' ';
-            at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
-        }
-        const char *first = f.identity + at;
-        if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
-            char was[PATH_BYTES];
-            option_was(was, &f, option_find("train-data"));
-            die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
-                folder, was, run->options->train_data);
-        }
-        die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
-            f.identity + at, run->identity + at);
-    }
+    checkpoint_require_same_run(run, &f, &model.model, folder);
     const int other_matmul = !checkpoint_matmul(run->engine, &f);
     model_file_load(run->engine, &model);
     for (int i = 0; i < f.count; i++) {
