@@ -1557,6 +1557,13 @@ struct MatmulPlan {
 // three passes, with gradients of weights both written and accumulated.
 constexpr int MATMUL_PLANS = 64;
 constexpr int MATMUL_ALGORITHMS = 16;  // entries of the heuristic's list considered
+// Split-K candidates: the first SPLIT_BASES entries of a weight gradient's list with the sum over k
+// in this many parts, of at least SPLIT_STEPS steps each. A weight gradient has few tiles, and the
+// heuristic lists few of the numbers that would fill a GPU with them.
+constexpr int32_t SPLITS[] = {2, 3, 4, 6, 8, 12};
+constexpr int SPLIT_BASES = 4, SPLIT_STEPS = 64;
+constexpr int MATMUL_CANDIDATES =
+    MATMUL_ALGORITHMS + SPLIT_BASES * (int)(sizeof SPLITS / sizeof SPLITS[0]);
 
 static struct {
     cublasLtHandle_t handle;
@@ -1675,12 +1682,51 @@ static uint64_t matmul_algorithm_hash(const cublasLtMatmulAlgo_t *algorithm) {
     return fnv1a(fnv1a_start, algorithm, sizeof *algorithm);
 }
 
-// Sets the plan's algorithm to the one with this hash. Returns false and changes nothing if the
-// heuristic does not offer it.
-static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
-    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+// Returns true for the gradient of a weight: the sum over k runs over tokens, and k is the slow
+// index of both operands.
+static bool matmul_is_weight_gradient(const MatmulKey *k) {
+    return !k->transpose_a && k->transpose_b;
+}
+
+// Stores in `results` (MATMUL_CANDIDATES) the algorithms among which a GEMM's may be chosen, and
+// returns their number: the heuristic's list, then its split-K candidates. The library checks each
+// of these and computes its workspace (cublasLtMatmulAlgoCheck).
+static int matmul_candidates(cublasLtMatmulHeuristicResult_t *results, const MatmulPlan *plan) {
+    const size_t workspace = matmul_library.workspace_bytes;
     cublasStatus_t status;
-    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    int found = matmul_algorithms(results, &status, plan, workspace);
+    const int bases = matmul_is_weight_gradient(&plan->key) ? min_int(found, SPLIT_BASES) : 0;
+    const uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    auto set = [](cublasLtMatmulAlgo_t *algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
+                  const auto &value) {
+        return cublasLtMatmulAlgoConfigSetAttribute(algorithm, attribute, &value, sizeof value) ==
+               CUBLAS_STATUS_SUCCESS;
+    };
+    for (int i = 0; i < bases; i++) {
+        for (const int32_t &splits : SPLITS) {
+            cublasLtMatmulHeuristicResult_t *to = &results[found];
+            *to = results[i];
+            auto is_same = [to](const cublasLtMatmulHeuristicResult_t &other) {
+                return memcmp(&other.algo, &to->algo, sizeof to->algo) == 0;
+            };
+            found += plan->key.k >= splits * SPLIT_STEPS &&
+                     set(&to->algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, splits) &&
+                     set(&to->algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, scheme) &&
+                     std::none_of(results, to, is_same) &&
+                     cublasLtMatmulAlgoCheck(matmul_library.handle, plan->description, plan->a,
+                                             plan->b, plan->d, plan->d, &to->algo,
+                                             to) == CUBLAS_STATUS_SUCCESS &&
+                     to->workspaceSize <= workspace;
+        }
+    }
+    return found;
+}
+
+// Sets the plan's algorithm to the candidate with this hash. Returns false and changes nothing if
+// there is none.
+static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
+    cublasLtMatmulHeuristicResult_t results[MATMUL_CANDIDATES];
+    const int found = matmul_candidates(results, plan);
     for (int i = 0; i < found; i++) {
         if (matmul_algorithm_hash(&results[i].algo) == hash) {
             plan->algorithm = results[i].algo;
@@ -1690,13 +1736,14 @@ static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     return false;
 }
 
-// Advances the plan to the next algorithm in the heuristic's list; returns false if there is none.
+// Advances the plan to the next algorithm in the heuristic's list, from a split-K candidate to the
+// first; returns false if there is none.
 static bool matmul_plan_next(MatmulPlan *plan) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
     const uint64_t own = matmul_algorithm_hash(&plan->algorithm);
     const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
-    int next = found;
+    int next = 0;
     for (int i = 0; i < found; i++) {  // the last match, in case of duplicates
         next = matmul_algorithm_hash(&results[i].algo) == own ? i + 1 : next;
     }
@@ -1859,16 +1906,15 @@ constexpr int ATTENTION_WARPS = 4;  // warps per block, in all kernels here exce
 template <class E, int HD> struct AttentionTiles {
     enum {
         SMALL = std::is_same_v<E, __half>,
-        WARPS = ATTENTION_WARPS,
         MT = HD == 64 && !SMALL ? 2 : 1,
-        OWN_ROWS = 16 * MT * WARPS,              // 128 with MT = 2, else 64
+        OWN_ROWS = 16 * MT * ATTENTION_WARPS,    // 128 with MT = 2, else 64
         FORWARD_ROWS = SMALL ? 2048 / HD : 64,   // keys per step of the forward kernel
         DQ_ROWS = HD == 64 || SMALL ? 32 : 64,   // keys per step of the dQ kernel
         DKV_ROWS = SMALL ? 16 : 32,              // queries per step of the dK and dV kernel
         // Dynamic shared memory of the three kernels.
         FORWARD_BYTES = 2 * HD * (OWN_ROWS + 4 * FORWARD_ROWS),
         DQ_BYTES = 4 * HD * (OWN_ROWS + 2 * DQ_ROWS),
-        DKV_BYTES = 4 * HD * (OWN_ROWS + 2 * DKV_ROWS) + 2 * 4 * WARPS * WARP
+        DKV_BYTES = 4 * HD * (OWN_ROWS + 2 * DKV_ROWS) + 2 * 4 * ATTENTION_WARPS * WARP
     };
 };
 
@@ -1919,7 +1965,7 @@ template <int HD, class E> __device__ __forceinline__ E *tile_chunk(E *tile, int
 // tile; rows from T on and columns from HS on are zero-filled. src: row 0 of the head, rows
 // `stride` apart. The offset into src is 32-bit, because two more registers would spill;
 // check_attention asserts the range.
-template <int HD, int ROWS, int WARPS, class E>
+template <int HD, int ROWS, int WARPS = ATTENTION_WARPS, class E>
 __device__ __forceinline__ void tile_load(E *tile, const E *src, uint32_t stride, int row0, int T,
                                           int HS) {
     constexpr int CHUNKS = HD / 8, STEP = WARPS * WARP / CHUNKS;
@@ -2068,7 +2114,7 @@ __device__ __forceinline__ size_t sums_place(const AttentionBlock &block, int T,
 // head_column_sums: to[c] = the sum, in order of the warps, of the column sums that warp_store_rows
 // left in the tile rows of each warp of the block, c < HS. The caller must place a block barrier
 // between warp_store_rows and this.
-template <int HD, int WARPS, class E>
+template <int HD, int WARPS = ATTENTION_WARPS, class E>
 __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int warp_rows, int HS) {
     for (int c = threadIdx.x; c < HS; c += WARPS * WARP) {
         float sum = 0.0f;
@@ -2087,8 +2133,8 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
 //   out = o / l,  LSE2 = m + log2(l).
 // out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
 // HS is head_size or, if WHOLE, the compile-time constant HD. grid B NH ceil(T / BM), mapped by
-// AttentionBlock, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS;
-// dynamic shared memory 2 HD (BM + 4 BN) bytes: Q, and double-buffered K and V.
+// AttentionBlock, BM = OWN_ROWS queries per block, last (longest) rows first; block 32
+// ATTENTION_WARPS; dynamic shared memory FORWARD_BYTES: Q, and double-buffered K and V.
 // stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
 // numerics: fp32 except P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
@@ -2104,12 +2150,13 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
 //   test gpu_attention
 // budget: <fp16, 128> sm 75 threads 128 shared 32768 regs 146 blocks 2 instr/elem 45.4 of 8 loop
 //   test gpu_attention
-template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
-__global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
+template <class E, int HD, bool WHOLE>
+__global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
                              int section) {
     DYN_SHARED(E, tile_q);
-    constexpr int BM = 16 * MT * WARPS;
+    using A = AttentionTiles<E, HD>;
+    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::FORWARD_ROWS;
     E *tile_k = tile_q + BM * HD, *tile_v = tile_k + 2 * BN * HD;
     const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
@@ -2120,13 +2167,13 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     const E *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
 
     auto load_keys = [&](int j) {
-        tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
-        tile_load<HD, BN, WARPS>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
+        tile_load<HD, BN>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
+        tile_load<HD, BN>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
         copy_commit();
     };
 
     // 1. Start copying Q and the first K and V.
-    tile_load<HD, BM, WARPS>(tile_q, q, stride, row0, T, HS);
+    tile_load<HD, BM>(tile_q, q, stride, row0, T, HS);
     load_keys(0);
     float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};  // row r: acc[r / 2], e / 2 = r % 2
     UNROLL
@@ -2292,29 +2339,83 @@ static int attention_section(size_t head_bytes, int heads) {
     return section < 1 ? 1 : section < (size_t)heads ? (int)section : heads;
 }
 
+// The arguments of a pass of flash attention. Each kernel uses some of them; its comment says how.
+template <class E> struct AttentionArgs {
+    const E *qkv, *dout;       // (B,T,3,NH,HS), (B,T,NH,HS)
+    E *out, *dqkv;             // (B,T,NH,HS), (B,T,3,NH,HS)
+    float *lse, *drow, *sums;  // (B,NH,T), (B,NH,T), (parts,3C)
+    int B, T, NH, HS;
+    cudaStream_t stream;
+};
+
 // launch_attention: launches one of the 16-bit attention kernels, and raises its dynamic shared
 // memory limit before the first launch. tensors: pointer arguments, passed first; B, T, NH, HS and
 // `section`, the number of heads per section of the grid (AttentionBlock), follow them.
-template <int OWN_ROWS, int BYTES, class Kernel, class... Tensors>
-static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
-                             cudaStream_t stream, Tensors... tensors) {
+template <int OWN_ROWS, int BYTES, int WARPS, class Kernel, class E, class... Tensors>
+static void launch_attention(Kernel *kernel, const AttentionArgs<E> &a, Tensors... tensors) {
     static Kernel *told = nullptr;
-    const int64_t blocks = (int64_t)B * NH * ceil_div(T, OWN_ROWS);
-    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", B, T, NH);
+    const int64_t blocks = (int64_t)a.B * a.NH * ceil_div(a.T, OWN_ROWS);
+    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", a.B, a.T, a.NH);
     if (told != kernel) {
         const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
         cuda_check(cudaFuncSetAttribute(kernel, limit, BYTES));
         told = kernel;
     }
-    const int section = attention_section((size_t)T * HS * 4, B * NH);
-    launch(kernel, dim3((unsigned)blocks), ATTENTION_WARPS * WARP, BYTES, stream, tensors..., B, T,
-           NH, HS, section);
+    const int section = attention_section((size_t)a.T * a.HS * 4, a.B * a.NH);
+    launch(kernel, dim3((unsigned)blocks), WARPS * WARP, BYTES, a.stream, tensors..., a.B, a.T,
+           a.NH, a.HS, section);
+}
+
+// Calls f(head, whole), whose types carry the template arguments HD and WHOLE of the instance for
+// heads of HS channels.
+template <class F> static void with_head(int HS, F f) {
+    const std::integral_constant<int, 64> narrow;
+    const std::integral_constant<int, 128> wide;
+    HS == 64  ? f(narrow, std::true_type())
+    : HS < 64 ? f(narrow, std::false_type())
+              : f(wide, std::false_type());
+}
+
+// Launches attention_forward_kernel.
+template <class E> static void attention_forward_mma(const AttentionArgs<E> &a) {
+    with_head(a.HS, [&](auto head, auto whole) {
+        constexpr int HD = decltype(head)::value;
+        using A = AttentionTiles<E, HD>;
+        launch_attention<A::OWN_ROWS, A::FORWARD_BYTES, ATTENTION_WARPS>(
+            attention_forward_kernel<E, HD, decltype(whole)::value>, a, a.out, a.lse, a.qkv);
+    });
+}
+
+// Each of the three kernels has a table of variants for bf16. They compute the same function but
+// round differently, so a run must not change its choice. Row 0 runs on every GPU and for every
+// shape. All variants write one part of `sums` for each OWN_ROWS rows, and LSE2 and D mean the same
+// in all, so the kernels' rows are chosen independently.
+struct AttentionVariant {
+    const char *name;
+    int capability;  // of the GPUs it runs on: this one only, or 0 for all
+    bool (*fits)(int HS, int T, Type type);
+    void (*start)(const AttentionArgs<__nv_bfloat16> &);
+    const void *kernel;  // of rows from 1 on, for cudaFuncGetAttributes
+};
+enum AttentionKernel { ATTENTION_FORWARD, ATTENTION_DQ, ATTENTION_DKV, ATTENTION_KERNELS };
+static int attention_choice[ATTENTION_KERNELS];  // rows of the tables
+
+static bool fits_any(int, int, Type) { return true; }
+
+static const AttentionVariant attention_forward_variants[] = {
+    {"mma.sync", 0, fits_any, attention_forward_mma, nullptr},
+};
+
+// Launches the chosen variant of a kernel: row 0 if the chosen one does not support the shape.
+static void attention_run(AttentionKernel kernel, const AttentionVariant *variants,
+                          const AttentionArgs<__nv_bfloat16> &a) {
+    const AttentionVariant *chosen = &variants[attention_choice[kernel]];
+    (chosen->fits(a.HS, a.T, TYPE_BF16) ? chosen : variants)->start(a);
 }
 
 // gpu_attention_forward: computes out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the
-// kernels. Callers leave HD at its default; heads wider than 64 are forwarded to the instance for
-// 128.
-template <class E, int HD = 64>
+// kernels.
+template <class E>
 static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
                                   cudaStream_t stream) {
     check_attention<E>(B, T, C, NH);
@@ -2322,18 +2423,15 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
     if constexpr (is_fp32<E>) {
         launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
                ROW_WARPS * (HS + WARP) * sizeof(float), stream, out, lse, qkv, T, NH, HS);
-    } else if (HS > HD) {
-        gpu_attention_forward<E, 128>(out, lse, qkv, B, T, C, NH, stream);
     } else {
-        using A = AttentionTiles<E, HD>;
         check_rows(E, HS, out, qkv);
-        auto start = [&](auto whole) {
-            launch_attention<A::OWN_ROWS, A::FORWARD_BYTES>(
-                attention_forward_kernel<E, HD, decltype(whole)::value, A::WARPS, A::MT,
-                                         A::FORWARD_ROWS>,
-                B, T, NH, HS, stream, out, lse, qkv);
-        };
-        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
+        AttentionArgs<E> a = {qkv, nullptr, out, nullptr, lse, nullptr, nullptr,
+                              B,   T,       NH,  HS,      stream};
+        if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+            attention_run(ATTENTION_FORWARD, attention_forward_variants, a);
+        } else {
+            attention_forward_mma(a);
+        }
     }
 }
 
@@ -2516,8 +2614,8 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 // attention_backward_dq_kernel: computes dQ and D, for 16-bit types.
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
-// grid B NH ceil(T / BM), mapped by AttentionBlock, BM = 16 MT WARPS queries, last rows first;
-// block 32 WARPS; dynamic shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and double-buffered K and V.
+// grid B NH ceil(T / BM), mapped by AttentionBlock, BM = OWN_ROWS queries, last rows first; block
+// 32 ATTENTION_WARPS; dynamic shared memory DQ_BYTES: Q, dO, and double-buffered K and V.
 // stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
@@ -2531,13 +2629,14 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 //   test gpu_attention
 // budget: <fp16, 128> sm 75 threads 128 shared 65536 regs 188 blocks 1 instr/elem 33 of 16 loop
 //   test gpu_attention
-template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
-__global__ void __launch_bounds__(WARPS *WARP, 2)
+template <class E, int HD, bool WHOLE>
+__global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
     attention_backward_dq_kernel(E *dqkv, float *sums, float *drow, const E *dout, const E *qkv,
                                  const E *out, const float *lse, int B, int T, int NH,
                                  int head_size, int section) {
     DYN_SHARED(E, tile_q);
-    constexpr int BM = 16 * MT * WARPS;
+    using A = AttentionTiles<E, HD>;
+    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::DQ_ROWS;
     E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
     const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
@@ -2549,14 +2648,14 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
     const E *k = qkv + q_at + C, *v = k + C;
 
     auto load_keys = [&](int j) {
-        tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
-        tile_load<HD, BN, WARPS>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
+        tile_load<HD, BN>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
+        tile_load<HD, BN>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
         copy_commit();
     };
 
     // 1. Start copying Q, dO and the first K and V.
-    tile_load<HD, BM, WARPS>(tile_q, qkv + q_at, stride, row0, T, HS);
-    tile_load<HD, BM, WARPS>(tile_do, dout + o_at, C, row0, T, HS);
+    tile_load<HD, BM>(tile_q, qkv + q_at, stride, row0, T, HS);
+    tile_load<HD, BM>(tile_do, dout + o_at, C, row0, T, HS);
     load_keys(0);
 
     // 2. The four lanes that will hold a row of scores share the computation of its D: lane t takes
@@ -2631,14 +2730,13 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
     // 7. Only this warp touches its rows of Q in shared memory, so it stages dQ there.
     warp_store_rows<HD, true>(dqkv + q_at, stride, first, T, HS, tile_q, warp_row, scale, dq);
     __syncthreads();  // all warps have written their sums
-    head_column_sums<HD, WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
+    head_column_sums<HD>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
 }
 
 // attention_backward_dkv_kernel: computes dK and dV, for 16-bit types; arguments as for the dQ
 // kernel.
-// grid B NH ceil(T / BN), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
-// dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and double-buffered Q, dO, LSE2
-// and D.
+// grid B NH ceil(T / BN), BN = OWN_ROWS keys, first (longest) rows first; block 32
+// ATTENTION_WARPS; dynamic shared memory DKV_BYTES: K, V, and double-buffered Q, dO, LSE2 and D.
 // stages: 1 start the copies of K, V and of the first Q, dO, LSE2, D   2 wait for a tile, start the
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
 //   8 store the next LSE2 and D   9 write dK and dV
@@ -2651,13 +2749,14 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
 //   test gpu_attention
 // budget: <fp16, 128> sm 75 threads 128 shared 50176 regs 232 blocks 1 instr/elem 50.9 of 8 loop
 //   test gpu_attention
-template <class E, int HD, bool WHOLE, int WARPS, int MT, int BM>
-__global__ void __launch_bounds__(WARPS *WARP)
+template <class E, int HD, bool WHOLE>
+__global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
     attention_backward_dkv_kernel(E *dqkv, float *sums, const float *drow, const E *dout,
                                   const E *qkv, const float *lse, int B, int T, int NH,
                                   int head_size, int section) {
     DYN_SHARED(E, tile_k);
-    constexpr int BN = 16 * MT * WARPS;
+    using A = AttentionTiles<E, HD>;
+    constexpr int WARPS = ATTENTION_WARPS, MT = A::MT, BN = A::OWN_ROWS, BM = A::DKV_ROWS;
     static_assert(2 * BM <= WARPS * WARP, "a thread carries one row statistic");
     E *tile_v = tile_k + BN * HD, *tile_q = tile_v + BN * HD, *tile_do = tile_q + 2 * BM * HD;
     float *stats = (float *)(tile_do + 2 * BM * HD);  // (2 stages, threads)
@@ -2671,8 +2770,8 @@ __global__ void __launch_bounds__(WARPS *WARP)
     const E *q = qkv + q_at, *d_o = dout + block.out_at;
 
     auto load_queries = [&](int j) {
-        tile_load<HD, BM, WARPS>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
-        tile_load<HD, BM, WARPS>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
+        tile_load<HD, BM>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
+        tile_load<HD, BM>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
         copy_commit();
     };
     // Threads 0 .. BM - 1 load LSE2 of a tile's queries, all others D (only BM of those are used).
@@ -2684,8 +2783,8 @@ __global__ void __launch_bounds__(WARPS *WARP)
 
     // 1. Start copying K, V and the tile of queries on the diagonal.
     const int start = row0 / BM, end = ceil_div(T, BM);
-    tile_load<HD, BN, WARPS>(tile_k, q + C, stride, row0, T, HS);
-    tile_load<HD, BN, WARPS>(tile_v, q + 2 * C, stride, row0, T, HS);
+    tile_load<HD, BN>(tile_k, q + C, stride, row0, T, HS);
+    tile_load<HD, BN>(tile_v, q + 2 * C, stride, row0, T, HS);
     load_queries(start);
     stats[start % 2 * WARPS * WARP + threadIdx.x] = load_stat(start);
 
@@ -2740,8 +2839,8 @@ __global__ void __launch_bounds__(WARPS *WARP)
     warp_store_rows<HD, true>(dqkv + C, stride, first, T, HS, tile_v, warp_row, 1.0f, dv);
     __syncthreads();  // all warps have written their sums
     sums += sums_place<BN>(block, T, C) + C;
-    head_column_sums<HD, WARPS>(sums, tile_k, 16 * MT, HS);
-    head_column_sums<HD, WARPS>(sums + C, tile_v, 16 * MT, HS);
+    head_column_sums<HD>(sums, tile_k, 16 * MT, HS);
+    head_column_sums<HD>(sums + C, tile_v, 16 * MT, HS);
 }
 
 // attention_backward_rows_kernel: computes the same in fp32 and for any HS. It is launched twice:
@@ -2806,20 +2905,68 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
+// Returns the number of parts of `sums`: one for each tile of OWN_ROWS rows of each sequence.
+template <class E> static int attention_parts(int B, int T, int HS) {
+    const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
+    return B * ceil_div(T, HS > 64 ? wide : narrow);
+}
+
 // Returns the scratch bytes that gpu_attention_backward needs.
 template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int C, int NH) {
-    const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
-    const size_t parts = (size_t)B * ceil_div(T, C / NH > 64 ? wide : narrow);
-    const size_t bytes = parts * 3 * C * sizeof(float);
+    const size_t bytes = (size_t)attention_parts<E>(B, T, C / NH) * 3 * C * sizeof(float);
     const size_t fp32 = gpu_bias_backward_bytes(B * T, 3 * C);
     return bytes > fp32 ? bytes : fp32;
 }
 
+// Launches attention_backward_dq_kernel.
+template <class E> static void attention_dq_mma(const AttentionArgs<E> &a) {
+    with_head(a.HS, [&](auto head, auto whole) {
+        constexpr int HD = decltype(head)::value;
+        using A = AttentionTiles<E, HD>;
+        launch_attention<A::OWN_ROWS, A::DQ_BYTES, ATTENTION_WARPS>(
+            attention_backward_dq_kernel<E, HD, decltype(whole)::value>, a, a.dqkv, a.sums, a.drow,
+            a.dout, a.qkv, a.out, a.lse);
+    });
+}
+
+// Launches attention_backward_dkv_kernel.
+template <class E> static void attention_dkv_mma(const AttentionArgs<E> &a) {
+    with_head(a.HS, [&](auto head, auto whole) {
+        constexpr int HD = decltype(head)::value;
+        using A = AttentionTiles<E, HD>;
+        launch_attention<A::OWN_ROWS, A::DKV_BYTES, ATTENTION_WARPS>(
+            attention_backward_dkv_kernel<E, HD, decltype(whole)::value>, a, a.dqkv, a.sums, a.drow,
+            a.dout, a.qkv, a.lse);
+    });
+}
+
+static const AttentionVariant attention_dq_variants[] = {
+    {"mma.sync", 0, fits_any, attention_dq_mma, nullptr},
+};
+static const AttentionVariant attention_dkv_variants[] = {
+    {"mma.sync", 0, fits_any, attention_dkv_mma, nullptr},
+};
+
+// The tables of variants, by AttentionKernel.
+struct AttentionTable {
+    const char *name;
+    const AttentionVariant *variants;
+    int count;
+    template <int N>
+    constexpr AttentionTable(const char *kernel, const AttentionVariant (&table)[N])
+        : name(kernel), variants(table), count(N) {}
+};
+[[maybe_unused]] static const AttentionTable attention_tables[ATTENTION_KERNELS] = {
+    {"forward", attention_forward_variants},
+    {"dQ", attention_dq_variants},
+    {"dK and dV", attention_dkv_variants},
+};
+
 // gpu_attention_backward: computes dqkv (B,T,3,NH,HS), which is overwritten, from dout (B,T,C), the
 // forward pass's input qkv and its outputs out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column
 // sums of dqkv, which is the bias gradient of the matmul that produced qkv. drow (B,NH,T) is
-// scratch. HD as in gpu_attention_forward.
-template <class E, int HD = 64>
+// scratch.
+template <class E>
 static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *dout, const E *qkv,
                                    const E *out, const float *lse, float *scratch, int B, int T,
                                    int C, int NH, cudaStream_t stream) {
@@ -2833,23 +2980,18 @@ static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *
                    keys == 1);
         }
         gpu_bias_backward(dbias, dqkv, scratch, B * T, 3 * C, stream);
-    } else if (HS > HD) {
-        gpu_attention_backward<E, 128>(dqkv, dbias, drow, dout, qkv, out, lse, scratch, B, T, C, NH,
-                                       stream);
     } else {
-        using A = AttentionTiles<E, HD>;
         check_rows(E, HS, dqkv, dout, qkv, out);
-        auto start = [&](auto whole) {
-            constexpr bool WHOLE = decltype(whole)::value;
-            launch_attention<A::OWN_ROWS, A::DQ_BYTES>(
-                attention_backward_dq_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DQ_ROWS>, B, T,
-                NH, HS, stream, dqkv, scratch, drow, dout, qkv, out, lse);
-            launch_attention<A::OWN_ROWS, A::DKV_BYTES>(
-                attention_backward_dkv_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DKV_ROWS>, B, T,
-                NH, HS, stream, dqkv, scratch, drow, dout, qkv, lse);
-        };
-        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
-        gpu_partials_add({{dbias}}, scratch, B * ceil_div(T, (int)A::OWN_ROWS), 3 * C, stream);
+        AttentionArgs<E> a = {qkv,  dout,    const_cast<E *>(out), dqkv, const_cast<float *>(lse),
+                              drow, scratch, B, T, NH, HS, stream};
+        if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+            attention_run(ATTENTION_DQ, attention_dq_variants, a);
+            attention_run(ATTENTION_DKV, attention_dkv_variants, a);
+        } else {
+            attention_dq_mma(a);
+            attention_dkv_mma(a);
+        }
+        gpu_partials_add({{dbias}}, scratch, attention_parts<E>(B, T, HS), 3 * C, stream);
     }
 }
 
@@ -5276,13 +5418,14 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
 
 // -------------------------------------------------------------------------------------------------
 // 41. Timed matmul algorithms
-// The heuristic's first algorithm is not always the fastest, so the algorithms of each matmul are
-// timed at start-up. The operands are random (zeros draw less power and run 13 % faster) and, as
-// far as memory allows, there are more copies of them than the L2 cache holds. The first algorithm
-// whose results are right, compared with sums in double, is the reference. Another one replaces it
-// if it is over 2 % faster, gives the same bits twice, agrees with the reference and is itself
-// right. The choice depends on timing, hence on chance if two algorithms are equally fast. It is
-// therefore kept in a file; without the file, two runs may have different bits.
+// The heuristic's first algorithm is not always the fastest, so the algorithms of each matmul and
+// the split-K candidates of weight gradients are timed at start-up. The operands are random (zeros
+// draw less power and run 13 % faster) and, as far as memory allows, there are more copies of them
+// than the L2 cache holds. The first algorithm whose results are right, compared with sums in
+// double, is the reference. Another one replaces it if it is over 2 % faster, gives the same bits
+// twice, agrees with the reference and is itself right. The choice depends on timing, hence on
+// chance if two algorithms are equally fast. It is therefore kept in a file; without the file, two
+// runs may have different bits.
 
 constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm; the median is used
 constexpr double TUNE_GAIN = 0.98;        // a smaller gain may be measurement noise
@@ -5502,10 +5645,9 @@ struct MatmulProof {
 };
 
 // Returns true if the tail is checked too. Only weight gradients are summed over more than a few
-// thousand steps, so only their sums are split by cuBLASLt. In these matmuls k is the slow index of
-// both operands.
+// thousand steps, so only their sums are split.
 static bool matmul_proves_tail(const MatmulKey *k) {
-    return !k->transpose_a && k->transpose_b && k->k > PROOF_TAIL;
+    return matmul_is_weight_gradient(k) && k->k > PROOF_TAIL;
 }
 
 // Computes element `at` of D in double: the sum over k from index `first` on, plus C and bias.
@@ -5603,9 +5745,8 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     if (copies == 0) {
         return;
     }
-    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
-    cublasStatus_t status;
-    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    cublasLtMatmulHeuristicResult_t results[MATMUL_CANDIDATES];
+    const int found = matmul_candidates(results, plan);
     const cublasLtMatmulAlgo_t was = plan->algorithm;
     MatmulProof proof;
     matmul_proof_make(&proof, bench, plan);

@@ -1156,6 +1156,33 @@ TEST(cublasLt) {
     detail = text("%d products, worst %.0f %% of the tolerance", runs, 100 * worst);
 }
 
+// Split-K: an algorithm needs a reduction scheme and a workspace for the parts; the last algorithm
+// supports none.
+template <class Run> static void lt_splits(const Lt &x, const Lt &other, Run run) {
+    const size_t parts = 4 * 64 * 8 * sizeof(float);
+    auto check = [&](const Lt &l, cublasLtMatmulHeuristicResult_t *result) {
+        return cublasLtMatmulAlgoCheck(l.handle, l.desc, l.a, l.b, l.c, l.d, &result->algo, result);
+    };
+    for (int i = 0; i < 3; i++) {
+        cublasLtMatmulHeuristicResult_t result = x.found[i];
+        const int32_t splits = 4;
+        const uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+        OK(check(x, &result));
+        expect(result.workspaceSize == x.found[i].workspaceSize);
+        OK(cublasLtMatmulAlgoConfigSetAttribute(&result.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM,
+                                                &splits, sizeof splits));
+        expect(check(x, &result) == CUBLAS_STATUS_NOT_SUPPORTED);  // no scheme
+        OK(cublasLtMatmulAlgoConfigSetAttribute(
+            &result.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof scheme));
+        expect(check(other, &result) == CUBLAS_STATUS_INVALID_VALUE);
+        expect((check(x, &result) == CUBLAS_STATUS_SUCCESS) == (i < 2));
+        const size_t bytes = x.found[i].workspaceSize + parts;
+        expect(i == 2 || result.workspaceSize == bytes);
+        expect(run(&result.algo, bytes - 16) != 0);
+        expect((run(&result.algo, bytes) == CUBLAS_STATUS_SUCCESS) == (i < 2));
+    }
+}
+
 // What cuBLASLt would reject returns a status, not a result.
 static void lt_refusals() {
     Shape s = {64, 8, 16, 0, 0, 1, 0}, other = {64, 16, 16, 0, 0, 1, 0};
@@ -1190,6 +1217,9 @@ static void lt_refusals() {
     expect(run(a, a, x, nullptr, 0) != 0);                      // D on A
     expect(beside(x, 0) == CUBLAS_STATUS_NOT_SUPPORTED);        // out of place not supported
     OK(beside(x, 1));
+    lt_splits(x, z, [&](const cublasLtMatmulAlgo_t *algo, size_t bytes) {
+        return run(a, d, x, algo, bytes);
+    });
     Setting none(emu::set.lt_in_place, emu::ALGORITHMS);
     expect(beside(x, 2) == CUBLAS_STATUS_NOT_SUPPORTED);
     expect(run(a, d, z, nullptr, 0) != 0);                      // types

@@ -807,7 +807,7 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
         emu::set.lt_times = 539;
         gpu_matmul_open(workspace.p, workspace.n);
         MatmulPlan *plan = matmul_plan_find(dweight);
-        emu::set.lt_wrong = 9;
+        emu::set.lt_wrong = 10;
         matmul_tune(memory.p, memory.n, 0);
         exit(algorithm_of(*plan) != 0 || matmul_library.timed != 0);
     }));
@@ -815,19 +815,24 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
                std::count(o.err.begin(), o.err.end(), '\n') == 1, "%d: %s", o.status,
            o.err.c_str());
     const struct {
-        int wrong, tail, times, chosen;
+        int wrong, tail, unstable, times, chosen;
     } rows[] = {
-        {0, 0, 539, 1},  // all are correct: the fastest
-        {0, 2, 539, 0},  // the fastest skips a step, the others are not faster than the first
-        {0, 2, 534, 2},  // the second best, although more than 1.3 times as slow
-        {1, 2, 534, 2},  // the first is wrong and must not be the reference
-        {0, 1, 555, 1},  // nor if it skips a step, although all agree with it
-        {0, 1, 159, 1},  // even if it is the fastest
+        {0, 0, 0, 539999999, 1},  // all are correct: the fastest
+        {0, 2, 0, 539999999, 0},  // the fastest skips a step, none is faster than the first
+        {0, 2, 0, 534999999, 2},  // the second best, although more than 1.3 times as slow
+        {1, 2, 0, 534999999, 2},  // the first is wrong and must not be the reference
+        {0, 1, 0, 555999999, 1},  // nor if it skips a step, although all agree with it
+        {0, 1, 0, 159999999, 1},  // even if it is the fastest
+        {0, 0, 0, 555999399, 6},  // the fastest has k split into six parts
+        {7, 0, 0, 555999399, 0},  // unless it is wrong,
+        {0, 7, 0, 555999399, 0},  // skips a step,
+        {0, 0, 7, 555999399, 0},  // or does not give the same bits twice
     };
     int adds = 0;
     for (auto &row : rows) {
         emu::set.lt_wrong = row.wrong;
         emu::set.lt_tail = row.tail;
+        emu::set.lt_unstable = row.unstable;
         emu::set.lt_times = row.times;
         gpu_matmul_open(workspace.p, workspace.n);
         MatmulKey key = dweight;
@@ -839,20 +844,58 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
                algorithm_of(*plan));
         gpu_matmul_close();
     }
-    emu::set.lt_wrong = emu::set.lt_tail = 0;
+    emu::set.lt_wrong = emu::set.lt_tail = emu::set.lt_unstable = 0;
     // An algorithm that takes more than 1.3 times as long as the first runs twice, for comparison,
     // and is not timed. The first runs 12 times: two for its proof, one sample, nine timed.
-    // A winner is proved as well, in two launches.
+    // A winner is proved as well, in two launches. Twelve have k split and take 9 ms.
     for (int second : {3, 6, 7}) {
-        emu::set.lt_times = 509 + 10 * second;
+        emu::set.lt_times = (509 + 10 * second) * 1000000 + 999999;
         gpu_matmul_open(workspace.p, workspace.n);
         matmul_plan_find(dweight);
         const double before = emu::table_ms;
         matmul_tune(memory.p, memory.n, 0);
         const int launches = second == 3 ? 13 : second == 6 ? 11 : 2;
-        const double want = 12 * 5 + launches * second + 2 * 9;
+        const double want = 12 * 5 + launches * second + (1 + 12) * 2 * 9;
         expect(emu::table_ms - before == want, "second %d ms: %g ms in all, not %g", second,
                emu::table_ms - before, want);
+        gpu_matmul_close();
+    }
+}
+
+// Weight gradients have split-K candidates, except where a part would be too short or where the
+// library does not support them or needs more workspace than there is. One of them is found by its
+// hash; if it returns an error, the heuristic's first algorithm follows.
+TEST(gpu_split_candidates, EMULATED_ALL) {
+    Device<char> workspace(1 << 20);
+    const int bf = device_lacks_bf16() ? CUDA_R_16F : CUDA_R_16BF;
+    const struct {
+        int k, transpose_a, workspace_bytes, candidates;
+    } rows[] = {
+        {768, 0, 1 << 20, 3 + 2 * 6},  // the third algorithm supports none
+        {767, 0, 1 << 20, 3 + 2 * 5},  // too short for 12 parts
+        {127, 0, 1 << 20, 3},
+        {768, 1, 1 << 20, 3},          // not a weight gradient
+        {768, 0, 4 * 8 * 16 * 4, 3 + 3},  // 4 parts of 8 x 16 numbers of 4 bytes
+        {768, 0, 4 * 8 * 16 * 4 - 16, 3 + 2},
+    };
+    for (auto &row : rows) {
+        cublasLtMatmulHeuristicResult_t results[MATMUL_CANDIDATES];
+        gpu_matmul_open(workspace.p, (size_t)row.workspace_bytes);
+        const MatmulKey key = {8, 16, row.k, row.transpose_a, 1, 0, 0, 0, bf, bf};
+        MatmulPlan *plan = matmul_plan_find(key);
+        const int found = matmul_candidates(results, plan);
+        expect(found == row.candidates, "k %d, %d bytes: %d candidates", row.k,
+               row.workspace_bytes, found);
+        for (int i = 0; i < found; i++) {
+            plan->algorithm = results[0].algo;
+            expect(matmul_plan_take(plan, matmul_algorithm_hash(&results[i].algo)) &&
+                       algorithm_of(*plan) == (i < 3 ? i : 3 + (i - 3) % (found == 13 ? 5 : 6)),
+                   "k %d, %d bytes: candidate %d is %d", row.k, row.workspace_bytes, i,
+                   algorithm_of(*plan));
+        }
+        const bool is_split = found > 3;
+        expect(matmul_plan_next(plan) == is_split && algorithm_of(*plan) == (is_split ? 0 : 2),
+               "after the last: %d", algorithm_of(*plan));
         gpu_matmul_close();
     }
 }

@@ -1215,11 +1215,11 @@ TEST(gpu_misaligned, CUDA) {
 }
 
 #if CUDA_CPU
-// The index of the emulated library's algorithm in a plan.
+// The index of the emulated library's algorithm in a plan: 0 to 2, or 3 to 8 if k is split.
 static int algorithm_of(const MatmulPlan &plan) {
     emu::Algo algo;
     memcpy(&algo, &plan.algorithm, sizeof algo);
-    return algo.id;
+    return emu::number_of(algo) - 1;
 }
 
 // The heuristic's first algorithm; out of place (D is not C), the first that supports it; if none
