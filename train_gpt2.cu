@@ -3920,10 +3920,10 @@ static void children_signal(const Child *children, int ranks, int number) {
     }
 }
 
-// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With status
-// 1 the rank has already printed an error, so nothing more is printed. Returns the exit status for
-// the whole run, or -1 if the process has not ended yet: the system takes time to free a GPU, and
-// may never finish if the GPU hangs.
+// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With the
+// statuses of die() the rank has already printed an error, so nothing more is printed. Returns the
+// exit status for the whole run, or -1 if the process has not ended yet: the system takes time to
+// free a GPU, and may never finish if the GPU hangs.
 static int child_reap(Child *child, int r, int quiet) {
     int status = 0;
     if (waitpid(child->pid, &status, WNOHANG) == 0) {
@@ -3934,7 +3934,7 @@ static int child_reap(Child *child, int r, int quiet) {
     if (number && !quiet) {
         fprintf(stderr, "%s: rank %d was ended by signal %d (%s): the run ends\n", program_name, r,
                 number, strsignal(number));
-    } else if (code > 1 && !quiet) {
+    } else if (code > 1 && code != STATUS_TOO_LARGE && !quiet) {
         fprintf(stderr, "%s: rank %d ended with status %d: the run ends\n", program_name, r, code);
     }
     return number ? 1 : code;
@@ -6570,7 +6570,7 @@ static int command_check(Run *run, const Program *program) {
 }
 
 // --compare: runs the same steps with -r none and with -r block (or the levels given by the user).
-// Prints planned and library memory, and the median time of a step.
+// Prints planned and library memory, and the median time of a step, as a table or as JSON.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
@@ -6581,7 +6581,9 @@ static int command_compare(Run *run, const Program *program) {
     }
     double middle[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
-    printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
+    const bool json = run->o.json;
+    json ? printf("{\"query\":\"compare\",\"runs\":[")
+         : printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
         run->s = two[k];
@@ -6602,13 +6604,25 @@ static int command_compare(Run *run, const Program *program) {
         }
         run->engine.close(&run->engine);
         middle[k] = median(ms + WARM, STEPS);
+        const int64_t rate = (int64_t)(tokens / middle[k] * 1e3);
+        if (json) {
+            printf("%s\n{\"recompute\":\"%s\",\"device_bytes\":%" PRIu64
+                   ",\"library_bytes\":%" PRIu64 ",\"ms_per_step\":%.3f,\"tokens_per_s\":%" PRId64
+                   "}", k ? "," : "", recompute_text(&run->s).s, (uint64_t)bytes[k],
+                   (uint64_t)device_memory.library_bytes, middle[k], rate);
+            continue;
+        }
         printf("-r %-11s %14s %14s %10.2f %12s\n", recompute_text(&run->s).s,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
-               middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
+               middle[k], count_text(rate).s);
     }
-    printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           recompute_text(&run->s).s, 100.0 * (double)bytes[1] / (double)bytes[0],
-           middle[1] / middle[0], STEPS);
+    const double memory = (double)bytes[1] / (double)bytes[0], time = middle[1] / middle[0];
+    if (json) {
+        printf("],\"memory_ratio\":%.4f,\"time_ratio\":%.4f}\n", memory, time);
+    } else {
+        printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
+               recompute_text(&run->s).s, 100 * memory, time, STEPS);
+    }
     plan_free(&run->plan);
     return 0;
 }

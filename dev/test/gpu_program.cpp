@@ -69,7 +69,7 @@ TEST(gpu_bad_input) {
         Outcome small = program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small "
                                 "-r none --offload none",
                                 with("EMU_GPU_MEM", "42000000"));
-        expect_refused(small, " short; ", "too little memory");
+        expect_too_large(small, " short; ", "too little memory");
         expect(small.err.find("-r ") != Text::npos && small.err.find(" frees ") != Text::npos,
                "remedies: %s", small.err.c_str());
     }
@@ -111,7 +111,7 @@ TEST(gpu_start) {
             setenv("EMU_GPU_MEM", text("%ld", plan + (500L << 20) - less).c_str(), 1);
         });
         if (less) {
-            expect_refused(o, ": 1 B short", "a byte less");
+            expect_too_large(o, ": 1 B short", "a byte less");
             expect(o.err.find(" (at the start 300.0 MiB of this GPU's ") != Text::npos, "%s",
                    o.err.c_str());
         } else {
@@ -245,7 +245,7 @@ TEST(gpu_auto) {
         const Text less = text("%ld", block - 1 + (capped ? 1L << 30 : 0));
         const Outcome o = capped ? program(run + "--gpu-mem " + less)
                                  : program(run, with("EMU_GPU_MEM", less.c_str()));
-        expect_refused(o, ": 1 B short; ", "a byte less");
+        expect_too_large(o, ": 1 B short; ", "a byte less");
     }
     const Outcome away = program("-i train.bin -e l3h2c16t16 -b 4 -x 3 -o away",
                                  with("EMU_GPU_MEM", text("%ld", block - 1).c_str()));
@@ -267,12 +267,12 @@ TEST(gpu_plan_host) {
         setrlimit(RLIMIT_DATA, &r);
     };
     const Outcome plan = program(run + "--plan", low);
-    expect(plan.status == 1 && plan.out.find("; fits, ") != Text::npos &&
+    expect(plan.status == 3 && plan.out.find("; fits, ") != Text::npos &&
                plan.out.find("\nhost memory of this machine: ") != Text::npos &&
                plan.out.find(" (ulimit -d") != Text::npos &&
                plan.out.find("; DOES NOT FIT, ") != Text::npos,
            "status %d, %s", plan.status, plan.out.c_str());
-    expect_refused(program(run, low), "fewer states in --offload need less", "the run");
+    expect_too_large(program(run, low), "fewer states in --offload need less", "the run");
     expect_success(program(run + "--plan"), "without a limit");
 }
 
@@ -380,6 +380,11 @@ TEST(gpu_commands) {
     expect_success(o, "--compare");
     expect(o.out.find("\n-r none ") != Text::npos && o.out.find("\n-r block ") != Text::npos &&
            o.out.find("median of 9 steps") != Text::npos);
+    o = program("-i train.bin -e l2h2c16t16 -b 2 --compare --json -r gelu");
+    expect_success(o, "--compare --json");
+    expect(json_valid(o.out) && o.out.find("\n{\"recompute\":\"none\",") != Text::npos &&
+               o.out.find("\n{\"recompute\":\"gelu\",") != Text::npos &&
+               o.out.find("\"time_ratio\":") != Text::npos, "%s", o.out.c_str());
     if (is_emulated()) {
         o = program("--plan -e d12", with("EMU_GPUS", "0"));
         expect_success(o, "--plan");

@@ -634,7 +634,7 @@ TEST(ranks_memory) {
                 setenv("EMU_GPU_MEM", text("%ld", all).c_str(), 1);
             });
             if (less) {
-                expect_refused(o, ": 1 B short", line);
+                expect_too_large(o, ": 1 B short", line);
             } else {
                 expect_success(o, line);
                 const Text mib = text("%.1f MiB", (double)(nccl >> 20));
@@ -666,8 +666,8 @@ TEST(ranks_refused) {
                    "ranks 0 and 2 would share one GPU, 0000:00:00.0 of ", "too few GPUs");
     expect_refused(program(ODD "--gpus 2", with("PMI_SIZE", "2")),
                    "a launcher has started ranks already", "two who start ranks");
-    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "134000000")), " short",
-                   "memory");
+    expect_too_large(program(ODD "--gpus 2", with("EMU_GPU_MEM", "134000000")), " short",
+                     "memory");
     expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
     expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),
                    "--gpus 2, but this program trains alone: it computes on the CPU", "CPU");
