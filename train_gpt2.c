@@ -1326,7 +1326,7 @@ static void memory_of_group(void *out, int version, const char *folder, const ch
                          folder_number(folder, "memory.stat", rows[row].cached, 0);
     for (int k = 0; k < 2; k++) {
         int64_t limit = folder_number(folder, rows[row].limits[k], "", INT64_MAX);
-        limit_memory((HostMemory *)out, limit - used, "%s of control group %.90s",
+        limit_memory((HostMemory *)out, limit - used, "%s of cgroup %.90s",
                      rows[row].limits[k], group);
     }
 }
@@ -1352,7 +1352,7 @@ static HostMemory host_memory(const char *root) {
     struct rlimit r;
     path_print(path, "%s/proc/meminfo", root);
     const int64_t kib = file_number(path, "MemAvailable:", -1);
-    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "what is free on this machine");
+    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "free memory of this machine");
     path_print(path, "%s/proc/self/status", root);
     const int64_t stacks = stacks_to_come(file_number(path, "Threads:", 1));
     for (int i = 0; i < 2; i++) {
@@ -1361,7 +1361,7 @@ static HostMemory host_memory(const char *root) {
         if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
             int64_t mapped = file_number(path, limits[i].key, 0) << 10;
             limit_memory(&h, (int64_t)r.rlim_cur - mapped - stacks, "%s%s", limits[i].name,
-                         stacks ? " less its threads' stacks" : "");
+                         stacks ? " minus thread stacks" : "");
         }
     }
     groups_look(root, "memory", memory_of_group, &h);
@@ -1372,12 +1372,12 @@ static HostMemory host_memory(const char *root) {
 // or if no limit is known.
 static char available_limit[192];
 
-static size_t host_memory_available(void) {
+static uint64_t host_memory_available(void) {
     const HostMemory h = host_memory("");
     if (h.limit[0]) {
         snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
     }
-    return (size_t)h.bytes;
+    return (uint64_t)h.bytes;
 }
 
 // Cores of the host: how many threads the program starts, and how they wait for work. Both are
@@ -1477,14 +1477,15 @@ typedef struct {
 enum { RANK_TEXT = 96, RANK_ID = 128 };
 
 // Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
-// memory, GPU and id must be equal on all ranks: with different options or data, ranks would train
-// different models and wait forever for data of other sizes.
+// memory, thread blocks, GPU and id must be equal on all ranks: with different options or data,
+// ranks would train different models and wait forever for data of other sizes.
 typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
     uint64_t device, host;                      // bytes available for a plan
+    uint64_t ctas;                              // thread blocks for NCCL
     char gpu[RANK_TEXT], id[RANK_ID];
 } RankInfo;
-static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least memory
+static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least of all
 
 // The phase of a run. RANK_STARTS: engines are opened; a driver may compile kernels for minutes, so
 // that CPU time is the only sign of life. RANK_LOADS: weights and optimizer state are loaded; the
@@ -1541,7 +1542,7 @@ static int launcher_number(const char *variable) {
     char *end = NULL;
     const long number = text && text[0] ? strtol(text, &end, 10) : -1;
     if (end && (*end || number < 0 || number > 1 << 20)) {
-        die("%s is '%s', which is not a number from 0 to %d", variable, text, 1 << 20);
+        die("%s is '%s', expected a number from 0 to %d", variable, text, 1 << 20);
     }
     return (int)number;
 }
@@ -1833,6 +1834,7 @@ typedef struct {
     int split_master;
     uint8_t placement[KINDS];  // of each state: 0, PLACE_HOST, PLACE_SHARD or both
     int rank, ranks;           // of the processes that share the step's micro-batches
+    int nvlink, ctas;          // the GPUs are connected by NVLink; NCCL's limit of thread blocks
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
 
@@ -1848,8 +1850,8 @@ static int settings_has_master(const Settings *s) {
 
 static int settings_offloads(const Settings *s) {
     int placements = 0;
-    for (int what = 0; what < KINDS; what++) {
-        placements |= s->placement[what];
+    for (int kind = 0; kind < KINDS; kind++) {
+        placements |= s->placement[kind];
     }
     return (placements & PLACE_HOST) != 0;
 }
@@ -1857,9 +1859,11 @@ static int settings_offloads(const Settings *s) {
 // Returns whether a step waits for other streams before its update: for the exchange between ranks,
 // or for transfers of streamed buffers.
 static int settings_joins(const Settings *s) {
-    const int streamed =
-        s->placement[KIND_WEIGHTS] | s->placement[KIND_GRADIENTS] | s->placement[KIND_RESIDUALS];
-    return s->ranks > 1 || streamed != PLACE_DEVICE;
+    int streamed = 0;
+    for (int kind = 0; kind < KINDS; kind++) {  // all except the states updated in place
+        streamed |= kind != KIND_MOMENTS && kind != KIND_MASTER ? s->placement[kind] : 0;
+    }
+    return s->ranks > 1 || streamed;
 }
 
 // Stages: what a tick computes. A block has eight stages in forward. In backward the first seven
@@ -2006,10 +2010,10 @@ typedef struct {
     Group group;
     Type type;
     int64_t count;
-    int first, last;       // lifetime in ticks, both ends included
-    Placement placement;   // PLACE_HOST: not part of the device allocation
-    size_t bytes, offset;  // bytes without the gap
-    int alive;             // maintained in test builds only
+    int first, last;         // lifetime in ticks, both ends included
+    Placement placement;     // PLACE_HOST: not part of the device allocation
+    uint64_t bytes, offset;  // bytes without the gap
+    int alive;               // maintained in test builds only
 } Buffer;
 
 // Sizes of the scratch memory that GPU kernels need besides tensors; train_gpt2.cu checks that they
@@ -2103,27 +2107,37 @@ typedef struct {
 } Slot;
 typedef struct Transfer Transfer;  // next chapter
 
-// For each kind, its first slot and its backing store, which holds the data of all blocks.
+// For each kind that is streamed: its first slot; its backing store, which holds the data of all
+// blocks; and the activation (ACT_*) that it consists of, or -1.
 static const struct {
-    int slot, store;
-} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE},
-                             {BUF_GRADS_SLOT, BUF_GRADS_STORE},
-                             {-1, -1},
-                             {-1, -1},
-                             {BUF_X_SLOT, BUF_X_STORE}};
+    int slot, store, act;
+} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE, -1},
+                             {BUF_GRADS_SLOT, BUF_GRADS_STORE, -1},
+                             {-1, -1, -1},
+                             {-1, -1, -1},
+                             {BUF_X_SLOT, BUF_X_STORE, ACT_X}};
+
+// Returns the kind as which these settings stream an activation, or KINDS if they do not.
+static Kind act_streamed(const Settings *s, int act) {
+    int kind = 0;
+    while (kind < KINDS && (transfer_buffers[kind].act != act || !s->placement[kind])) {
+        kind++;
+    }
+    return (Kind)kind;
+}
 
 typedef struct Plan Plan;
 struct Plan {
     Settings settings;
     Buffer *buffers;
     int buffer_count, ticks;
-    int single[SINGLES];              // index of the buffer; -1: not in this plan
-    int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
-    int *grad;                        // [GRADS][L]
-    size_t device_bytes, host_bytes;  // the allocations
-    size_t live_bytes;                // peak of the bytes alive at once: no layout needs less
-    int peak;                         // the first tick at that peak
-    Transfer *transfers;              // of one micro-step
+    int single[SINGLES];                // index of the buffer; -1: not in this plan
+    int *act;                           // [phase 0 forward, 1 backward][ACTS][L]
+    int *grad;                          // [GRADS][L]
+    uint64_t device_bytes, host_bytes;  // the allocations; 64 bits also if pointers have 32
+    uint64_t live_bytes;                // peak of the bytes alive at once: no layout needs less
+    int peak;                           // the first tick at that peak
+    Transfer *transfers;                // of one micro-step
     int transfer_count;
     // at run time
     char *base[2];  // start of the allocation, by Placement
@@ -2162,7 +2176,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     const Kind kind = entry->kind;
     const int hosted = kind < KINDS ? s->placement[kind] & PLACE_HOST : kind == ON_HOST;
     b->placement = hosted ? PLACE_HOST : PLACE_DEVICE;
-    b->bytes = (size_t)entry->count * type_bytes(entry->type);
+    b->bytes = (uint64_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
 }
 
@@ -2186,7 +2200,7 @@ static void plan_add_block(Plan *p, int layer) {
                                                          : a->channels * m->C;
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              N * per_token, made, used_back, ON_DEVICE};
-        if (i == ACT_X && s->placement[KIND_RESIDUALS]) {
+        if (act_streamed(s, i) < KINDS) {
             *forward = *backward = -1;  // stored in slots
             continue;
         }
@@ -2211,8 +2225,8 @@ static void plan_add_block(Plan *p, int layer) {
 }
 
 // Returns the bytes that a buffer occupies in an allocation, including padding and gap.
-static size_t buffer_padded_bytes(const Buffer *b) {
-    return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
+static uint64_t buffer_padded_bytes(const Buffer *b) {
+    return (uint64_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
 }
 
 // Buffers are assigned offsets in ascending order of these keys, which are compared
@@ -2244,66 +2258,83 @@ static PlaceKey place_key(const Plan *p, int i, int by_size) {
     return by_size && kind == 2 ? largest : by_life;
 }
 
-// A buffer that has its place: the ticks at which it lives and the bytes that it occupies.
-typedef struct {
-    int first, last;
-    uint64_t offset, end;
-} Placed;
-
 // First fit: returns the lowest offset at which `b` overlaps no placed buffer that is alive at a
-// common tick. `placed` holds `count` buffers in ascending order of offset.
-static uint64_t place_find(const Buffer *b, const Placed *placed, int count) {
+// common tick. `placed` holds the indices of `count` buffers in ascending order of offset.
+static uint64_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
     const uint64_t bytes = buffer_padded_bytes(b);
     uint64_t offset = 0;
     for (int i = 0; i < count; i++) {
-        const Placed *other = &placed[i];
+        const Buffer *other = &p->buffers[placed[i]];
         if (other->first > b->last || other->last < b->first) {
             continue;
         }
         if (other->offset >= offset + bytes) {
             break;
         }
-        offset = other->end > offset ? other->end : offset;
+        const uint64_t end = other->offset + buffer_padded_bytes(other);
+        offset = end > offset ? end : offset;
     }
     return offset;
 }
 
+// Inserts buffer `id` into a list of `*count` buffers in ascending order of offset.
+static void place_insert(const Plan *p, int *placed, int *count, int id) {
+    int at = (*count)++;
+    for (; at > 0 && p->buffers[placed[at - 1]].offset > p->buffers[id].offset; at--) {
+        placed[at] = placed[at - 1];
+    }
+    placed[at] = id;
+}
+
 // Assigns every buffer an offset; host buffers are laid out back to back. Returns the bytes of the
-// device allocation.
-static size_t plan_place(Plan *p, int by_size) {
-    const size_t n = (size_t)p->buffer_count;
-    PlaceKey *order = (PlaceKey *)alloc_zero(n, sizeof *order);
-    Placed *placed = (Placed *)alloc_zero(n, sizeof *placed);
-    int count = 0;
-    for (int i = 0; i < p->buffer_count; i++) {
+// device allocation. Most buffers live for less than a block, so the placed ones are listed by
+// time: list w has those alive at some tick of [WINDOW w, WINDOW (w + 2)). A buffer whose lifetime
+// is in one of these ranges is compared with that list only, another one with the list of all,
+// which is brought up to date only then.
+static uint64_t plan_place(Plan *p, int by_size) {
+    enum { WINDOW = 16 };
+    const int n = p->buffer_count, all = p->ticks / WINDOW + 1;
+    PlaceKey *order = (PlaceKey *)alloc_zero((size_t)n, sizeof *order);
+    int *lists = (int *)alloc_zero((size_t)(all + 1) * (size_t)n, sizeof(int));
+    int *counts = (int *)alloc_zero((size_t)all + 1, sizeof(int)), listed = 0;
+    for (int i = 0; i < n; i++) {
         order[i] = place_key(p, i, by_size);
     }
-    qsort(order, n, sizeof *order, place_compare);
+    qsort(order, (size_t)n, sizeof *order, place_compare);
     p->device_bytes = p->host_bytes = 0;
-    for (size_t k = 0; k < n; k++) {
-        Buffer *b = &p->buffers[order[k].key[3]];
+    for (int k = 0; k < n; k++) {
+        const int id = (int)order[k].key[3];
+        Buffer *b = &p->buffers[id];
+        const uint64_t bytes = buffer_padded_bytes(b);
         if (b->placement == PLACE_HOST) {
             b->offset = p->host_bytes;
-            p->host_bytes += buffer_padded_bytes(b);
+            p->host_bytes += bytes;
             continue;
         }
-        b->offset = place_find(b, placed, count);
-        const Placed here = {b->first, b->last, b->offset, b->offset + buffer_padded_bytes(b)};
-        p->device_bytes = here.end > p->device_bytes ? here.end : p->device_bytes;
-        int at = count++;
-        for (; at > 0 && placed[at - 1].offset > here.offset; at--) {
-            placed[at] = placed[at - 1];
+        const int from = b->first / WINDOW, to = b->last / WINDOW;
+        const int list = to <= from + 1 ? from : all;
+        for (; list == all && listed < k; listed++) {
+            const int placed = (int)order[listed].key[3];
+            if (p->buffers[placed].placement == PLACE_DEVICE) {
+                place_insert(p, lists + all * n, &counts[all], placed);
+            }
         }
-        placed[at] = here;
+        b->offset = place_find(p, b, lists + list * n, counts[list]);
+        p->device_bytes =
+            b->offset + bytes > p->device_bytes ? b->offset + bytes : p->device_bytes;
+        for (int w = from ? from - 1 : 0; w <= to; w++) {
+            place_insert(p, lists + w * n, &counts[w], id);
+        }
     }
     free(order);
-    free(placed);
+    free(lists);
+    free(counts);
     return p->device_bytes;
 }
 
 // Returns the maximum, over all ticks, of the bytes of device buffers alive at once, and stores the
 // first tick at that maximum in *peak.
-static size_t plan_peak(const Plan *p, int *peak) {
+static uint64_t plan_peak(const Plan *p, int *peak) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
     int64_t live = 0, most = 0;
     for (int i = 0; i < p->buffer_count; i++) {
@@ -2318,7 +2349,7 @@ static size_t plan_peak(const Plan *p, int *peak) {
         most = max_i64(live, most);
     }
     free(change);
-    return (size_t)most;
+    return (uint64_t)most;
 }
 
 static void plan_add_transfers(Plan *p);  // next chapter
@@ -2350,9 +2381,16 @@ static void plan_list(Plan *p, const Settings *s) {
 
 // Assigns offsets to the listed buffers.
 static void plan_layout(Plan *p) {
-    const size_t by_size = plan_place(p, 1);  // neither order is better for all settings
-    if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
-        plan_place(p, 1);
+    const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
+    if (by_size > p->live_bytes) {
+        const size_t bytes = (size_t)p->buffer_count * sizeof(Buffer);
+        Buffer *kept = (Buffer *)alloc_zero(1, bytes);
+        memcpy(kept, p->buffers, bytes);
+        if (plan_place(p, 0) >= by_size) {
+            memcpy(p->buffers, kept, bytes);
+            p->device_bytes = by_size;
+        }
+        free(kept);
     }
 }
 
@@ -2374,26 +2412,26 @@ static void plan_free(Plan *p) {
 
 // Returns the peak of live bytes of a run with these settings. It is a lower bound on the size of
 // any layout, so searches rule settings out by it without assigning offsets.
-static size_t plan_live(const Settings *s) {
+static uint64_t plan_live(const Settings *s) {
     Plan p;
     plan_list(&p, s);
-    const size_t bytes = p.live_bytes;
+    const uint64_t bytes = p.live_bytes;
     plan_free(&p);
     return bytes;
 }
 
 // Returns the bytes of device memory that a run takes. On the CPU, host buffers are in the same
 // memory.
-static size_t plan_taken(const Plan *p) {
+static uint64_t plan_taken(const Plan *p) {
     return p->device_bytes + (p->settings.gpu ? 0 : p->host_bytes);
 }
 
 // Returns plan_taken() for settings that are only considered, as in suggested changes and tables.
-static size_t plan_bytes(const Settings *s) {
+static uint64_t plan_bytes(const Settings *s) {
     Plan p;
     plan_list(&p, s);
     plan_layout(&p);
-    size_t bytes = plan_taken(&p);
+    uint64_t bytes = plan_taken(&p);
     plan_free(&p);
     return bytes;
 }
@@ -2515,8 +2553,9 @@ static void *plan_act(const Plan *p, int act, int layer) {
     if (act == ACT_X && layer == m->L) {
         return plan_single(p, BUF_XF);
     }
-    if (act == ACT_X && p->settings.placement[KIND_RESIDUALS]) {
-        return plan_single(p, slot_buffer(p, KIND_RESIDUALS, layer));
+    const Kind streamed = act_streamed(&p->settings, act);
+    if (streamed < KINDS) {
+        return plan_single(p, slot_buffer(p, streamed, layer));
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
     return buffer_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
@@ -2529,11 +2568,16 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
 // Returns a new mapping of `bytes` bytes, or NULL for 0 bytes. The memory reads as zero without
 // having been written. Huge pages are requested, because packing steps through a matrix page by
 // page. Ends the run if the system refuses.
-static char *plan_map(size_t bytes) {
+static char *plan_map(uint64_t bytes) {
     if (bytes == 0) {
         return NULL;
     }
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *memory = MAP_FAILED;
+    if ((size_t)bytes == bytes) {
+        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    } else {
+        errno = ENOMEM;  // more than an address of this machine can reach
+    }
     if (memory == MAP_FAILED) {
         die("cannot allocate %s for the plan: %s", bytes_text((double)bytes).s, strerror(errno));
     }
@@ -2557,7 +2601,7 @@ static void plan_open(Plan *p) {
 
 // Frees the memory; the plan itself stays valid.
 static void plan_close(Plan *p) {
-    const size_t bytes[] = {p->device_bytes, p->host_bytes};
+    const uint64_t bytes[] = {p->device_bytes, p->host_bytes};
     for (int placement = PLACE_DEVICE; placement <= PLACE_HOST; placement++) {
         if (p->base[placement]) {
 #if GPT2_POISON
@@ -2783,7 +2827,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
 // gradients are reduce-scattered; with both, a fetch uploads the rank's shard and then all-gathers.
 // If `in` is 0, the data is computed on the device; if `out` is 0, nothing is stored.
 struct Transfer {
-    Kind what;
+    Kind kind;
     int block, slot;
     int fetch, first, last, store_wait;
     int in, out;
@@ -2823,7 +2867,7 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
              gradients & PLACE_HOST, gradients},
         };
         for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_TRANSFERS : 2); k++) {
-            if (s->placement[rows[k].what]) {
+            if (s->placement[rows[k].kind]) {
                 transfers[n++] = rows[k];
             }
         }
@@ -2847,15 +2891,15 @@ enum { FETCH, FETCH_WAIT, STORE, STORE_WAIT };
 // slot holds from then on. Gradients stored on the host are fetched only if this micro-step adds to
 // them.
 static void transfer_step(Plan *p, const Transfer *v, int phase) {
-    const int fetches = v->in && (p->adds || v->what != KIND_GRADIENTS);
-    const int id = p->single[transfer_buffers[v->what].slot + v->slot];
-    Slot *slot = &p->slots[v->what][v->slot];
+    const int fetches = v->in && (p->adds || v->kind != KIND_GRADIENTS);
+    const int id = p->single[transfer_buffers[v->kind].slot + v->slot];
+    Slot *slot = &p->slots[v->kind][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *store = NULL;
     const size_t bytes = p->buffers[id].bytes;
     int happens = 1;
     switch (phase) {
     case FETCH:
-        if (v->what == KIND_WEIGHTS && slot->block == v->block + 1) {
+        if (v->kind == KIND_WEIGHTS && slot->block == v->block + 1) {
             return;  // still in the slot
         }
 #if GPT2_POISON
@@ -2879,8 +2923,8 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
         return;
     }
     if (fetches || v->out) {
-        const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
-        store = (char *)plan_single(p, transfer_buffers[v->what].store) + v->block * own;
+        const int64_t own = own_count(&p->settings, v->kind, (int64_t)bytes);
+        store = (char *)plan_single(p, transfer_buffers[v->kind].store) + v->block * own;
     }
     p->transfer(p, phase, v, memory, phase == FETCH && !fetches ? NULL : store, bytes);
 }
@@ -2946,16 +2990,17 @@ static const CardLine card_lines[] = {
 // of 31.34 GiB" is a 5090; the driver reserves some of the nominal capacity); then from NVIDIA's
 // data sheets and architecture whitepapers the dense 16-bit rate of tensor cores that accumulate in
 // fp32, in TFLOP/s; the memory bandwidth in GB/s; the number of SMs and their boost clock in MHz;
-// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and
-// whether GPUs of one machine are connected by NVLink. Sources: dev/notes/forecast.md.
+// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and,
+// if the GPUs of one machine are connected by NVLink, what all links of one carry per direction:
+// 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200 twice that.
+// Sources: dev/notes/forecast.md.
 typedef struct {
     const char *name;
     int line;
-    double gib, tflops, bandwidth, sms, mhz, link;
-    int nvlink;
+    double gib, tflops, bandwidth, sms, mhz, link, nvlink;
 } GpuEntry;
 static const GpuEntry gpu_table[] = {
-    {"v100", LINE_V100, 15.78, 125, 900, 80, 1530, 15.75, 1},
+    {"v100", LINE_V100, 15.78, 125, 900, 80, 1530, 15.75, 120},
     {"t4", LINE_T4, 14.56, 65, 320, 40, 1590, 15.75, 0},
     {"2080ti", LINE_RTX20, 10.76, 53.8, 616, 68, 1545, 15.75, 0},
     {"3060-laptop", LINE_RTX30, 5.8, 21.9, 336, 30, 1425, 15.75, 0},
@@ -2984,14 +3029,14 @@ static const GpuEntry gpu_table[] = {
     {"l4", LINE_ADA, 22.0, 121, 300, 58, 2040, 31.5, 0},
     {"l40s", LINE_ADA, 44.3, 366, 864, 142, 2520, 31.5, 0},
     {"a30", LINE_A100, 23.53, 165, 933, 56, 1440, 31.5, 0},
-    {"a100-40", LINE_A100, 39.5, 312, 1555, 108, 1410, 31.5, 1},
-    {"a100", LINE_A100, 79.1, 312, 2039, 108, 1410, 31.5, 1},
-    {"h20", LINE_H20, 94.88, 148, 4000, 78, 1830, 63, 1},
+    {"a100-40", LINE_A100, 39.5, 312, 1555, 108, 1410, 31.5, 230},
+    {"a100", LINE_A100, 79.1, 312, 2039, 108, 1410, 31.5, 230},
+    {"h20", LINE_H20, 94.88, 148, 4000, 78, 1830, 63, 370},
     {"h100-pcie", LINE_H100, 79.1, 756.5, 2039, 114, 1620, 63, 0},
-    {"h100", LINE_H100, 79.1, 989.4, 3350, 132, 1830, 63, 1},
-    {"gh200", LINE_H100, 94.88, 989.4, 4000, 132, 1830, 450, 1},
-    {"h200", LINE_H100, 139.8, 989.4, 4800, 132, 1830, 63, 1},
-    {"b200", LINE_B200, 178.35, 2250, 8000, 148, 1850, 63, 1},
+    {"h100", LINE_H100, 79.1, 989.4, 3350, 132, 1830, 63, 370},
+    {"gh200", LINE_H100, 94.88, 989.4, 4000, 132, 1830, 450, 370},
+    {"h200", LINE_H100, 139.8, 989.4, 4800, 132, 1830, 63, 370},
+    {"b200", LINE_B200, 178.35, 2250, 8000, 148, 1850, 63, 740},
 };
 enum { GPU_CARDS = sizeof gpu_table / sizeof gpu_table[0] };
 enum { LEAST_CAPABILITY = 75, BF16_CAPABILITY = 80 };  // of this program, and of its bf16 kernels
@@ -3083,11 +3128,6 @@ typedef struct {
 // Bytes that an SM's other kernels can process in a clock: their instructions limit them too. Both
 // shares below are the same for every card: 25 of the 31.5 GB/s of PCIe 4 x16 are payload.
 static const double sm_bytes_per_clock = 57.6, link_share = 0.79;
-// The NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
-// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
-// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
-// nine, and likewise the SMs taken from the matmuls that hide the exchange.
-static const double nvlink_rate = 40e9;
 
 // Returns the rates of a card: those of its line at its specifications. They are predicted, not
 // measured with this program.
@@ -3102,7 +3142,7 @@ static Rates card_rates(const GpuEntry *card) {
                      line->attention_back * flops,
                      1 / (1 / copies + 1 / instructions),
                      link,
-                     card->nvlink ? nvlink_rate : link};
+                     card->nvlink > 0 ? 1e9 * card->nvlink : link};
     return r;
 }
 
@@ -3156,6 +3196,10 @@ typedef struct {
     int gpu;
 } Speed;
 
+// Bytes per second that one of NCCL's thread blocks moves over NVLink: two of them saturate a link
+// (NVIDIA/nccl#1703).
+static const double nvlink_cta_rate = 20.6e9 / 2;
+
 // Returns the cost model at a card's rates. Each kernel launch costs 1.2 us, as in a queue of short
 // kernels on H100s; there are 30 launches per block and 4 per chunk. A block's weights cross memory
 // four times per micro-step, including the read and the write of their gradients; a chunk's three
@@ -3179,7 +3223,7 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     v.gpu = s->gpu;
     v.byte = 1 / r->memory;
     v.link_byte = 1 / r->link;
-    v.peer_byte = 1 / r->peers;
+    v.peer_byte = 1 / (s->nvlink ? fmin(r->peers, s->ctas * nvlink_cta_rate) : r->peers);
     return v;
 }
 
@@ -3224,10 +3268,10 @@ static Traffic step_traffic(const Settings *s, int micros) {
     single_buffers(rows, s);
     for (int i = 0; i < n; i++) {
         const Transfer *v = &transfers[i];
-        const int weights = v->what == KIND_WEIGHTS, grads = v->what == KIND_GRADIENTS;
-        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
+        const int weights = v->kind == KIND_WEIGHTS, grads = v->kind == KIND_GRADIENTS;
+        const int id = transfer_buffers[v->kind].slot;
         const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
-        const double own = s->placement[v->what] & PLACE_SHARD ? bytes / s->ranks : bytes;
+        const double own = s->placement[v->kind] & PLACE_SHARD ? bytes / s->ranks : bytes;
         const int times = weights && v->fetch == 0 ? 1 : micros - grads;
         t.up += v->in & PLACE_HOST ? times * own : 0;
         t.gathered += v->in & PLACE_SHARD ? times * others * bytes : 0;
@@ -3313,17 +3357,43 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 // recomputation and the offload that the program chooses itself.
 
 // Library memory (CUDA context, cuBLASLt) of a GPU run. Not measured yet; the plan says so.
-static const size_t library_reserve_bytes = (size_t)1 << 30;
+static const uint64_t library_reserve_bytes = (uint64_t)1 << 30;
 
 // Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
-// 12 MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
-// (NVIDIA/nccl#1450), which is counted here as one additional peer, together with the ring of the
-// all-gathers. A run limits NCCL to NCCL_CHANNELS channels; a machine is assumed to have eight
-// GPUs.
-enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
+// 12 MiB of buffers per channel, and a channel has a thread block (CTA) (NVIDIA/nccl#1685). Peers
+// on other machines share one pool (NVIDIA/nccl#1450), which is counted here as one additional
+// peer, together with the ring of the all-gathers. A machine is assumed to have eight GPUs. Over
+// NVSwitch the all-gathers may use NVLS, which needs buffers of its own.
+enum { NCCL_PEERS = 7, NCCL_MIB = 12, NVLS_MIB = 64 };
 static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
-static size_t nccl_estimate_bytes(const Settings *s) {
-    return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
+static uint64_t nccl_estimate_bytes(const Settings *s) {
+    const uint64_t mib = (uint64_t)(nccl_peers(s) + 1) * (uint64_t)s->ctas * NCCL_MIB;
+    return s->ranks > 1 ? (mib + (s->nvlink ? NVLS_MIB : 0)) << 20 : 0;
+}
+
+// How the GPUs of this machine are connected. LINK_UNKNOWN: there is none to ask, or a launcher
+// shows each rank only one.
+typedef enum { LINK_UNKNOWN, LINK_PCIE, LINK_NVLINK } Link;
+static Link machine_link;
+
+// Sets the link between GPUs, this machine's or that of the card named by --gpu, and the number of
+// thread blocks that NCCL may run. Its buffers, and the SMs that it takes from the matmuls that
+// hide the exchange, grow with them: two suffice over PCIe, and sixteen use nearly half of NVLink.
+// NCCL_MAX_CTAS takes precedence, as in NCCL (NCCL user guide, Environment Variables).
+static void settings_nccl(Settings *s, const Options *o) {
+    enum { CTAS_PCIE = 2, CTAS_NVLINK = 16, CTAS_MOST = 64 };
+    const GpuEntry *card = gpu_find(o);
+    const char *variable = getenv("NCCL_MAX_CTAS");
+    s->nvlink = machine_link ? machine_link == LINK_NVLINK : card && card->nvlink > 0;
+    s->ctas = s->nvlink ? CTAS_NVLINK : CTAS_PCIE;
+    if (variable) {
+        char *end;
+        const long n = strtol(variable, &end, 10);
+        if (*end || n < 1 || n > CTAS_MOST) {
+            die("NCCL_MAX_CTAS is '%s'; allowed: a number from 1 to %d", variable, CTAS_MOST);
+        }
+        s->ctas = (int)n;
+    }
 }
 
 // Returns the default number of rows of a classifier chunk, a multiple of 128, or N, the tokens of
@@ -3436,6 +3506,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
             s->B, s->T);
     }
     settings_placements(s, o);
+    settings_nccl(s, o);
     settings_types(s, o);
     recompute_parse(s, o->recompute);
     if (o->logit_rows > N) {
@@ -3458,7 +3529,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
-    s->placement[KIND_RESIDUALS] = 0;
+    for (int kind = 0; kind < KINDS; kind++) {
+        s->placement[kind] = transfer_buffers[kind].act < 0 ? s->placement[kind] : 0;
+    }
 }
 
 // Levels and placement. The program may choose anything that does not change results: the recompute
@@ -3557,7 +3630,7 @@ static void settings_mix(Settings *s, const int *hull, int k) {
 // recomputation off for the last blocks, as long as the plan still fits: backward uses their
 // activations before most of its working set exists. Returns the plan's bytes; if they exceed
 // `bytes`, no mix fits and the levels are those of the smallest plan.
-static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
+static uint64_t settings_fit_levels(Settings *s, const Speed *v, uint64_t bytes) {
     int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
     const int last = high;
     while (high - low > 1) {  // bisection by live bytes; the layout hardly exceeds them
@@ -3566,7 +3639,7 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
         *(plan_live(s) <= bytes ? &high : &low) = middle;
     }
     settings_mix(s, hull, high);
-    size_t best = plan_bytes(s);
+    uint64_t best = plan_bytes(s);
     while (best > bytes && high < last) {
         settings_mix(s, hull, ++high);
         best = plan_bytes(s);
@@ -3574,8 +3647,8 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
     for (int l = s->model.L - 1; l >= 0 && best <= bytes && high > 0; l--) {
         const uint8_t level = s->level[l];
         s->level[l] = RECOMPUTE_NONE;
-        const size_t found = level == RECOMPUTE_NONE       ? best
-                             : plan_live(s) > bytes ? SIZE_MAX
+        const uint64_t found = level == RECOMPUTE_NONE       ? best
+                             : plan_live(s) > bytes ? UINT64_MAX
                                                     : plan_bytes(s);
         if (found > bytes) {
             s->level[l] = level;
@@ -3590,7 +3663,7 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
 // memory that libraries take; the device's name in messages and its speed, with `from` saying how
 // the speed is known (NULL: unknown); and the sequences available in the data.
 typedef struct {
-    size_t device, host, library;
+    uint64_t device, host, library;
     int64_t windows;  // sequences in the data, 0: unknown
     const char *where, *from;
     const GpuEntry *card;  // that --gpu names, or NULL
@@ -3600,9 +3673,9 @@ typedef struct {
 // Computes the bytes of each group of buffers at the tick of peak usage, for device and host
 // separately. The device's groups sum to the peak; the rest of its allocation is first-fit
 // fragmentation.
-static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
-    memset(device, 0, GROUPS * sizeof(size_t));
-    memset(host, 0, GROUPS * sizeof(size_t));
+static void plan_groups(const Plan *p, uint64_t device[GROUPS], uint64_t host[GROUPS]) {
+    memset(device, 0, GROUPS * sizeof(uint64_t));
+    memset(host, 0, GROUPS * sizeof(uint64_t));
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
         if (b->first <= p->peak && p->peak <= b->last) {
@@ -3886,12 +3959,14 @@ static void settings_auto(Settings *s, const Options *o, const MemoryBudget *bud
     }
 }
 
-static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
+static uint64_t size_less(uint64_t bytes, uint64_t taken) {
+    return bytes > taken ? bytes - taken : 0;
+}
 
 // Returns the smaller of --gpu's memory and --gpu-mem, in bytes; 0 if neither is given.
-static size_t gpu_memory_from_options(const Options *o) {
+static uint64_t gpu_memory_from_options(const Options *o) {
     const GpuEntry *row = gpu_find(o);
-    size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
+    uint64_t card = row ? (uint64_t)(row->gib * 0x1p30) : 0, cap = (uint64_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
 
@@ -3899,14 +3974,14 @@ static size_t gpu_memory_from_options(const Options *o) {
 // are those of 16-bit matmuls.
 static MemoryBudget budget_named(const Options *o, const Settings *s) {
     const GpuEntry *card = gpu_find(o);
-    const size_t bytes = gpu_memory_from_options(o);
+    const uint64_t bytes = gpu_memory_from_options(o);
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     budget.card = card;
     budget.library = library_reserve_bytes;
-    const size_t reserved = budget.library + nccl_estimate_bytes(s);
+    const uint64_t reserved = budget.library + nccl_estimate_bytes(s);
     budget.device = size_less(bytes, reserved);
-    budget.host = SIZE_MAX;
+    budget.host = UINT64_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
     if (bytes && !budget.device) {  // for example 16 instead of 16GiB
         die("%s: nothing is left for the plan: %s of %s are reserved for libraries", budget.where,
@@ -4022,9 +4097,9 @@ enum { matmul_bf16 = 0 };
 static const char *bf16_missing(void) {
 #if BF16_DOTS
     return __builtin_cpu_supports("avx512bf16") ? NULL
-                                                : "this processor has no bf16 dot products";
+                                                : "this processor does not support AVX512-BF16";
 #else
-    return "this program was built for processors without bf16 dot products (AVX512-BF16)";
+    return "this program was built for processors without AVX512-BF16";
 #endif
 }
 
@@ -4107,9 +4182,9 @@ static void transpose(real *to, size_t to_step, const real *from, size_t from_st
     }
 }
 #else
-// The same for GCC, which would keep the arrays of that loop in memory, at half the speed: the
-// shuffles are written out. nvcc's front end does not know the pragma; without it the CPU reference
-// in the GPU program only packs a little slower.
+// The same with explicit shuffles for GCC, which would keep the arrays of the loop above in memory,
+// at half the speed. nvcc's front end does not support the pragma; without it the CPU reference in
+// the GPU program only packs a little slower.
 #if defined(__CUDACC__)
 #define UNROLL
 #else
@@ -4528,7 +4603,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     for (int m0 = 0; m0 < M; m0 += rows_max) {
         const int rows = min_int(rows_max, M - m0);
         int row_tasks = 1;
-        // Every row task packs b again, so give each many rows, except to have one task per thread.
+        // Each row task packs b again, so tasks get many rows unless threads would lack a task.
         while (row_tasks * column_tasks < 3 * threads &&
                rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
             row_tasks++;
@@ -4652,9 +4727,9 @@ static inline float exp_end(float r, uint32_t n) {
     return (1.0f + exp_minus_1(r)) * power_of_two(half) * power_of_two(n - half);
 }
 
-// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; an odd function to
-// the bit. Computed as t / (t + 2), with t = e^(2|x|) - 1 formed without cancellation; 1 for
-// |x| >= 9.1. The second half takes the sign from x.
+// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; tanh(-x) is exactly
+// -tanh(x). Computed as t / (t + 2) with t = e^(2|x|) - 1, without cancellation; 1 for |x| >= 9.1.
+// The second half takes the sign from x.
 static inline float tanh_begin(float x, uint32_t *n) {
     return exp_reduced(2.0f * at_most(10.0f, fabsf(x)), n);
 }
@@ -4878,7 +4953,7 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
 }
 
 // matmul_forward() for a single row, for generation: nothing is packed, since no weight is used
-// twice, and nothing is rounded to bf16. Sums are in another order than those of a row of a batch.
+// twice, and nothing is rounded to bf16. The order of sums differs from that for a row of a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     (void)N;
@@ -5800,7 +5875,7 @@ static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
     (void)p;
     if (phase == FETCH && store) {
         memcpy(slot, store, bytes);
-    } else if (phase == FETCH && v->what == KIND_GRADIENTS) {
+    } else if (phase == FETCH && v->kind == KIND_GRADIENTS) {
         memset(slot, 0, bytes);
     } else if (phase == STORE) {
         memcpy(store, slot, bytes);
@@ -5836,9 +5911,9 @@ static void cpu_open(Engine *e, Plan *p) {
     e->write = cpu_write;
     e->close = cpu_close;
     e->peak_flops = matmul_peak_flops();
-    e->peak_source = "the matmul's inner kernel, measured just now";
+    e->peak_source = "measured with the matmul's inner kernel";
     snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32%s", threads,
-             threads == 1 ? "" : "s", matmul_bf16 ? ", products of bf16" : "");
+             threads == 1 ? "" : "s", matmul_bf16 ? ", bf16 matmuls" : "");
 }
 
 // Sets weights and moments to zero. Gaps between tensors stay zero because nothing else writes
@@ -6045,8 +6120,8 @@ static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe 
         return 1;
     }
     if (tokenizer != TOKENIZER_BYTES && !bpe) {
-        die("--prompt: this data has GPT-2 tokens, and their vocabulary is missing: "
-            "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
+        die("--prompt: the data has GPT-2 tokens, but GPT-2's vocabulary was not found: run "
+            "data/prepare.sh, which puts vocab.bpe in data/, or give its path with --tokenizer");
     }
     uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
     int64_t count = 0;
@@ -6216,7 +6291,7 @@ static int generator_prompt(Generator *g, const char *prompt, size_t n) {
         if (generator_reads(g)) {
             snprintf(line, sizeof line, "line %" PRId64 " of stdin has ", g->lines);
         }
-        die("--prompt: %s%" PRId64 " tokens, at most %d fit", line, count, g->T);
+        die("--prompt: %s%" PRId64 " tokens, more than --seq-len (-t) %d", line, count, g->T);
     }
     return (int)count;
 }
@@ -6267,7 +6342,7 @@ static const char *line_next(LineInput *in, size_t *n) {
         if (in->filled == in->budget) {
             in->budget *= 2;
             in->bytes = (char *)realloc(in->bytes, in->budget);
-            check(in->bytes, "no memory for a line of stdin");
+            check(in->bytes, "out of memory for a line of stdin");
         }
         const ssize_t got = read_or_stop(STDIN_FILENO, in->bytes + in->filled,
                                          in->budget - in->filled);
@@ -6345,7 +6420,7 @@ typedef struct Program {
     const char *name, *default_model;
     int gpu;
     void (*open)(Engine *e, Plan *p);
-    size_t (*available)(void);                                // bytes available for the plan
+    uint64_t (*available)(void);                              // bytes available for the plan
     size_t library_bytes;                                     // of these, used by libraries
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
@@ -6359,6 +6434,7 @@ typedef struct Program {
     void (*ranks_start)(const Launcher *l, int gpus);
     void (*ranks_handshake)(void);
     const char *alone;
+    Link (*link)(int ranks);  // how the GPUs of this machine are connected; NULL: unknown
     const char *starts;  // appended to the first line that a run prints; or NULL
 } Program;
 
@@ -6460,7 +6536,7 @@ static void log_open(Run *run, int64_t resume_step) {
     slow_begin();
     const int validated = log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
     if (validated < 0) {
-        die("cannot read or cut back log %s: %s", path, file_error());
+        die("cannot read or truncate log %s: %s", path, file_error());
     }
     if (validated) {
         run->state.pending_validation = 0;  // done by a run that ended before its next step
@@ -6481,7 +6557,8 @@ static void log_open(Run *run, int64_t resume_step) {
     }
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
-            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
+            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%" PRIu64
+            ",\"device\":\"",
             m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), plan_taken(&run->plan));
     json_text(f, run->engine.device, strlen(run->engine.device));
     fputs("\"", f);
@@ -6511,8 +6588,8 @@ static int output_status(Run *run, int status) {
     if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
         return status;
     }
-    fprintf(stderr, "%s: cannot write to stdout: %s; what follows was not printed\n", program_name,
-            strerror(run->stdout_error));
+    fprintf(stderr, "%s: cannot write to stdout: %s; the rest of the output is lost\n",
+            program_name, strerror(run->stdout_error));
     return 1;
 }
 
@@ -6524,7 +6601,7 @@ static void run_note_fault(Run *run) {
                    : this_rank.failed ? 0
                                       : rank_grace_ms();
     if (this_rank.fault && !run->failure[0]) {
-        snprintf(run->failure, sizeof run->failure, "rank %d cannot go on, and says why",
+        snprintf(run->failure, sizeof run->failure, "rank %d failed; see its message",
                  this_rank.fault - 1);
     }
 }
@@ -6641,9 +6718,9 @@ static void run_compare_replicas(Run *run) {
         }
     }
     if (run->diverged) {
-        snprintf(run->failure, sizeof run->failure, "rank%s %s differ%s in weights or moments "
-                 "that must be alike on all ranks: a GPU, or what connects it, has made a mistake",
-                 named > 1 ? "s" : "", names, named > 1 ? "" : "s");
+        snprintf(run->failure, sizeof run->failure, "rank%s %s: weights or moments differ "
+                 "from those of the other ranks: a GPU or the interconnect may be faulty",
+                 named > 1 ? "s" : "", names);
     }
 }
 
@@ -6750,7 +6827,8 @@ static void run_print_forecast(const Run *run) {
     if (run->forecast_ms > 0) {
         const double tokens = (double)run->windows_per_step * run->s.T;
         const int64_t left = run->steps - run->state.step;
-        printf("forecast %s tokens/s, %s steps in %s; step %" PRId64 " says how true that was\n\n",
+        printf("forecast %s tokens/s, %s steps in %s; compared with the measured time after step %"
+               PRId64 "\n\n",
                count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s, count_text(left).s,
                duration_text(1e-3 * run->forecast_ms * (double)left).s,
                run->state.step + FORECAST_STEPS);
@@ -6804,8 +6882,9 @@ static void run_count_step(Run *run, const StepResult r) {
     // Skips that lower the loss scale are expected and not counted; at its lowest value they are.
     run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (run->o.max_skips && run->skips >= run->o.max_skips) {
-        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
-                 "skipped, and what made their gradients useless stays", run->skips);
+        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " consecutive steps "
+                 "were skipped: their gradients were not finite or exceeded --skip-zscore",
+                 run->skips);
     }
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
@@ -6894,7 +6973,7 @@ static void run_fail(const Run *run) {
             ? ", which is saved"
         : run->diverged
             ? ", which is not saved"
-            : ", which is not saved: the newest checkpoint is from before the first of them");
+            : ", which is not saved: the newest checkpoint precedes the skipped steps");
 }
 
 // Prints the last line of a run, writes the last line of the log and closes it.
@@ -6918,7 +6997,7 @@ static void run_end(Run *run, double ms) {
 // The training loop: runs from the current step to the last one, a signal or a failure. After each
 // step it validates, samples and saves, in this order, if each is due; with an output folder the
 // end of the run saves too. A skipped step postpones a periodic checkpoint, and a run that fails
-// because of skipped steps does not save at its end: its newest checkpoint is from before them.
+// because of skipped steps does not save at its end: its newest checkpoint precedes them.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
@@ -6926,7 +7005,7 @@ static void run_train(Run *run) {
     stop_grace = GRACE_PROGRESS;
     run->reported_step = run->state.step;
     if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
-        printf("nothing to do: the checkpoint is of step %" PRId64 ", --steps (-x) is %" PRId64
+        printf("nothing to do: the checkpoint is at step %" PRId64 ", --steps (-x) is %" PRId64
                "\n", run->state.step, run->steps);
     }
     if (run->state.pending_validation && run->has_val) {
@@ -6998,7 +7077,7 @@ static Token eval_token(const EvalExample *x, int k, int i) {
 static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
     const int context = x->texts[0].count, count = x->texts[1 + k].count;
     const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
-    check(count <= T, "the evaluation file has changed since it was opened");
+    check(count <= T, "the evaluation file changed while in use");
     for (int i = 0; i < T; i++) {
         inputs[i] = eval_token(x, k, drop + i);
         targets[i] = eval_token(x, k, drop + i + 1);
@@ -7077,7 +7156,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             }
             Engine *e = &run->engine;
             if (!isfinite(e->forward_loss(e, losses, run->inputs, run->targets))) {
-                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
+                die("--eval: the loss of %s is not finite at example %d of %s", run->o.model,
                     i, f->name);
             }
             for (int b = 0; b < filled; b++) {
@@ -7108,7 +7187,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
         return;
     }
     if (n == 0) {
-        die("--eval: interrupted before one example of %s was scored", f->name);
+        die("--eval: interrupted before any example of %s was scored", f->name);
     }
     if (run->o.json) {
         printf("{\"file\":\"");
@@ -7123,7 +7202,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
     }
     printf("%s", clear_line(run));
     if (score->cut_rows) {
-        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
+        printf("%s rows were truncated at the start: with T = %d, a row has at most %d tokens\n",
                count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
     }
     printf("%s: ", f->name);
@@ -7200,7 +7279,7 @@ static void plan_search(Search *q, const Plan *p, const MemoryBudget *budget, in
     const Settings *s = &p->settings;
     MemoryBudget any;
     memset(&any, 0, sizeof any);
-    any.device = any.host = SIZE_MAX;
+    any.device = any.host = UINT64_MAX;
     search_begin(q, s, budget ? budget : &any);
     q->speed = budget && budget->from ? budget->speed : speed_usual(s);
     q->sequences = s->B * max_i64(micros, 1);
@@ -7396,13 +7475,13 @@ static const char *plan_no_change(const Settings *s) {
 // Ends the run with status 3, before anything is allocated, if `need` exceeds `available` bytes.
 // The message says how much is missing and names the cheapest settings that fit. If these need more
 // host memory than there is, it names the cheapest one of them and how much host memory is free.
-static void plan_refuse(const Plan *p, size_t need, size_t available) {
+static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
     enum { SHOWN = 3 };
     char line[1536] = "", cost[160];
     if (need <= available) {
         return;  // before searching for remedies, whose plans take a while to build
     }
-    const size_t missing = need - available, host = (size_t)host_memory("").bytes;
+    const uint64_t missing = need - available, host = (uint64_t)host_memory("").bytes;
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     budget.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
@@ -7410,7 +7489,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
     int n = plan_changes(p, &budget, 1, list), length = 0, lacks_host = 0;
     if (n == 0) {
-        budget.host = SIZE_MAX;
+        budget.host = UINT64_MAX;
         n = plan_changes(p, &budget, 1, list);
         lacks_host = 1;
     }
@@ -7432,7 +7511,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
 
 // Ends the run with status 3 if a rank would pin more than `available` bytes, its share of the
 // host's memory.
-static void plan_refuse_host(const Plan *p, size_t available, const char *limit) {
+static void plan_refuse_host(const Plan *p, uint64_t available, const char *limit) {
     if (p->host_bytes > available) {
         die_status = STATUS_TOO_LARGE;
         die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
@@ -7572,7 +7651,7 @@ static void plan_print_json(const Plan *p, const MemoryBudget *budget, const Opt
         }
         free(list);
     }
-    printf("],\n\"total_bytes\":%zu,\"ticks\":[", p->device_bytes);
+    printf("],\n\"total_bytes\":%" PRIu64 ",\"ticks\":[", p->device_bytes);
     for (int t = 0; t < p->ticks; t++) {
         char name[32];
         tick_name(name, s, t);
@@ -7581,8 +7660,8 @@ static void plan_print_json(const Plan *p, const MemoryBudget *budget, const Opt
     printf("],\"buffers\":[");
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
-               "\"last\":%d,\"home\":\"%s\"}",
+        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%" PRIu64
+               ",\"offset\":%" PRIu64 ",\"first\":%d,\"last\":%d,\"home\":\"%s\"}",
                i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
                b->placement == PLACE_HOST ? "host" : "device");
     }
@@ -7591,7 +7670,7 @@ static void plan_print_json(const Plan *p, const MemoryBudget *budget, const Opt
 
 // Prints the common rule of thumb for memory and why the plan differs. The rule: 16 bytes per
 // parameter for weights, gradients and moments, every activation in fp32, and 2 GB for libraries.
-static void plan_print_thumb(const Plan *p, size_t total) {
+static void plan_print_thumb(const Plan *p, uint64_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     if (s->forward) {
@@ -7623,11 +7702,11 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
     const Settings *s = &p->settings;
     const int micros = (int)max_i64(step_micros(o, s), 1);
     const Traffic t = step_traffic(s, micros);
-    char note[80], step[48] = "one micro-step";
+    char note[96], step[48] = "one micro-step";
     plan_print_line("library", budget->library, "reserved, not measured");
     if (s->ranks > 1) {
-        snprintf(note, sizeof note, "reserved: 12 MiB x %d channels x (%d peers + 1)",
-                 NCCL_CHANNELS, nccl_peers(s));
+        snprintf(note, sizeof note, "reserved: %d MiB x %d thread blocks x (%d peers + 1)%s",
+                 NCCL_MIB, s->ctas, nccl_peers(s), s->nvlink ? " + NVLS" : "");
         plan_print_line("NCCL", nccl_estimate_bytes(s), note);
     }
     plan_print_line("total per GPU", p->device_bytes + outside_bytes(budget, s),
@@ -7723,7 +7802,7 @@ static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, const
 static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
-    size_t device[GROUPS], host[GROUPS], sum = 0;
+    uint64_t device[GROUPS], host[GROUPS], sum = 0;
     const uint64_t outside = outside_bytes(budget, s);
     const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
     const int fits = !budget->device || plan_taken(p) <= budget->device;
@@ -8070,7 +8149,7 @@ static void minimum_plan(PlanCandidate *c, const Options *asked, const Model *m,
     Search q;
     Options o = *asked;
     memset(&all, 0, sizeof all);
-    all.device = all.host = SIZE_MAX;
+    all.device = all.host = UINT64_MAX;
     o.batch = 1;
     o.recompute = "none";
     settings_from_options(&q.base, &o, m, gpu);
@@ -8387,7 +8466,7 @@ static Settings calibration_settings(const Settings *run, double flops) {
 // the same time per token. `dev/bench/cpu.c forecast` compares the result with the steps of ten
 // settings. Returns 0 if the small models need more than `bytes` of memory, or timing them more
 // than `flops` FLOPs.
-static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes,
+static int speed_measure(Speed *speed, const Program *program, const Settings *run, uint64_t bytes,
                          double flops) {
     enum { TWO, AGAIN, ONE, MODELS };
     Settings s = calibration_settings(run, flops);
@@ -8569,23 +8648,22 @@ static void run_find_ranks(Run *run, const Program *program) {
     rank_timeout_ms = 1e3 * (double)o->timeout;
     if (!launched && o->gpus == 1) {
         if (option_given(o, "timeout")) {
-            die("--timeout watches the ranks of a run, and this one is alone: --gpus N or a "
-                "launcher starts some");
+            die("--timeout needs several ranks: use --gpus N or a launcher such as mpirun");
         }
         return;
     }
     if (launched && o->gpus > 1) {
-        die("--gpus %" PRId64 ", and %s is %d: a launcher has started ranks already, so leave "
-            "--gpus out, or start one process with %s unset", o->gpus, l.variable, l.copies,
+        die("--gpus %" PRId64 ": a launcher has already started ranks (%s is %d); omit --gpus, or "
+            "unset %s and start one process", o->gpus, l.variable, l.copies,
             l.variable);
     }
     snprintf(asks, sizeof asks, launched ? "%s is %d" : "%s %d", launched ? l.variable : "--gpus",
              launched ? l.copies : (int)o->gpus);
     if (!program->ranks_start) {
-        die("%s, but this program trains alone: %s", asks, program->alone);
+        die("%s: several ranks are not supported: %s", asks, program->alone);
     }
     if (o->check || o->compare || o->generate) {
-        die("%s: --check, --compare and --generate are for one process", asks);
+        die("%s: --check, --compare and --generate run on one GPU only", asks);
     }
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
@@ -8600,18 +8678,20 @@ static void run_find_ranks(Run *run, const Program *program) {
 // the available memory are chosen identically on all ranks, for the one with the least. Ends the
 // run if the ranks cannot train together. Returns the budget that every rank has; `budget` is this
 // rank's.
-static MemoryBudget run_handshake(const Run *run, const Program *program,
-                                  const MemoryBudget *budget) {
+static MemoryBudget run_handshake(Run *run, const Program *program, const MemoryBudget *budget) {
     MemoryBudget least = *budget;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
-        same.rank = same.threads = same.quiet = 0;  // these may differ between ranks
+        // These may differ between ranks.
+        same.rank = same.threads = same.quiet = same.nvlink = same.ctas = 0;
         rank_info.settings = fnv1a(0, &same, sizeof same);
         rank_info.device = budget->device;
         rank_info.host = budget->host;
+        rank_info.ctas = (uint64_t)run->s.ctas;
         program->ranks_handshake();
-        least.device = (size_t)rank_info.device;
-        least.host = (size_t)rank_info.host;
+        run->s.ctas = (int)rank_info.ctas;
+        least.device = (uint64_t)rank_info.device;
+        least.host = (uint64_t)rank_info.host;
     }
     return least;
 }
@@ -8667,8 +8747,8 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_PRESET:
             model_set_vocabulary(m, GPT2_VOCABULARY);
             if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
-                printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model,
-                       m->V, data->vocabulary);
+                printf("%s has GPT-2's vocabulary of %d tokens; the data uses %d of them\n",
+                       o->model, m->V, data->vocabulary);
             }
             break;
         case MODEL_SHAPE:
@@ -8677,12 +8757,12 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_FILE:
             if (data && data->vocabulary == GPT2_VOCABULARY && m->V == GPT2_PADDED) {
                 if (!o->quiet) {
-                    printf("%s pads GPT-2's vocabulary to %d rows; those from %d on stay as they "
-                           "are in the file and in the softmax, and no data has their tokens\n",
+                    printf("%s pads GPT-2's vocabulary to %d rows; rows from %d on are kept, "
+                           "and take part in the softmax, but no token refers to them\n",
                            o->model, m->V, GPT2_VOCABULARY);
                 }
             } else if (data && data->vocabulary != m->V) {
-                die("--model (-e): %s has a vocabulary of %d; the data, %s, has one of %d",
+                die("--model (-e): %s has a vocabulary of %d tokens, the data %s one of %d",
                     o->model, m->V, o->train_data, data->vocabulary);
             }
             break;
@@ -8690,14 +8770,15 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
 }
 
 // Step 3: opens the training data and sets the vocabulary. A plan needs data only for the
-// vocabulary of a shape, and uses that of bytes if there is no data.
+// vocabulary of a shape; without data it assumes byte tokens.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
     if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
     if (!o->train_data && !options_plan(o)) {
-        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
+        die("no training data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token "
+            "shards");
     }
     if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE || o->fit || o->largest)) {
         int64_t T = o->seq_len ? o->seq_len : m->maxT;
@@ -8712,8 +8793,8 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
 // saving a checkpoint transposes, of 16 C^2 bytes, plus a quarter of that; and 16 MiB for buffers
 // of files, vocabularies and the program. If plans used all memory, as -r auto and --offload auto
 // may, a job with a memory limit would be killed at its first checkpoint.
-static size_t outside_plan_bytes(const Model *m) {
-    return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
+static uint64_t outside_plan_bytes(const Model *m) {
+    return (16 << 20) + 20 * (uint64_t)m->C * (uint64_t)m->C;
 }
 
 // Returns the memory available to a run on this machine, and the default rates as its speed.
@@ -8722,25 +8803,25 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     if (o->gpu_mem && !program->gpu) {
-        die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
-            "GPU run");
+        die("--gpu-mem: this program trains on the CPU; use --gpu-mem with --plan, --fit or "
+            "--minimum to plan a GPU run");
     }
-    const size_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
-    const size_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
+    const uint64_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
+    const uint64_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
     budget.device = size_less(program->available(), program->library_bytes + nccl + outside);
     if (o->gpu_mem) {
-        const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes + nccl);
+        const uint64_t cap = size_less((uint64_t)o->gpu_mem, library_reserve_bytes + nccl);
         if (cap < budget.device) {
             budget.device = cap;
             snprintf(available_limit, sizeof available_limit, " (--gpu-mem)");
         }
     }
-    budget.device = (size_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
+    budget.device = (uint64_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
     // The ranks on a machine share its host memory.
-    const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
-    budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
+    const uint64_t host = (uint64_t)(host_memory("").bytes / this_rank.local_ranks);
+    budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : UINT64_MAX;
     budget.library = program->library_bytes;
-    budget.where = program->gpu ? "free on this GPU" : "memory this process may take";
+    budget.where = program->gpu ? "free on this GPU" : "memory available to this process";
     budget.speed = speed_usual(s);
     return budget;
 }
@@ -8754,6 +8835,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     const int named = gpu_memory_from_options(o) > 0 || o->gpus > 1, gpu = program->gpu || named;
     int fits = 1;
     fit_options(o, m);
+    if (o->gpus > 1 && !o->gpu[0] && program->link) {
+        machine_link = program->link((int)o->gpus);
+    }
     if (o->minimum) {
         minimum_command(o, m, !program->gpu);
         return 0;
@@ -8817,17 +8901,17 @@ static void run_size(Run *run) {
     run->accum_steps = (int)micros;
     run->windows_per_step = micros * s->ranks * s->B;
     if (run->windows_per_step > run->train.windows) {
-        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
-            " sequences of %d tokens; %s has %" PRId64, run->windows_per_step, s->T,
+        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step needs %" PRId64
+            " sequences of %d tokens; %s has only %" PRId64, run->windows_per_step, s->T,
             o->train_data, run->train.windows);
     }
     run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
     if (o->warmup > run->steps) {
-        die("--warmup (-u): %" PRId64 " steps are more than the run's %" PRId64, o->warmup,
+        die("--warmup (-u): %" PRId64 " steps, but the run has only %" PRId64, o->warmup,
             run->steps);
     }
     if (run->has_val && run->val.windows < s->B) {
-        die("%s: %" PRId64 " sequences of %d tokens are fewer than one batch of %d", o->val_data,
+        die("%s: %" PRId64 " sequences of %d tokens, fewer than one batch of %d", o->val_data,
             run->val.windows, s->T, s->B);
     }
 }
@@ -8844,7 +8928,7 @@ static void run_print_box(const Run *run) {
            count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
     if (!run->o.val_data) {
-        printf("         without --val-data (-j) nothing is validated\n");
+        printf("         no validation: --val-data (-j) is not given\n");
     }
     printf("step     %d x %d x %d", run->accum_steps, s->B, s->T);
     if (s->ranks > 1) {
@@ -8855,7 +8939,7 @@ static void run_print_box(const Run *run) {
     printf("command  ");
     command_print(program_command, &run->o, 0);
     printf("\nmemory   %s", bytes_text((double)plan_taken(p)).s);
-    size_t device[GROUPS], host[GROUPS];
+    uint64_t device[GROUPS], host[GROUPS];
     const char *separator = ":";
     plan_groups(p, device, host);
     for (int g = 0; g < GROUPS; g++) {
@@ -8865,8 +8949,8 @@ static void run_print_box(const Run *run) {
         }
     }
     if (settings_offloads(s)) {
-        printf("; %s %s", bytes_text((double)p->host_bytes).s,
-               s->gpu ? "of host memory" : "in the host's place");
+        printf("; %s of %shost memory", bytes_text((double)p->host_bytes).s,
+               s->gpu ? "" : "emulated ");
     }
     printf("\n");
     unused_print("         unused memory would buy ", p, &run->budget, &run->o);
@@ -8877,8 +8961,8 @@ static void run_print_engine(const Run *run) {
     const Engine *e = &run->engine;
     printf("device   %s\n", e->device);
     if (e->peak_flops > 0) {
-        printf("peak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
-               "FLOPs\n\n", e->peak_flops * 1e-9, e->peak_source);
+        printf("peak     %.0f GFLOP/s, %s; FLOPs per token: 6 x (parameters + padding) + "
+               "6 L C T\n\n", e->peak_flops * 1e-9, e->peak_source);
     } else {
         printf("peak     unknown: %s\n\n", e->peak_source);
     }
@@ -8894,8 +8978,8 @@ static void refuse_renamed(const char *output) {
     while (folder && (entry = readdir(folder)) != NULL) {
         path_print(path, "%s/%s/manifest.json", output, entry->d_name);
         if (strcmp(entry->d_name, "..") != 0 && !manifest_open(&manifest, path)) {
-            die("--resume (-y): %s/%s is a checkpoint of step %" PRId64 "; a run goes on from "
-                "step-%08" PRId64 " in its --output (-o): name it so, or for a new run move it",
+            die("--resume (-y): %s/%s is the checkpoint of step %" PRId64 "; rename it to "
+                "step-%08" PRId64 " to resume from it, or move it to start a new run",
                 output, entry->d_name, manifest.step, manifest.step);
         }
     }
@@ -8917,8 +9001,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
     ResumeChoice choice = {-1, 0};
     CheckpointList list = checkpoint_list(o->output, "");
     if (list.count && !o->resume) {
-        die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
-            "starts anew", o->output);
+        die("--output (-o): %s already contains checkpoints; resume with --resume (-y) 1, or use "
+            "another folder", o->output);
     }
     checkpoint_sweep(o->output);
     for (int i = 0; i < list.count && choice.step < 0; i++) {
@@ -8935,7 +9019,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
-        die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove them to start a new run",
+            o->output);
     }
     free(list.steps);
     return choice;
@@ -8963,18 +9048,18 @@ static int64_t run_resume(Run *run) {
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
         const int64_t most = choice.step * run->train.windows;  // at most an epoch per step
         if (run->state.step != choice.step || run->state.position > most) {
-            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; allowed is "
+            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; expected "
                 "step %" PRId64 ", position 0 to %" PRId64, path, run->state.step,
                 run->state.position, choice.step, most);
         }
     }
     const char *file = run->weights.spans ? o->model : NULL;
     if (o->resume && !o->quiet && choice.step < 0) {
-        printf("no checkpoint in %s yet: a new run%s%s\n", o->output,
-               file ? ", with the weights of --model (-e) " : "", file ? file : "");
+        printf("no checkpoint in %s: starting a new run%s%s\n", o->output,
+               file ? " from the weights of --model (-e) " : "", file ? file : "");
     } else if (o->resume && !o->quiet && file) {
-        printf("the weights are those of %s, not those of --model (-e) %s, where the run began\n",
-               path, file);
+        printf("using the weights of %s; --model (-e) %s only applied when the run started\n", path,
+               file);
     }
     return choice.step;
 }
@@ -9025,7 +9110,8 @@ static void run_open_validation(Run *run) {
     if (run->has_val) {
         dataset_open(&run->val, o->val_data, run->s.T);
         if (run->val.tokenizer != run->train.tokenizer) {
-            die("--val-data (-j): %s has another tokenizer than %s", o->val_data, o->train_data);
+            die("--val-data (-j): %s uses a different tokenizer from %s", o->val_data,
+                o->train_data);
         }
     }
 }
@@ -9039,7 +9125,7 @@ static void run_prepare_samples(Run *run) {
         const int64_t count = prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
                                             prompt, strlen(prompt));
         if (count > run->s.T) {
-            die("--prompt: %" PRId64 " tokens, at most %d fit", count, run->s.T);
+            die("--prompt: %" PRId64 " tokens, more than --seq-len (-t) %d", count, run->s.T);
         }
     }
 }
@@ -9134,9 +9220,10 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         run_print_engine(run);
         choice_print(&run->plan, o);
         run_flush(run);
-        stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
-                                 : "\nstopping after this micro-batch; without --output (-o) "
-                                   "nothing is saved; again to quit\n";
+        stop_line = o->output[0] ? "\nstopping after this micro-batch, then saving; "
+                                   "a second signal quits at once\n"
+                                 : "\nstopping after this micro-batch without saving, since there "
+                                   "is no --output (-o); a second signal quits at once\n";
         stop_line += !run->live;  // the newline keeps the line that a terminal rewrites
     }
     run_forecast(run, program);
@@ -9163,7 +9250,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     Mapping map;
     EvalFile f;
     EvalScore score;
-    char weights[48] = "weights of that file";
+    char weights[48] = "loaded weights";
     memset(&score, 0, sizeof score);
     if (m->V == 0) {
         model_set_vocabulary(m, GPT2_VOCABULARY);
@@ -9177,7 +9264,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     }
     settings_from_options(&run->s, o, m, program->gpu);
     if (f.longest_completion > run->s.T) {
-        die("%s: example %d: a completion has %d tokens; --seq-len (-t) %d holds as many at most",
+        die("%s: example %d: a completion has %d tokens, more than --seq-len (-t) %d",
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
     settings_forward(&run->s);
@@ -9210,8 +9297,8 @@ static void generate_vocabulary(Run *run, const Model *m) {
     Options *o = &run->o;
     const int gpt2 = m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED;
     if (!gpt2 && m->V != BYTE_VOCABULARY) {
-        die("--generate: %s has a vocabulary of %d; text can be made of %d tokens (bytes) and of "
-            "%d (GPT-2's)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
+        die("--generate: %s has a vocabulary of %d tokens; supported are %d (bytes) and %d "
+            "(GPT-2)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
     }
     run->train.tokenizer = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
     o->train_data = o->model;  // for messages: the source of the tokens
@@ -9260,7 +9347,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     Generator g;
     char weights[80] = "";
     if (!run->weights.spans) {
-        snprintf(weights, sizeof weights, ", never trained: initial weights of --seed %" PRId64,
+        snprintf(weights, sizeof weights, ", untrained: initial weights of --seed %" PRId64,
                  o->seed);
     }
     generator_open(&g, run, program, m);
@@ -9280,7 +9367,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 count_text(g.prompt_count).s,
                 count_text(tokens_per_second(g.prompt_count, g.prompt_ms)).s,
                 count_text(g.count).s, count_text(tokens_per_second(g.count, g.ms)).s,
-                g.slid ? ", a whole window each where it slides" : "");
+                g.slid ? "; beyond T positions each token recomputes the window" : "");
     }
     run_close(run);
     free(g.tokens);
@@ -9295,7 +9382,7 @@ static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
     if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // in a run the engine refuses it
-        die("--dtype bf16: the GPU at hand has no bf16; it has fp16 and fp32");
+        die("--dtype bf16: this GPU does not support bf16; use fp16 or fp32");
     }
     o->dtype = lacks && !o->dtype ? (int64_t)DTYPE_FP16 : o->dtype;
 }
@@ -9313,13 +9400,13 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         return 0;
     }
     if ((o->check || o->compare) && !program->command) {
-        die("--check and --compare are commands of the GPU program, train_gpt2cu");
+        die("--check and --compare need the GPU program, train_gpt2cu");
     }
     writes_return_errors();
     if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it
         stop_on_signals();
         run_find_ranks(run, program);
-        stop_line = o->quiet ? "" : "stopping; again to quit\n";
+        stop_line = o->quiet ? "" : "stopping; a second signal quits at once\n";
         if (!o->generate) {  // its output is text, and its checks take no time
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
@@ -9371,7 +9458,7 @@ int train_gpt2_main(int argc, char **argv) {
         .open = cpu_open,
         .available = host_memory_available,
         .built = "",
-        .alone = "it computes on the CPU; train_gpt2cu shares a run among GPUs",
+        .alone = "this program runs on the CPU; use train_gpt2cu",
     };
     return program_main(&program, argc, argv);
 }
