@@ -2961,28 +2961,32 @@ static void transfers_forget_weights(Plan *p) {
 // which they reach half of it; the share of that rate in attention, forward and backward, under
 // the causal mask; the share of the memory bandwidth in copies of large arrays. The published
 // throughputs that they reproduce, and how far they miss them: dev/notes/forecast.md.
+// The last two columns are the memory that libraries take, in MiB: that of the CUDA context for
+// each SM, 2 KiB for each thread that it holds; and the context's rest with cuBLASLt's kernels, the
+// power of two above the known figures (dev/notes/forecast.md).
 typedef struct {
     int capability;
     double matmuls, half, attention, attention_back, memory;
+    int sm_mib, library_mib;
 } CardLine;
 enum {
     LINE_V100, LINE_T4, LINE_RTX20, LINE_A100, LINE_RTX30, LINE_RTX_A, LINE_RTX40, LINE_ADA,
     LINE_H100, LINE_H20, LINE_B200, LINE_RTX50, LINE_RTX_PRO
 };
 static const CardLine card_lines[] = {
-    {70, 0.70, 100, 0.31, 0.22, 0.80},  // V100: only its memory is planned
-    {75, 0.58, 120, 0.31, 0.215, 0.70},
-    {75, 0.95, 45, 0.70, 0.51, 0.87},  // RTX 20 and RTX 30: no figure is known; those of RTX 40
-    {80, 0.85, 85, 0.35, 0.255, 0.87},
-    {86, 0.95, 45, 0.70, 0.51, 0.87},
-    {86, 0.66, 45, 0.43, 0.31, 0.87},
-    {89, 0.97, 45, 0.70, 0.51, 0.87},
-    {89, 0.40, 45, 0.28, 0.21, 0.87},
-    {90, 0.74, 262, 0.21, 0.158, 0.87},
-    {90, 0.85, 85, 0.35, 0.255, 0.87},  // H20: a seventh of an H100's tensor cores, as an A100's
-    {100, 0.60, 350, 0.15, 0.11, 0.87},
-    {120, 0.97, 45, 0.70, 0.51, 0.87},
-    {120, 0.50, 45, 0.35, 0.25, 0.87},  // RTX PRO: no figure is known; between RTX 50 and Ada
+    {70, 0.70, 100, 0.31, 0.22, 0.80, 4, 512},  // V100: only its memory is planned
+    {75, 0.58, 120, 0.31, 0.215, 0.70, 2, 256},
+    {75, 0.95, 45, 0.70, 0.51, 0.87, 2, 256},  // RTX 20 and 30: no figure is known; as RTX 40
+    {80, 0.85, 85, 0.35, 0.255, 0.87, 4, 512},
+    {86, 0.95, 45, 0.70, 0.51, 0.87, 3, 256},
+    {86, 0.66, 45, 0.43, 0.31, 0.87, 3, 256},
+    {89, 0.97, 45, 0.70, 0.51, 0.87, 3, 256},
+    {89, 0.40, 45, 0.28, 0.21, 0.87, 3, 256},
+    {90, 0.74, 262, 0.21, 0.158, 0.87, 4, 512},
+    {90, 0.85, 85, 0.35, 0.255, 0.87, 4, 512},  // H20: a seventh of an H100's tensor cores
+    {100, 0.60, 350, 0.15, 0.11, 0.87, 4, 512},
+    {120, 0.97, 45, 0.70, 0.51, 0.87, 3, 256},
+    {120, 0.50, 45, 0.35, 0.25, 0.87, 3, 256},  // RTX PRO: no figure; between RTX 50 and Ada
 };
 
 // Cards: total memory in GiB as the driver reports it, the smallest total quoted in CUDA
@@ -3356,8 +3360,19 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 // From options to settings, for the named card or the one present, including the levels of
 // recomputation and the offload that the program chooses itself.
 
-// Library memory (CUDA context, cuBLASLt) of a GPU run. Not measured yet; the plan says so.
+// Library memory (CUDA context, cuBLASLt) that a plan leaves free on a GPU of which only the memory
+// is known.
 static const uint64_t library_reserve_bytes = (uint64_t)1 << 30;
+
+// Returns the library memory of a card (NULL: only its memory is known), estimated from its number
+// of SMs and rounded up to 64 MiB.
+static uint64_t card_library_bytes(const GpuEntry *card) {
+    if (!card) {
+        return library_reserve_bytes;
+    }
+    const CardLine *line = &card_lines[card->line];
+    return (uint64_t)ceil((line->sm_mib * card->sms + line->library_mib) / 64) << 26;
+}
 
 // Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
 // 12 MiB of buffers per channel, and a channel has a thread block (CTA) (NVIDIA/nccl#1685). Peers
@@ -3667,6 +3682,7 @@ typedef struct {
     int64_t windows;  // sequences in the data, 0: unknown
     const char *where, *from;
     const GpuEntry *card;  // that --gpu names, or NULL
+    char library_from[32];  // how the library memory is known
     Speed speed;
 } MemoryBudget;
 
@@ -3978,7 +3994,13 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     budget.card = card;
-    budget.library = library_reserve_bytes;
+    budget.library = card_library_bytes(card);
+    if (card) {
+        snprintf(budget.library_from, sizeof budget.library_from, "estimated: sm_%d, %.0f SMs",
+                 card_capability(card), card->sms);
+    } else {
+        snprintf(budget.library_from, sizeof budget.library_from, "assumed");
+    }
     const uint64_t reserved = budget.library + nccl_estimate_bytes(s);
     budget.device = size_less(bytes, reserved);
     budget.host = UINT64_MAX;
@@ -6421,7 +6443,7 @@ typedef struct Program {
     int gpu;
     void (*open)(Engine *e, Plan *p);
     uint64_t (*available)(void);                              // bytes available for the plan
-    size_t library_bytes;                                     // of these, used by libraries
+    uint64_t (*library)(int *measured);                       // bytes used by libraries; or NULL
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
     const char *built;                                        // optional features built in
@@ -7615,8 +7637,9 @@ static void settings_print_json(const Options *asked, const Settings *s, const M
            s->B, s->T, recompute_text(s).s, offload_text(offload, s), type_names[s->dtype],
            type_names[s->moment_dtype], settings_has_master(s) ? "true" : "false", s->logit_rows,
            s->gpu ? s->workspace : 0, s->ranks, settings_zero(s));
-    printf(",\"device_bytes\":%" PRIu64 ",\"reserved_bytes\":%" PRIu64 ",\"host_bytes\":%" PRIu64
-           ",\"tokens_per_s\":", bytes, outside_bytes(budget, s), host_bytes);
+    printf(",\"device_bytes\":%" PRIu64 ",\"reserved_bytes\":%" PRIu64
+           ",\"reserved_from\":\"%s\",\"host_bytes\":%" PRIu64 ",\"tokens_per_s\":",
+           bytes, outside_bytes(budget, s), budget->library_from, host_bytes);
     printf(budget->from && tokens_per_s > 0 && !s->forward ? "%.0f" : "null", floor(tokens_per_s));
 }
 
@@ -7703,7 +7726,7 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
     const int micros = (int)max_i64(step_micros(o, s), 1);
     const Traffic t = step_traffic(s, micros);
     char note[96], step[48] = "one micro-step";
-    plan_print_line("library", budget->library, "reserved, not measured");
+    plan_print_line("library", budget->library, budget->library_from);
     if (s->ranks > 1) {
         snprintf(note, sizeof note, "reserved: %d MiB x %d thread blocks x (%d peers + 1)%s",
                  NCCL_MIB, s->ctas, nccl_peers(s), s->nvlink ? " + NVLS" : "");
@@ -8216,7 +8239,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         MemoryBudget budget;
         memset(&budget, 0, sizeof budget);
         minimum_plan(&c, asked, m, gpu, i == 1);
-        budget.library = gpu ? library_reserve_bytes : 0;
+        budget.library = gpu ? card_library_bytes(gpu_find(asked)) : 0;
         const uint64_t outside = outside_bytes(&budget, &c.settings);
         const int found = gpu ? minimum_cards(cards, asked, m, i == 1, (int)asked->json) : 0;
         if (asked->json) {
@@ -8230,8 +8253,9 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         int n = snprintf(text, sizeof text, "%s: %s", titles[i == 1 && asked->gpus > 1 ? 3 : i],
                          bytes_text((double)(c.bytes + outside)).s);
         if (gpu) {
-            n = text_add(text, sizeof text, n, " = %s and %s for libraries (reserved)",
-                         bytes_text((double)c.bytes).s, bytes_text((double)outside).s);
+            n = text_add(text, sizeof text, n, " = %s and %s for libraries (%s)",
+                         bytes_text((double)c.bytes).s, bytes_text((double)outside).s,
+                         asked->gpu[0] ? "estimated" : "assumed");
         }
         n = text_add(text, sizeof text, n, ", %s of host memory%s",
                      bytes_text((double)c.host_bytes).s, each_text(asked).s);
@@ -8808,7 +8832,11 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     }
     const uint64_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
     const uint64_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
-    budget.device = size_less(program->available(), program->library_bytes + nccl + outside);
+    int measured = 0;
+    budget.library = program->library ? program->library(&measured) : 0;
+    snprintf(budget.library_from, sizeof budget.library_from,
+             measured ? "measured on this GPU" : "estimated");
+    budget.device = size_less(program->available(), budget.library + nccl + outside);
     if (o->gpu_mem) {
         const uint64_t cap = size_less((uint64_t)o->gpu_mem, library_reserve_bytes + nccl);
         if (cap < budget.device) {
@@ -8820,7 +8848,6 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     // The ranks on a machine share its host memory.
     const uint64_t host = (uint64_t)(host_memory("").bytes / this_rank.local_ranks);
     budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : UINT64_MAX;
-    budget.library = program->library_bytes;
     budget.where = program->gpu ? "free on this GPU" : "memory available to this process";
     budget.speed = speed_usual(s);
     return budget;

@@ -3488,17 +3488,66 @@ struct DeviceMemory {
 
 static DeviceMemory device_memory;
 
-// Estimates how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
-// queried the free bytes. --plan starts from the card's total memory and reserves
-// library_reserve_bytes for the libraries and the CUDA context. Here the context already exists, so
-// half of that is reserved: a run whose plan fits according to --plan is refused only if the
-// context takes more than the other half. (1 GiB - (total - free) would avoid this guess, but would
-// count another process's memory as the context.) Neither half has been measured yet.
+// Writes the cache key of this GPU's library memory: its name, number of SMs, and cuBLASLt's
+// version. Returns 0 if there is no GPU.
+static int library_key(char key[128], int *capability) {
+    int device = 0, count = 0;
+    cudaDeviceProp gpu;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+        return 0;
+    }
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&gpu, device));
+    *capability = 10 * gpu.major + gpu.minor;
+    snprintf(key, 128, "%.64s, %d SMs, cuBLASLt %zu", gpu.name, gpu.multiProcessorCount,
+             cublasLtGetVersion());
+    return 1;
+}
+
+// Returns how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
+// queried the free bytes: the most that earlier runs on this GPU have measured, or else an
+// estimate, without the context, whose memory is no longer free by then.
+static uint64_t device_library_bytes(int *measured) {
+    char key[128], line[256];
+    int capability = 0;
+    uint64_t bytes = 0;
+    FILE *f = library_key(key, &capability) ? cache_open("library", "r") : NULL;
+    const size_t n = f ? strlen(key) : 0;
+    while (f && fgets(line, sizeof line, f)) {
+        const uint64_t kept = strncmp(line, key, n) == 0 && line[n] == '\t'
+                                  ? strtoull(line + n, NULL, 10) : 0;
+        bytes = kept <= UINT64_C(8) << 30 && kept > bytes ? kept : bytes;
+    }
+    if (f) {
+        fclose(f);
+    }
+    *measured = bytes > 0;
 #if CUDA_CPU
-static size_t device_library_bytes(void) { return (size_t)emu::set.library; }
+    return *measured ? bytes : (uint64_t)emu::set.library;
 #else
-static size_t device_library_bytes(void) { return library_reserve_bytes / 2; }
+    int mib = 512;
+    for (const CardLine &line_of_cards : card_lines) {
+        mib = line_of_cards.capability == capability ? line_of_cards.library_mib : mib;
+    }
+    return *measured ? bytes : (uint64_t)mib << 20;
 #endif
+}
+
+// Keeps the measured library memory for later runs and plans on this GPU, if it is more than those
+// of before.
+static void library_keep(uint64_t bytes) {
+    char key[128];
+    int capability, measured;
+    const uint64_t before = device_library_bytes(&measured);
+    if (bytes == 0 || (measured && bytes <= before) || !library_key(key, &capability)) {
+        return;
+    }
+    FILE *f = cache_open("library", "a");
+    if (f) {
+        fprintf(f, "%s\t%" PRIu64 "\n", key, bytes);
+        fclose(f);
+    }
+}
 
 #if GPT2_POISON
 static cudaStream_t arena_stream;
@@ -6384,6 +6433,7 @@ static void gpu_warm_up(Engine *e) {
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
+    library_keep(device_memory.library_bytes);
     matmul_library.settled = true;
 }
 
@@ -6710,7 +6760,7 @@ int train_gpt2cu_main(int argc, char **argv) {
         .gpu = 1,
         .open = gpu_engine_open,
         .available = device_available,
-        .library_bytes = device_library_bytes(),
+        .library = device_library_bytes,
         .command = gpu_command,
         .refuse = gpu_settings_check,
         .built = built,

@@ -106,6 +106,7 @@ TEST(gpu_start) {
     const long plan = atol(o.out.c_str() + o.out.find(key) + strlen(key));
     for (long less : {0, 1}) {
         o = program(fixed + "--quiet", [=] {
+            setenv("XDG_CACHE_HOME", "/proc/none", 1);  // what this GPU took is for this run alone
             setenv("EMU_CONTEXT", "300M", 1);
             setenv("EMU_LIBRARY", "200M", 1);
             setenv("EMU_GPU_MEM", text("%ld", plan + (500L << 20) - less).c_str(), 1);
@@ -118,7 +119,10 @@ TEST(gpu_start) {
             expect_success(o, "plan, context and libraries to the byte");
         }
     }
-    o = program(run, with("EMU_LIBRARY", "200M"));
+    o = program(run, [] {
+        setenv("XDG_CACHE_HOME", "/proc/none", 1);
+        setenv("EMU_LIBRARY", "200M", 1);
+    });
     expect(o.out.find("; libraries took about 200.0 MiB") != Text::npos, "%s", o.out.c_str());
 }
 
@@ -340,6 +344,47 @@ TEST(gpu_speed) {
     const Text out = program(run + "-x 49", cache("none")).out;
     expect(out.find("forecast") == Text::npos && !exists("none/train_gpt2/speed"), "%s",
            out.c_str());
+}
+
+// A run keeps the library memory that it measured in the user's cache; later plans and runs on this
+// GPU reserve the most that was measured instead of an estimate. Lines of other GPUs are ignored.
+TEST(gpu_library) {
+    if (!is_emulated()) {
+        skip("sets the library's bytes");
+    }
+    write_corpus();
+    const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 1 -r none --offload none --tune 0 ";
+    const Text cache = current_folder() + "/cache";
+    mkdir("cache", 0755);
+    auto with_library = [&](const char *bytes, const char *memory = nullptr) {
+        return [=] {
+            setenv("XDG_CACHE_HOME", cache.c_str(), 1);
+            setenv("EMU_LIBRARY", bytes, 1);
+            memory ? (void)setenv("EMU_GPU_MEM", memory, 1) : (void)0;
+        };
+    };
+    auto planned = [&](const Text &words) {
+        const Text out = program(run + "--plan", with_library("20M")).out;
+        const size_t at = out.find("\nlibrary "), end = out.find('\n', at + 1);
+        expect(out.substr(at, end - at).find(words) != Text::npos, "%s: %s", words.c_str(),
+               out.substr(at, end - at).c_str());
+    };
+    planned(" 20,971,520    20.0 MiB   estimated");
+    expect_success(program(run, with_library("30M")), "30 MiB are measured");
+    planned(" 31,457,280    30.0 MiB   measured on this GPU");
+    expect_success(program(run, with_library("25M")), "less is measured");
+    planned(" 31,457,280    30.0 MiB   measured on this GPU");
+    const Text kept = read_file("cache/train_gpt2/library");
+    expect(std::count(kept.begin(), kept.end(), '\n') == 1, "%s", kept.c_str());
+    expect_success(program(run, with_library("40M")), "more is measured");
+    planned(" 41,943,040    40.0 MiB   measured on this GPU");
+    // A run reserves it too: 20 MiB of libraries would fit, but the GPU once took 40.
+    const Text json = program(run + "--plan --json", with_library("20M")).out;
+    const long bytes = (long)last_value(json, "total_bytes");
+    expect_too_large(program(run, with_library("20M", text("%ld", bytes + (30L << 20)).c_str())),
+                     " short", "a run");
+    write_file("cache/train_gpt2/library", "another" + read_file("cache/train_gpt2/library"));
+    planned(" 20,971,520    20.0 MiB   estimated");
 }
 
 // The micro-batch that a forecast times changes no bit of the run, wherever states are placed.

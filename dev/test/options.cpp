@@ -239,7 +239,7 @@ TEST(plan_command) {
     expect(has_sanitizers() || o.user_ms < 1000, "%.0f ms of the processor", o.user_ms);
     expect(o.out.find("memory plan of the GPU run") == 0 &&
            o.out.find("1,557,611,200 parameters") != Text::npos &&
-           o.out.find("reserved, not measured") != Text::npos &&
+           o.out.find("   estimated: sm_90, 132 SMs\n") != Text::npos &&
            o.out.find("rule of thumb") != Text::npos && o.out.find("-r block") != Text::npos);
     o = program("--plan -e d48 --gpu 4080 --offload none");
     expect(o.status == 3 && o.out.find("DOES NOT FIT, ") != Text::npos &&
@@ -421,7 +421,7 @@ TEST(fit_given) {
     }));
     expect(moved.out.find("'../my tools/train_gpt2cu' -e d12 ") != Text::npos &&
                moved.out.find("'../my tools/train_gpt2' -e d12 ") != Text::npos &&
-               flat(moved.out).find("iB and 1.00 GiB for libraries (reserved") != Text::npos,
+               flat(moved.out).find("iB and 1.00 GiB for libraries (assumed") != Text::npos,
            "%s", moved.out.c_str());
 }
 

@@ -185,8 +185,9 @@ TEST(ranks_budget) {
         for (const char *rank : {"0", "1"}) {
             const long all = bytes + (rank[0] == small[0] ? -1 : 1 << 30) + (500L << 20);
             command += (rank[0] == '0' ? " -np 1 env" : " : -np 1 env") +
-                       text(" EMU_CONTEXT=300M EMU_LIBRARY=200M EMU_NCCL=12M EMU_GPU_MEM=%ld ",
-                            all) + "$PROGRAM " + line + "-o budget" + small;
+                       text(" XDG_CACHE_HOME=/proc/none EMU_CONTEXT=300M EMU_LIBRARY=200M "
+                            "EMU_NCCL=12M EMU_GPU_MEM=%ld ", all) +
+                       "$PROGRAM " + line + "-o budget" + small;
         }
         const Outcome o = shell(command + " < /dev/null");
         expect_success(o, command);
@@ -635,6 +636,7 @@ TEST(ranks_memory) {
                 const long page = 4096;  // the heartbeats shared with the parent are pinned too
                 setenv("EMU_HOST_MEM", text("%ld", host + page).c_str(), 1);
                 setenv("EMU_CONTEXT", "300M", 1);
+                setenv("XDG_CACHE_HOME", "/proc/none", 1);
                 setenv("EMU_LIBRARY", "200M", 1);
                 setenv("EMU_NCCL", "12M", 1);
                 setenv("EMU_NVLINK", row.nvlink, 1);

@@ -302,6 +302,27 @@ TEST(cards, HOST) {
     }
 }
 
+// The library memory of a card is at least the bytes known of cards, and not more than 200 MiB
+// above those of a whole process: nvidia-smi's bytes less the program's own allocations, without
+// the 32 MiB of cuBLASLt's workspace; of two cards, only the context is known.
+TEST(library_estimate, HOST) {
+    static const struct {
+        const char *card;
+        double sms, mib, above;
+    } known[] = {{"3060-laptop", 30, 289 - 32, 200}, {"a100", 108, 855 - 32, 200},
+                 {"3090", 82, 256, 512}, {"rtx6000-ada", 142, 426, 512}};
+    for (const auto &k : known) {
+        Options o;
+        options_default(&o);
+        o.gpu = k.card;
+        const GpuEntry *card = gpu_find(&o);
+        const double mib = (double)card_library_bytes(card) / 0x1p20;
+        expect(card->sms == k.sms && mib >= k.mib && mib <= k.mib + k.above, "%s: %g MiB", k.card,
+               mib);
+    }
+    expect(card_library_bytes(NULL) == 1 << 30);
+}
+
 // The forecast against published throughputs of other programs (dev/notes/forecast.md), within the
 // residuals that the note records, and against numbers counted kernel by kernel from this program's
 // machine code, within 6 %; tokens/s at 0.5M tokens per step.
@@ -493,7 +514,7 @@ TEST(nccl_blocks, FLOAT) {
         const MemoryBudget budget = budget_named(&o, &s);
         expect(nccl_estimate_bytes(&s) == row.mib << 20, "%s: %zu", row.options,
                nccl_estimate_bytes(&s));
-        expect(budget.device == gpu_memory_from_options(&o) - library_reserve_bytes -
+        expect(budget.device == gpu_memory_from_options(&o) - card_library_bytes(gpu_find(&o)) -
                                     (row.mib << 20), "%s: %zu", row.options, budget.device);
         expect_near(1e-9 / budget.speed.peer_byte, row.rate ? 1e-9 * row.rate : 1e-9 /
                     budget.speed.peer_byte, 1e-6, "%s: GB/s", row.options);
