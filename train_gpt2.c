@@ -275,6 +275,10 @@ typedef enum {
 // command and not to the run.
 typedef enum { ANY, SAME, OWN } OptionOnResume;
 
+// Commands for which a row is special. GENERATES: --generate uses it; any other option is one of
+// training and a mistake there. LEAST: --minimum decides it itself, or does not depend on it.
+enum { GENERATES = 1, LEAST = 2 };
+
 typedef struct {
     const char *name;
     char letter;  // 0: none
@@ -284,6 +288,7 @@ typedef struct {
     double low, high;     // allowed range of a number; for a text, low 1 means not empty
     const char *choices;  // for OPT_CHOICE and OPT_SET
     OptionOnResume on_resume;
+    int commands;  // GENERATES, LEAST
     const char *subject, *help;
 } OptionRow;
 
@@ -292,154 +297,156 @@ typedef struct {
 // digits of a checkpoint's name, and 1 - beta^t above 0.
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
-    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, "Model",
+    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, GENERATES, "Model",
      "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
      "weights: a folder with model.safetensors and config.json, or an llm.c .bin"},
-    {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
+    {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, GENERATES, "Model",
      "tokens in a sequence, T; default: the model's"},
-    {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, "Model",
+    {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, GENERATES, "Model",
      "seed of the random numbers for initialisation, shuffling and sampling"},
-    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 1, 0, NULL, ANY, "Data",
+    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 1, 0, NULL, ANY, 0, "Data",
      "token shards to train on, a glob pattern; default: tinyshakespeare in data/, else the "
      "generated stories"},
-    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, "Data",
+    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, 0, "Data",
      "token shards to validate on"},
-    {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, "Data",
+    {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, GENERATES, "Data",
      "GPT-2's vocab.bpe, or llm.c's gpt2_tokenizer.bin; default: those in data/"},
-    {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, "Data",
+    {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, 0, "Data",
      "read the windows of an epoch in random order"},
-    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, ANY, "Batch",
+    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, ANY, LEAST, "Batch",
      "sequences in a micro-batch, B"},
-    {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, ANY, "Batch",
+    {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, ANY, 0, "Batch",
      "tokens in an optimizer step, a multiple of B x T; default: B x T"},
-    {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, ANY, "Batch",
+    {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, ANY, 0, "Batch",
      "optimizer steps; default: one epoch"},
-    {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, ANY, "Batch",
+    {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, ANY, 0, "Batch",
      "train on the first batch only, again and again"},
-    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, "Optimizer", "peak learning rate"},
-    {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, schedules, ANY, "Optimizer",
+    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, 0, "Optimizer",
+     "peak learning rate"},
+    {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, schedules, ANY, 0, "Optimizer",
      "shape of the learning rate's decay after warmup (wsd: constant, then 1 - sqrt over the "
      "last fifth)"},
-    {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, ANY, "Optimizer",
+    {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, ANY, 0, "Optimizer",
      "steps of linear warmup from 0"},
-    {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, ANY, "Optimizer",
+    {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, ANY, 0, "Optimizer",
      "final learning rate, as a fraction of the peak"},
-    {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, ANY, "Optimizer",
+    {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, ANY, 0, "Optimizer",
      "decoupled weight decay, applied to two-dimensional tensors only"},
-    {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, ANY, "Optimizer",
+    {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, ANY, 0, "Optimizer",
      "decay rate of AdamW's first moment"},
-    {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, ANY, "Optimizer",
+    {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, ANY, 0, "Optimizer",
      "decay rate of AdamW's second moment"},
-    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, ANY, "Optimizer", "AdamW epsilon"},
-    {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, ANY, "Optimizer",
+    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, ANY, 0, "Optimizer", "AdamW epsilon"},
+    {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, ANY, 0, "Optimizer",
      "clip gradients to this norm; 0: no clipping"},
-    {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, ANY, "Optimizer",
+    {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, ANY, 0, "Optimizer",
      "skip a step if its gradient norm exceeds the mean of the last 128 by this many standard "
      "deviations; 0: never"},
-    {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, ANY, "Optimizer",
+    {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, ANY, 0, "Optimizer",
      "end the run as failed after this many consecutive skipped steps; 0: never. Steps skipped "
      "because fp16's loss scale overflowed do not count"},
-    {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, ANY, "Validation",
+    {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, ANY, 0, "Validation",
      "steps between validations; 0: never"},
-    {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, "Validation",
+    {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, 0, "Validation",
      "batches per validation, at most as many as the data has; 0: all"},
-    {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, ANY, "Samples",
+    {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, ANY, 0, "Samples",
      "steps between samples; the last step is also followed by one; 0: never"},
-    {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, "Samples",
-     "tokens in a sample"},
-    {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, "Samples",
+    {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, GENERATES,
+     "Samples", "tokens in a sample"},
+    {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, GENERATES, "Samples",
      "text that samples continue; empty: start from the end-of-text token; with --generate, - "
      "reads one prompt per line of stdin and ends at the first that is too long"},
-    {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, ANY, "Samples",
+    {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, ANY, GENERATES, "Samples",
      "softmax temperature of samples; 0: always the most likely token"},
-    {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, ANY, "Samples",
+    {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, ANY, GENERATES, "Samples",
      "sample from the k most likely tokens; 0: from all"},
-    {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
+    {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, GENERATES, "Samples",
      "sample from the most likely tokens whose probabilities sum to p"},
-    {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, OWN, "Samples",
+    {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, OWN, GENERATES, "Samples",
      "print the prompt and the model's continuation, at most -g tokens or up to its end of "
      "text, and exit; needs memory for the weights and a KV cache only. Beyond T positions the "
      "window slides, as in samples of a training run, and each token recomputes the window"},
-    {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, OWN, "Samples",
+    {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, OWN, GENERATES, "Samples",
      "with --generate: samples per prompt, separated by a line ---"},
-    {"output", 'o', OPT_TEXT, FIELD(output), "", 1, 0, NULL, OWN, "Output",
+    {"output", 'o', OPT_TEXT, FIELD(output), "", 1, 0, NULL, OWN, 0, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
-    {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, "Output",
+    {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, 0, "Output",
      "steps between checkpoints; 0: only the one at the end"},
-    {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, ANY, "Output",
+    {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, ANY, 0, "Output",
      "number of newest checkpoints to keep; 0: all"},
-    {"log-every", 0, OPT_INT, FIELD(log_every), "1", 1, 1e9, NULL, ANY, "Output",
+    {"log-every", 0, OPT_INT, FIELD(log_every), "1", 1, 1e9, NULL, ANY, 0, "Output",
      "steps between lines on the terminal and in log.jsonl; skipped steps and the last one are "
      "always logged"},
-    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, OWN, "Output",
+    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, OWN, 0, "Output",
      "resume from the newest complete checkpoint in the output folder, if there is one"},
-    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, OWN, "Output",
+    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, OWN, GENERATES, "Output",
      "print only errors and the score of --eval; log.jsonl is written as usual"},
-    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "auto", 0, 0, NULL, ANY, "Memory",
+    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "auto", 0, 0, NULL, ANY, LEAST, "Memory",
      "activation checkpointing: what backward recomputes, one of the levels below. LEVEL:K: in "
      "the first K blocks only; LEVEL:K,LEVEL: and another level in the others; auto: the least "
      "that fits"},
-    {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, "Memory",
+    {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, LEAST, "Memory",
      "rows of logits in memory at a time (changes rounding); 0: as many as take 64 MiB, on a GPU "
      "one eighth of the micro-batch's rows, at least 2560 and at most 8192"},
-    {"matmul", 0, OPT_CHOICE, FIELD(matmul), "fp32", 0, 0, matmul_types, ANY, "Memory",
+    {"matmul", 0, OPT_CHOICE, FIELD(matmul), "fp32", 0, 0, matmul_types, ANY, 0, "Memory",
      "CPU: number type of matmul operands; sums and everything else stay fp32"},
-    {"workspace", 0, OPT_BYTES, FIELD(workspace), "0", 0, 0, NULL, ANY, "Memory",
+    {"workspace", 0, OPT_BYTES, FIELD(workspace), "0", 0, 0, NULL, ANY, 0, "Memory",
      "device memory that cuBLASLt may use for partial sums (changes rounding); 0: 128MiB, 32MiB "
      "for small models"},
-    {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, "Memory",
+    {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, GENERATES, "Memory",
      "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU that "
      "supports it, else fp16"},
-    {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, "Memory",
+    {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, 0, "Memory",
      "number type of the gradients of matrices; default: bf16 if --dtype is bf16, else fp32"},
-    {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, moment_dtypes, ANY, "Memory",
+    {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, moment_dtypes, ANY, LEAST, "Memory",
      "number type of AdamW's two moments"},
-    {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, masters, ANY, "Memory",
+    {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, masters, ANY, LEAST, "Memory",
      "with bf16 weights: keep the low halves of fp32 master weights (split), or round "
      "stochastically (none)"},
-    {"offload", 0, OPT_SET, FIELD(offload), "auto", 0, 0, offloads, ANY, "Memory",
+    {"offload", 0, OPT_SET, FIELD(offload), "auto", 0, 0, offloads, ANY, LEAST, "Memory",
      "states kept in host memory, separated by commas; auto: only what does not fit on the GPU"},
-    {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, "Many GPUs",
+    {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, 0, "Many GPUs",
      "GPUs of this machine to train on, each with a part of the batch; torchrun, srun and "
      "mpirun start ranks on several machines; with --plan, any number"},
-    {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Many GPUs",
+    {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, 0, "Many GPUs",
      "ZeRO stage: what is sharded across GPUs. 0: nothing, 1: moments and master, 2: gradients "
      "too, 3: weights too"},
-    {"timeout", 0, OPT_INT, FIELD(timeout), "60", 1, 1e6, NULL, OWN, "Many GPUs",
+    {"timeout", 0, OPT_INT, FIELD(timeout), "60", 1, 1e6, NULL, OWN, 0, "Many GPUs",
      "end the run after this many seconds without progress and name the GPU that hangs, is "
      "stopped or waits; must exceed the time of two micro-batches"},
-    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
      "print the memory plan and what each setting would save, and exit"},
-    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 1, 0, NULL, OWN, "Plan and checks",
+    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 1, 0, NULL, OWN, 0, "Plan and checks",
      "score the model on a multiple-choice file in llm.c's format (HellaSwag, MMLU), and exit"},
-    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
      "with --plan, --fit, --minimum, --largest, --compare or --eval: print JSON; dev/report.py "
      "draws plans"},
-    {"fit", 0, OPT_CHOICE, FIELD(fit), NULL, 0, 0, fits, OWN, "Plan and checks",
+    {"fit", 0, OPT_CHOICE, FIELD(fit), NULL, 0, 0, fits, OWN, 0, "Plan and checks",
      "print the fastest settings that fit, varying those that are not given, and exit. bits: "
      "batch, recomputation and offload; any: number types too; all: every setting that no other "
      "beats in device memory, host memory and speed"},
-    {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "print the least memory in which the model can be trained, with the settings, and exit"},
-    {"largest", 0, OPT_CHOICE, FIELD(largest), NULL, 0, 0, largests, OWN, "Plan and checks",
+    {"largest", 0, OPT_CHOICE, FIELD(largest), NULL, 0, 0, largests, OWN, 0, "Plan and checks",
      "print the largest --batch or --seq-len that fits, and exit; other options as given, by "
      "default -r auto --offload none"},
-    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
+    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, GENERATES, "Plan and checks",
      "with --plan, --fit, --minimum, --largest: plan for this card, one of those below; with "
      "--plan, all: one line for each card"},
-    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
+    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, GENERATES | LEAST,
+     "Plan and checks",
      "with --plan, --fit, --largest: plan for this much device memory (16GiB); a run on a GPU uses "
      "no more than a card of this size has"},
-    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "GPU program: compare the loss and every gradient of one batch with the CPU reference"},
-    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "GPU program: compare memory and time of a step with and without recomputation"},
-    {"tune", 0, OPT_SWITCH, FIELD(tune), "1", 0, 1, NULL, OWN, "Plan and checks",
+    {"tune", 0, OPT_SWITCH, FIELD(tune), "1", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
      "GPU program: time cuBLASLt's algorithms at start-up and cache the choice for this GPU in "
      "~/.cache/train_gpt2; 0: use the first one of the heuristic"},
-    {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "print version, compiler and enabled features"},
-    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
      "print this text"},
 };
 #undef FIELD
@@ -732,19 +739,15 @@ static void options_contradict(const Options *o) {
     }
 }
 
-// The options that --generate uses; any other is an option of training and a mistake here. The list
-// contains the options that are allowed, so that new options of training are rejected without a
-// change here.
-static const char generate_options[] =
-    "model|seq-len|seed|tokenizer|sample-tokens|prompt|temperature|top-k|top-p|generate|samples|"
-    "quiet|dtype|plan|json|gpu|gpu-mem|tune|help";
-
-// Ends the run if an option is given that --generate would ignore.
-static void options_only_generate(const Options *o) {
+// Ends the run if an option is given that --generate would ignore, or that --minimum decides.
+static void options_of_command(const Options *o) {
     for (int i = 0; i < OPTION_ROWS; i++) {
-        const char *name = option_rows[i].name;
-        if (o->given[i] && !choice_find(generate_options, name, strlen(name))) {
-            die("--generate neither trains nor writes files: leave --%s out", name);
+        const OptionRow *row = &option_rows[i];
+        if (o->given[i] && o->generate && !(row->commands & GENERATES)) {
+            die("--generate neither trains nor writes files: leave --%s out", row->name);
+        }
+        if (o->given[i] && o->minimum && row->commands & LEAST) {
+            die("--minimum finds the least memory by itself: leave --%s out", row->name);
         }
     }
 }
@@ -803,9 +806,7 @@ static void options_parse(Options *o, int argc, char **argv) {
         option_set(o, row, value);
     }
     if (!o->help && !o->version) {
-        if (o->generate) {
-            options_only_generate(o);
-        }
+        options_of_command(o);
         options_contradict(o);
     }
 }
@@ -4002,13 +4003,9 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
         snprintf(budget.library_from, sizeof budget.library_from, "assumed");
     }
     const uint64_t reserved = budget.library + nccl_estimate_bytes(s);
-    budget.device = size_less(bytes, reserved);
+    budget.device = bytes > reserved ? bytes - reserved : bytes > 0;  // 0 would mean unknown
     budget.host = UINT64_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
-    if (bytes && !budget.device) {  // for example 16 instead of 16GiB
-        die("%s: nothing is left for the plan: %s of %s are reserved for libraries", budget.where,
-            bytes_text((double)reserved).s, bytes_text((double)bytes).s);
-    }
     const Rates rates = card ? card_rates(card) : rates_usual(1);
     budget.speed = speed_predict(&rates, s);
     // Beyond one machine of eight GPUs the exchange is slower than these rates predict.
@@ -7896,10 +7893,6 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
 // --gpu all compares the cards. A run accepts what is recommended: every candidate is derived from
 // settings that have passed the checks of a user's options.
 
-// Options that --minimum decides itself, or does not depend on.
-static const char *const minimum_decides[] = {"batch",   "recompute", "logit-rows", "moments",
-                                              "master", "offload",   "gpu-mem"};
-
 // Checks the options of these commands before they are turned into settings. Ends the run if one of
 // them would be ignored, or if no batch size divides -d's tokens.
 static void fit_options(const Options *o, const Model *m) {
@@ -7912,12 +7905,6 @@ static void fit_options(const Options *o, const Model *m) {
         die("--%s: --gpu %s has compute capability %.1f; this program needs %.1f",
             o->fit ? "fit" : "largest", card->name, 0.1 * card_capability(card),
             0.1 * LEAST_CAPABILITY);
-    }
-    const size_t count = o->minimum ? sizeof minimum_decides / sizeof minimum_decides[0] : 0;
-    for (size_t i = 0; i < count; i++) {
-        if (option_given(o, minimum_decides[i])) {
-            die("--minimum finds the least memory by itself: leave --%s out", minimum_decides[i]);
-        }
     }
     // If a larger batch divides the tokens per step (-d), so does the smallest one that is tried.
     memset(&least, 0, sizeof least);
@@ -8888,6 +8875,7 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
         die("--%s: %s; name a card with --gpu NAME or a size with --gpu-mem SIZE", command, why);
     }
     if (!o->plan && budget.device <= 1 && budget.library) {
+        die_status = STATUS_TOO_LARGE;
         die("--%s: %s: nothing is left for the plan: %s are reserved for libraries", command,
             budget.where, bytes_text((double)outside_bytes(&budget, &s)).s);
     }

@@ -271,10 +271,10 @@ TEST(gpu_plan_host) {
         setrlimit(RLIMIT_DATA, &r);
     };
     const Outcome plan = program(run + "--plan", low);
-    expect(plan.status == 3 && plan.out.find("; fits, ") != Text::npos &&
-               plan.out.find("\nhost memory of this machine: ") != Text::npos &&
-               plan.out.find(" (ulimit -d") != Text::npos &&
-               plan.out.find("; DOES NOT FIT, ") != Text::npos,
+    const Text out = flat(plan.out);
+    expect(plan.status == 3 && out.find("; fits, ") != Text::npos &&
+               out.find("\nhost memory of this machine: ") != Text::npos &&
+               out.find(" (ulimit -d") != Text::npos && out.find("; DOES NOT FIT, ") != Text::npos,
            "status %d, %s", plan.status, plan.out.c_str());
     expect_too_large(program(run, low), "fewer states in --offload need less", "the run");
     expect_success(program(run + "--plan"), "without a limit");
@@ -353,7 +353,7 @@ TEST(gpu_library) {
         skip("sets the library's bytes");
     }
     write_corpus();
-    const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 1 -r none --offload none --tune 0 ";
+    const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 1 -r none --offload none ";
     const Text cache = current_folder() + "/cache";
     mkdir("cache", 0755);
     auto with_library = [&](const char *bytes, const char *memory = nullptr) {
@@ -364,7 +364,9 @@ TEST(gpu_library) {
         };
     };
     auto planned = [&](const Text &words) {
-        const Text out = program(run + "--plan", with_library("20M")).out;
+        const Outcome o = program(run + "--plan", with_library("20M"));
+        expect_success(o, "--plan");
+        const Text out = o.out;
         const size_t at = out.find("\nlibrary "), end = out.find('\n', at + 1);
         expect(out.substr(at, end - at).find(words) != Text::npos, "%s: %s", words.c_str(),
                out.substr(at, end - at).c_str());
@@ -425,10 +427,10 @@ TEST(gpu_commands) {
     expect_success(o, "--compare");
     expect(o.out.find("\n-r none ") != Text::npos && o.out.find("\n-r block ") != Text::npos &&
            o.out.find("median of 9 steps") != Text::npos);
-    o = program("-i train.bin -e l2h2c16t16 -b 2 --compare --json -r gelu");
+    o = program("-i train.bin -e l2h2c16t16 -b 2 --compare --json -r mlp");
     expect_success(o, "--compare --json");
     expect(json_valid(o.out) && o.out.find("\n{\"recompute\":\"none\",") != Text::npos &&
-               o.out.find("\n{\"recompute\":\"gelu\",") != Text::npos &&
+               o.out.find("\n{\"recompute\":\"mlp\",") != Text::npos &&
                o.out.find("\"time_ratio\":") != Text::npos, "%s", o.out.c_str());
     if (is_emulated()) {
         o = program("--plan -e d12", with("EMU_GPUS", "0"));

@@ -345,6 +345,18 @@ inline void refused_at(const char *file, int line, const Outcome &o, const Text 
 #define expect_death(action, words)                                                                \
     refused_at(__FILE__, __LINE__, outcome(spawn([&] { action; })), words, #action)
 
+// Text without the line breaks of a wrapped line, whose further lines are indented.
+inline Text flat(const Text &wrapped) {
+    Text line;
+    for (size_t i = 0; i < wrapped.size(); i++) {
+        const size_t next = wrapped.find_first_not_of(' ', i + 1);
+        const bool joins = wrapped[i] == '\n' && next != Text::npos && next >= i + 3;
+        line += joins ? ' ' : wrapped[i];
+        i = joins ? next - 1 : i;
+    }
+    return line;
+}
+
 // Expects status 0 and an empty stderr.
 inline void expect_success_at(const char *file, int line, const Outcome &o, const Text &who) {
     if (o.status != 0 || !o.err.empty()) {

@@ -16,7 +16,7 @@ static const Refusal bad_options[] = {
     {"-b", "--batch needs a value"},
     {"-b 4 --batch=4", "--batch is given twice"},
     {"--help=1", "--help takes no value"},
-    {"--json", "--json needs --plan or --eval"},
+    {"--json", "--json needs --plan, --fit, --minimum, --largest, --compare"},
     {"--eval x.bin --plan", "are commands: give one"},
     {"--plan --fit bits", "are commands: give one"},
     {"--fit most", "--fit: 'most' is not one of bits|any|all"},
@@ -29,14 +29,14 @@ static const Refusal bad_options[] = {
     {"-e l2h2c16t16 -x 1 --train-data=", "--train-data: '' names nothing"},
     {"--eval .", "--eval: cannot open .: Is a directory"},
     {"--eval train.bin", "train.bin: not an evaluation file"},
-    {"--gpu t4", "--gpu needs --plan, --fit or --minimum"},
+    {"--gpu t4", "--gpu needs --plan, --fit, --minimum or --largest"},
     {"-i train.bin -e l2h2c16t16 --gpu-mem 16GiB", "--gpu-mem: this program trains on the CPU"},
     {"-y 1", "needs --output (-o)"},
     {"-n 5", "--save-every (-n) 5 needs --output"},
     {"-j val.bin", "needs --train-data (-i)"},
     {"--fit bits -e d12 --gpu T4 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"-i train.bin --beta1 1", "--beta1: '1' is not a number from 0 to 0.9"},
-    {"--plan --gpu t5", "--gpu: 't5' is not one of t4"},
+    {"--plan --gpu t5", "--gpu: 't5' is not a known card; nearest: t4;"},
     {"--plan --gpu-mem 5XB", "--gpu-mem: '5XB' is not a size"},
     {"-i train.bin -e d13", "--model (-e): 'd13'"},
     {"-i train.bin -e l2h3c16t8", "--model (-e): 'l2h3c16t8': allowed are"},
@@ -71,20 +71,18 @@ static const Refusal bad_options[] = {
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
     {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
-    {"--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is not detected"},
+    {"--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is unknown here"},
     {"--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"},
     {"--minimum -e d12 -z 1", "--zero (-z) 1 divides states among GPUs: --gpus N"},
     {"--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 divides states among GPUs: --gpus N"},
-    {"--minimum -e d12 -b 2", "--minimum finds what is least, whatever memory there is: leave "
-                              "--batch out"},
+    {"--minimum -e d12 -b 2", "finds the least memory by itself: leave --batch out"},
     {"--minimum -e d12 -r gelu", "leave --recompute out"},
     {"--minimum -e d12 --offload none", "leave --offload out"},
     {"--minimum -e d12 --logit-rows 64", "leave --logit-rows out"},
     {"--minimum -e d12 --moments fp32", "leave --moments out"},
     {"--minimum -e d12 -w split", "leave --master out"},
     {"--minimum -e d12 --gpu-mem 8G", "leave --gpu-mem out"},
-    {"--fit bits -e d12 --gpu-mem 1G", "--gpu-mem: nothing is left for the plan: 1.00 GiB"},
-    {"--plan -e d12 --gpu-mem 16", "1.00 GiB of 16 B are reserved for libraries"},
+    {"--plan -e d12 --gpu-mem 16", "16 bytes are less than 1 MiB; did you mean 16GiB?"},
     {"--fit bits -e d12 --gpu 4090 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"--fit bits -e d12 --gpu 4090 -b 3 -d 4096", "(-d): 4096 is not a multiple of B x T = 3 x"},
     {"--minimum -e l2h2c16t16 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 16"},
@@ -218,18 +216,6 @@ TEST(bad_output) {
                                }
                            }),
                    "closed/out: Permission denied", "unwritable folder");
-}
-
-// Text without the line breaks of a wrapped line, whose further lines are indented.
-static Text flat(const Text &wrapped) {
-    Text line;
-    for (size_t i = 0; i < wrapped.size(); i++) {
-        const size_t next = wrapped.find_first_not_of(' ', i + 1);
-        const bool joins = wrapped[i] == '\n' && next != Text::npos && next >= i + 3;
-        line += joins ? ' ' : wrapped[i];
-        i = joins ? next - 1 : i;
-    }
-    return line;
 }
 
 // Output and exit status of --plan for GPUs, for this machine, and as JSON.
@@ -466,6 +452,8 @@ TEST(largest) {
                command.c_str(), next, not_fits.out.c_str());
     }
     expect(program("--largest batch -e d48 --gpu-mem 1200M").status == 3);
+    expect_too_large(program("--fit bits -e d12 --gpu-mem 1G"),
+                     "--gpu-mem: nothing is left for the plan: 1.00 GiB", "libraries");
     const Outcome all = program("--largest seq-len -e d12 --gpu h100");
     expect(flat(all.out).find(": 1024 (the model has no more positions)") != Text::npos, "%s",
            all.out.c_str());
@@ -595,7 +583,7 @@ TEST(json_and_text) {
         {"--plan -e d12 --gpu v100", 1, "device_bytes", "\ndevice allocation "},
         {"--plan -e l2h2c16t16 -b 2", 0, "device_bytes", "\nallocation "},
         {"--plan -e gpt2-xl --gpu all", 0, NULL, NULL},
-        {"--plan -e gpt2-xl --gpu all --gpu-mem 1400M", 3, NULL, NULL},
+        {"--plan -e gpt2-xl --gpu all --gpu-mem 1100M", 3, NULL, NULL},
         {"--fit bits -e gpt2-xl --gpu 4060ti -d 524288", 0, NULL, NULL},
         {"--fit all -e d12 --gpu 3060-laptop", 0, NULL, NULL},
         {"--fit bits -e d48 --gpu-mem 1100M", 3, NULL, NULL},
@@ -687,7 +675,7 @@ TEST(memory_limits) {
         };
         Outcome o = program("--plan -e l12h12c384t64", low);
         expect(o.status == 3 && flat(o.out).find(text(" (%s", limit.name)) != Text::npos &&
-                   o.out.find("); DOES NOT FIT") != Text::npos,
+                   flat(o.out).find("); DOES NOT FIT") != Text::npos,
                "%s: status %d, %s", limit.name, o.status, o.out.substr(0, 1200).c_str());
         expect_too_large(program("-i train.bin -e l12h12c384t64 -x 1", low),
                          text("are available (%s", limit.name), limit.name);

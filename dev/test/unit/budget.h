@@ -302,6 +302,34 @@ TEST(cards, HOST) {
     }
 }
 
+// The activations of the plan are those that llm.c printed in three published runs (karpathy/llm.c
+// f1e2ace and discussion 677), within 1 MiB, after three differences: llm.c keeps all rows of the
+// logits instead of a chunk, has scratch buffers of 4 C and of C numbers per token, and at its -r 1
+// keeps one GELU buffer that all blocks share.
+TEST(llmc_allocations, FLOAT) {
+    static const struct {
+        const char *options;
+        double printed_mib;
+    } runs[] = {{"-e d12 -b 56 -r gelu", 18564},
+                {"-e d12 -b 4 -r gelu", 1326},
+                {"-e d48 -b 16 -r none --gpus 8 -z 1", 40409}};
+    for (const auto &run : runs) {
+        const Settings s = planned(run.options);
+        uint64_t device[GROUPS], host[GROUPS];
+        Plan p;
+        plan_build(&p, &s);
+        plan_groups(&p, device, host);
+        plan_free(&p);
+        const double N = (double)s.B * s.T, C = s.model.C;
+        const double logits = 2 * (N - s.logit_rows) * s.model.Vp, scratch = 2 * N * 5 * C;
+        const double gelu = s.level[0] == RECOMPUTE_GELU ? 2 * N * 4 * C : 0;
+        const double planned_bytes =
+            (double)(device[GROUP_KEPT] + device[GROUP_WORKING] + device[GROUP_LOGITS]);
+        expect_near((planned_bytes + logits + scratch + gelu) / 0x1p20, run.printed_mib, 1, "%s",
+                    run.options);
+    }
+}
+
 // The library memory of a card is at least the bytes known of cards, and not more than 200 MiB
 // above those of a whole process: nvidia-smi's bytes less the program's own allocations, without
 // the 32 MiB of cuBLASLt's workspace; of two cards, only the context is known.
