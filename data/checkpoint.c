@@ -178,7 +178,7 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
         if (option_rows[i].on_resume == SAME) {
             n = text_add(identity, IDENTITY_BYTES, n, " %s %s", option_rows[i].name,
                          option_text(text, o, &option_rows[i]));
-            check(n < IDENTITY_BYTES - 1, "the options that a resume must match are too many");
+            check(n < IDENTITY_BYTES - 1, "too many options must match on resume");
         }
     }
 }
@@ -241,7 +241,7 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
     const char *bytes;
     size_t size;
     FILE *f = open_memstream(&text, &size);
-    check(f, "no memory for a vocabulary");
+    check(f, "out of memory for a vocabulary");
     fputs(file == FILE_MERGES ? "#version: 0.2\n" : "{", f);
     for (int id = file == FILE_MERGES ? 256 : 0; file != FILE_TOKENIZER && id < bpe->count; id++) {
         int n = bpe_bytes(bpe, id, &bytes);
@@ -264,7 +264,7 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
                 m->maxT);
     }
     fputs(file == FILE_MERGES ? "" : "}\n", f);
-    check(fclose(f) == 0, "no memory for a vocabulary");
+    check(fclose(f) == 0, "out of memory for a vocabulary");
     writer_put(w, text, size);
     free(text);
 }
@@ -526,7 +526,7 @@ static void save_agree(Saving *save) {
     looks_interrupt(1);                    // a stalled reader of stderr must not block the message
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
-        die("rank %d cannot save, and says why", fault - 1);
+        die("rank %d cannot save; see its message", fault - 1);
     }
     die("%s", save->problem);
 }
@@ -609,7 +609,7 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
             if ((list.count & (list.count - 1)) == 0) {  // full at every power of two
                 const size_t capacity = 2 * ((size_t)list.count + 1);
                 list.steps = (int64_t *)realloc(list.steps, capacity * sizeof(int64_t));
-                check(list.steps, "no memory for a list of checkpoints");
+                check(list.steps, "out of memory for a list of checkpoints");
             }
             list.steps[list.count++] = step;
         }
@@ -667,7 +667,7 @@ static const char *manifest_files(Manifest *manifest, Json *j) {
         const int file = file_find(key, &ranks);
         if (file < 0 || file == FILE_MANIFEST || manifest->files[file].sha256[0] ||
             (ranks && manifest->ranks && ranks != manifest->ranks)) {
-            return "it names a file twice, or one that is not of a checkpoint";
+            return "duplicate or unknown file name";
         }
         ManifestRow *row = &manifest->files[file];
         manifest->ranks = ranks ? ranks : manifest->ranks;
@@ -707,9 +707,9 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     }
     manifest->ranks = manifest->ranks ? manifest->ranks : 1;  // its state file is reported missing
     if (!wrong && (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0)) {
-        return "it is damaged";
+        return "damaged";
     }
-    return !wrong && version != 3 ? "its version is not 3, the one this program reads" : wrong;
+    return !wrong && version != 3 ? "unsupported version, expected 3" : wrong;
 }
 
 // Opens and parses a manifest file. Returns NULL on success, otherwise an error message, also if
@@ -744,7 +744,7 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     int64_t size = 0, count = 0;
     const int fd = file_open(path, &size);
     const char *wrong = fd < 0                ? "cannot be read"
-                        : size != row->bytes ? "has not its manifest's size"
+                        : size != row->bytes ? "does not have the size given in manifest.json"
                                               : NULL;
     unsigned char *piece = (unsigned char *)alloc_zero(PIECE, 1);
     sha256_start(&sha);
@@ -758,7 +758,7 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
         close(fd);
     }
     sha256_end(&sha, text);
-    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is damaged: its SHA-256 is another";
+    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is damaged: SHA-256 mismatch";
 }
 
 // Verifies every file of a checkpoint against its manifest. Returns the number of ranks that saved
@@ -813,18 +813,18 @@ static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t
                                 memcmp(range_names[r.state], t->name, length) != 0)) {
         r.state++;
     }
-    file_require(r.state < STATES, name, t->name, "is unknown");
+    file_require(r.state < STATES, name, t->name, "unknown");
     sscanf(t->name + length, ".%6d.%16" SCNd64, &r.bucket, &r.first);
     range_name(text, &r);
-    file_require(strcmp(text, t->name) == 0, name, t->name, "is unknown");
+    file_require(strcmp(text, t->name) == 0, name, t->name, "unknown");
     const int64_t limit = range_limit(m, &r);
     file_require(r.first >= 0 && r.count > 0 && r.first + r.count <= limit, name, t->name,
-                 "is not part of this model's states");
+                 "outside the states of this model");
     file_require(r.state == STATE_WEIGHTS ? t->type == FILE_U16 : t->type <= FILE_BF16, name,
-                 t->name, "has not the type of this state");
+                 t->name, "wrong dtype");
     if ((out->count & (out->count - 1)) == 0) {  // full at every power of two
         out->ranges = (StateRange *)realloc(out->ranges, 2 * ((size_t)out->count + 1) * sizeof r);
-        check(out->ranges, "no memory for the ranges of a state");
+        check(out->ranges, "out of memory for the ranges of a state");
     }
     out->ranges[out->count++] = r;
 }
@@ -846,15 +846,15 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
             continue;
         }
         file_require(t.type == FILE_F64 && t.count == NORM_WINDOW && !norms++, name, t.name,
-                     "has another type or size, or appears in the file twice");
+                     "wrong dtype or size, or duplicate");
         memcpy(run.norms.values, t.data, sizeof run.norms.values);
         for (int i = 0; i < NORM_WINDOW; i++) {
             if (!isfinite(run.norms.values[i]) || run.norms.values[i] < 0) {
-                die("%s: norms: element %d is %g: no norm", name, i, run.norms.values[i]);
+                die("%s: norms: element %d is %g, not a norm", name, i, run.norms.values[i]);
             }
         }
     }
-    file_require(norms, name, "norms", "is missing");
+    file_require(norms, name, "norms", "missing");
     safetensors_text(&f, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
@@ -866,7 +866,7 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
         const int64_t least = row == AS_UPDATES ? updates : 0, value = strtoll(text, &end, 10);
         const int64_t most = row == AS_UPDATES ? updates : row == AS_STEP ? run.step : row;
         if (end == text || *end != 0 || value < least || value > most) {
-            die("%s: '%s' is '%s' in its metadata, allowed is %" PRId64 " to %" PRId64, name,
+            die("%s: metadata '%s' is '%s', expected %" PRId64 " to %" PRId64, name,
                 counter_rows[i].name, text, least, most);
         }
         *counter(&run, i) = value;
@@ -877,7 +877,7 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
         memcpy(out->identity, identity, sizeof identity);
     } else if (memcmp((const void *)&run, (const void *)&out->run, sizeof run) != 0 ||
                strcmp(identity, out->identity) != 0) {  // padding is 0 in both RunStates
-        die("%s is of another run or step than %s", name, out->header.name);
+        die("%s and %s are from different runs or steps", name, out->header.name);
     }
 }
 
@@ -913,14 +913,14 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
                 if (order > 0) {
                     const int64_t part = bucket_at(m, ranks, bucket).part;
                     file_name(file, FILE_STATE + (int)(want.first / part), ranks);
-                    die("checkpoint %s: its state files lack %s, which should be in %s", folder,
+                    die("checkpoint %s: its state files lack %s, expected in %s", folder,
                         name, file);
                 }
             }
         }
         if (i < f->count && f->ranges[i].state == state) {
             range_name(name, &f->ranges[i]);
-            die("checkpoint %s: its state files hold elements of %s twice, in %s and %s", folder,
+            die("checkpoint %s: elements of %s are stored twice, in %s and %s", folder,
                 name, f->ranges[i - 1].file, f->ranges[i].file);
         }
     }
@@ -998,7 +998,7 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
 
 // Compares the options with those of a checkpoint. `saying` 0: ends the run if an option differs
 // that must be the same; 1: prints the other options that differ, since the new values apply from
-// here on. Version 2 of the format kept all options in one text, which is not read.
+// here on.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
@@ -1010,7 +1010,7 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
             continue;
         }
         if (row->on_resume == SAME) {
-            die("checkpoint %s is of another run: it has --%s %s; here: --%s %s", folder,
+            die("checkpoint %s is from a different run: it has --%s %s, this run --%s %s", folder,
                 row->name, was, row->name, now);
         }
         if (saying) {
@@ -1056,10 +1056,10 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
         printf("moments were fp32 in %s and are bf16 from here on\n", folder);
     }
     if (others) {
-        printf("%s are not those of %s: losses may differ in rounding\n", others, folder);
+        printf("%s differ from those of %s: losses may differ by rounding\n", others, folder);
     }
     if (f->run.loss_scale_log2 && s->dtype != TYPE_FP16) {
-        printf("the loss scale of %s, 2^%" PRId64 ", is for fp16 and dropped\n", folder,
+        printf("ignoring the fp16 loss scale of %s, 2^%" PRId64 "\n", folder,
                f->run.loss_scale_log2);
     }
 }
@@ -1091,8 +1091,8 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
             spaces += f.identity[i] == ' ';
             at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
         }
-        die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity + at,
-            run->identity + at);
+        die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
+            f.identity + at, run->identity + at);
     }
     const char *others = checkpoint_algorithms(run->engine, &f);
     model_file_load(run->engine, &model);

@@ -202,7 +202,7 @@ static void input_open(Input *in, const Arguments *a) {
         in->is_stream = in->is_stdin || !S_ISREG(status.st_mode);
         if (in->is_stream && !in->is_stdin) {
             die("cannot read %s: %s; - reads standard input", file->name,
-                S_ISDIR(status.st_mode) ? strerror(EISDIR) : "it is not a regular file");
+                S_ISDIR(status.st_mode) ? strerror(EISDIR) : "not a regular file");
         }
         if (in->is_stream && in->count > 1) {
             die("%s is not a file: a stream is the only input, or none", file->name);

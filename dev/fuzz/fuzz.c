@@ -227,7 +227,7 @@ static int bytes_compare(const void *a, const void *b) {
 // Checks the tiling in order of offsets; the program adds up hashes instead.
 static void target_safetensors(const unsigned char *bytes, size_t size) {
     static Range *ranges;
-    static size_t room;
+    static size_t capacity;
     size_t count = 0;
     Safetensors f;
     FileTensor t;
@@ -243,9 +243,9 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
         uint64_t length = (uint64_t)t.count * (uint64_t)file_types[t.type].bytes;
         FACT(t.data >= f.data && length <= (uint64_t)(bytes + size - t.data));
         touch(t.data, min_i64((int64_t)length, 1));
-        if (count == room) {
-            room = 2 * room + 64;
-            ranges = (Range *)realloc(ranges, room * sizeof(Range));
+        if (count == capacity) {
+            capacity = 2 * capacity + 64;
+            ranges = (Range *)realloc(ranges, capacity * sizeof(Range));
         }
         ranges[count].begin = (uint64_t)(t.data - f.data);
         ranges[count].end = ranges[count].begin + length;

@@ -144,7 +144,7 @@ static Text json_fault(const Text &json) {
     Json j = {bytes.data(), 0, bytes.size(), NULL};
     json_skip(&j);
     if (json_peek(&j) >= 0) {
-        json_fail(&j, "more text after the end");
+        json_fail(&j, "unexpected text after the end");
     }
     expect(j.at <= j.end);
     return j.fault ? j.fault : "";
@@ -153,10 +153,10 @@ static Text json_fault(const Text &json) {
 // Valid JSON and almost valid JSON; one text with every byte changed and with every length.
 TEST(json) {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
-    static const char value[] = "expected a value", number[] = "neither a number nor",
-                      ends[] = "a string does not end", escape[] = "an unknown escape",
+    static const char value[] = "expected a value", number[] = "expected a number",
+                      ends[] = "unterminated string", escape[] = "unknown escape",
                       comma[] = "expected a comma", deep[] = "values nested deeper",
-                      more[] = "more text";
+                      more[] = "unexpected text";
     const std::vector<std::pair<Text, Text>> table = {
         {" {\"a\" : [ 1,-2.5e+3,0.5E-7, {} ],\r\n\t\"\":null} ", ""}, {"-0", ""}, {"0e0", ""},
         {"\"\\\"\\\\\\/\\b\\f\\n\\r\\t\\u00e9\x7f\xff\"", ""}, {open64 + close64, ""},
@@ -434,8 +434,8 @@ TEST(bpe_table) {
     Text token = longest;
     for (int i = 0; i < 10000; i++) {    // the text is full before the table
         token.replace(0, 4, text("%04d", i));
-        const int room = bpe.start[bpe.count] + BPE_LONGEST <= BPE_TEXT;
-        expect(bpe_add(&bpe, token.data(), BPE_LONGEST) == room, "token %d", i);
+        const int fits = bpe.start[bpe.count] + BPE_LONGEST <= BPE_TEXT;
+        expect(bpe_add(&bpe, token.data(), BPE_LONGEST) == fits, "token %d", i);
     }
 }
 
@@ -577,8 +577,8 @@ TEST(bpe_files) {
         {swapped, "with fingerprint"},
         {merges.substr(0, merges.size() / 2), "not"},
         {merges + "Z Q\n", "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
-        {tokens.substr(0, 1023), "1023 bytes are too few for a tokenizer of llm.c"},
-        {with_int(tokens, 1, 1), "a tokenizer of llm.c of version 1; this program reads version 2"},
+        {tokens.substr(0, 1023), "1023 bytes is too short for an llm.c tokenizer"},
+        {with_int(tokens, 1, 1), "an llm.c tokenizer of version 1; this program reads version 2"},
         {with_int(tokens, 2, INT32_MAX), "its header counts 2147483647 tokens"},
         {with_int(tokens, 3, 0), "ends texts with 0; GPT-2's vocabulary has 50257"},
         {tokens.substr(0, 1024), "token 0 is not one of GPT-2's: 0 bytes, of 0 left"},
@@ -639,9 +639,9 @@ TEST(eval_fields) {
         Text bytes;
         const char *words;
     } table[] = {
-        {"", "x.bin: 0 bytes are too few for an evaluation file"},
+        {"", "x.bin: 0 bytes is too short for an evaluation file"},
         {with_int(good, 0, 20240520),
-         "not an evaluation file: it starts with 20240520, not 20240522"},
+         "not an evaluation file: the first word is 20240520, expected 20240522"},
         {with_int(good, 1, 2), "an evaluation file of version 2"},
         {with_int(good, 2, 0), "counts 0 examples of at most 34 bytes; allowed are 1 to 65535"},
         {with_int(good, 2, -1), "counts -1 examples"},

@@ -52,7 +52,7 @@ TEST(generate_sample) {
     expect(made.size() > 30 && sample.compare(0, made.size(), made) == 0, "%s, sample %s",
            made.c_str(), sample.c_str());
     expect(o.err.find(" prompt tokens, ") != Text::npos && o.err.find(" tokens/s") != Text::npos &&
-           o.err.find("never trained") == Text::npos, "%s", o.err.c_str());
+           o.err.find("untrained") == Text::npos, "%s", o.err.c_str());
     const Text plan = program(TRAINED "-g 60 --plan").out;
     expect(plan.find(memory_of(o.err) + "\n") != Text::npos &&
            plan.find("KV cache") != Text::npos && plan.find("gradients") == Text::npos &&
@@ -97,7 +97,7 @@ TEST(generate_stdin) {
     expect(o.status == 0 && o.out.empty(), "no line: %s", (o.out + o.err).c_str());
     o = program(TRAINED "--quiet --prompt -", with_stdin("abc\n12345678901234567\nd\n"));
     expect(o.status == 1 && want.find(o.out) == 0, "%s", o.out.c_str());
-    expect(o.err.find("--prompt: line 2 of stdin has 17 tokens, at most 16 fit") != Text::npos,
+    expect(o.err.find("--prompt: line 2 of stdin has 17 tokens, more than") != Text::npos,
            "%s", o.err.c_str());
     const Text zeros = Text("a\0b", 3);
     o = program(TRAINED "--quiet --prompt -", with_stdin(zeros));
@@ -122,7 +122,7 @@ TEST(generate_end) {
     o = program("--generate -e out/step-00000150 --temperature 0 -g 2 --quiet");
     expect(o.status == 0 && o.out == "ab\n", "%s", o.out.c_str());
     o = program("--generate -e l1h1c8t16 -g 3");
-    expect(o.status == 0 && o.err.find("never trained: initial weights of --seed 42") != Text::npos,
+    expect(o.status == 0 && o.err.find("untrained: initial weights of --seed 42") != Text::npos,
            "%s", o.err.c_str());
     write_model("odd", safetensors_bytes(hugging_face(Shape{1, 1, 8, 16, 300}, {"F32"}, "")),
                 config_text(Shape{1, 1, 8, 16, 300}));
@@ -140,7 +140,7 @@ TEST(generate_gpt2) {
     const Text run = "--generate -e out/step-00000040 --temperature 0 --quiet -g 3 ";
     Outcome o = program(run);
     expect(o.status == 0 && o.out == "995 995 995 \n", "%s", (o.out + o.err).c_str());
-    expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "no text");
+    expect_refused(program(run + "--prompt=Hello"), "prepare.sh, which puts vocab.bpe", "no text");
     write_file("out/step-00000040/merges.txt", vocab_bpe());
     o = program(run);
     expect(o.status == 0 && o.out == " world world world\n", "%s", (o.out + o.err).c_str());
@@ -159,8 +159,8 @@ TEST(generate_refused) {
         {"--eval e.bin", "leave --eval out"},
         {"--offload weights", "leave --offload out"},
         {"-t 17", "--seq-len (-t): 17 is more than the model's 16"},
-        {"--prompt=12345678901234567", "--prompt: 17 tokens, at most 16 fit"},
-        {"-t 4 --prompt=12345", "--prompt: 5 tokens, at most 4 fit"},
+        {"--prompt=12345678901234567", "--prompt: 17 tokens, more than --seq-len (-t) 16"},
+        {"-t 4 --prompt=12345", "--prompt: 5 tokens, more than --seq-len (-t) 4"},
         {"--tokenizer v", "--tokenizer: l1h1c8t16 has byte tokens"},
     };
     for (auto &row : refusals) {
@@ -177,12 +177,12 @@ TEST(generate_signal) {
     wait_until([] { return read_file("stdout").size() > 200; });
     kill(pid, SIGINT);
     Outcome o = outcome(pid);
-    expect(o.status == 0 && o.err.find("stopping; again to quit") != Text::npos, "status %d: %s",
+    expect(o.status == 0 && o.err.find("stopping; a second signal") != Text::npos, "status %d: %s",
            o.status, o.err.c_str());
     int ends[2];
     expect(pipe(ends) == 0);
     pid = start("--generate -e l1h1c8t16 -g 3 --prompt -", [ends] { dup2(ends[0], 0); });
-    wait_until([] { return read_file("stderr").find("never trained") != Text::npos; });
+    wait_until([] { return read_file("stderr").find("untrained") != Text::npos; });
     usleep(200000);
     kill(pid, SIGTERM);
     o = outcome(pid);
@@ -195,7 +195,7 @@ TEST(generate_signal) {
         dup2(ends[0], 0);
         dup2(paused[1], 1);
     });
-    wait_until([] { return read_file("stderr").find("never trained") != Text::npos; });
+    wait_until([] { return read_file("stderr").find("untrained") != Text::npos; });
     usleep(1000000);
     kill(pid, SIGTERM);
     o = outcome(pid);

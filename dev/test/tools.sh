@@ -62,11 +62,11 @@ for prefix in . .. ./. ./..; do
     refuses "prefix $prefix" "-o '$prefix': a PREFIX ends in the start of" $tokenize -o $prefix text
 done
 mkfifo fifo
-refuses "pipe as a file" "cannot read fifo: it is not a regular file" \
+refuses "pipe as a file" "cannot read fifo: not a regular file" \
     timeout 20 $tokenize -o bad fifo
-refuses "device as a file" "cannot read /dev/zero: it is not a regular file; - reads" \
+refuses "device as a file" "cannot read /dev/zero: not a regular file; - reads" \
     timeout 20 $tokenize -o bad --val-tokens 1 --shard-tokens 100 /dev/zero
-refuses "pipe as a vocabulary" "fifo: it is not a regular file" \
+refuses "pipe as a vocabulary" "fifo: not a regular file" \
     timeout 20 ./tokenize --bpe --tokenizer fifo -o bad text
 for prefix in '' / /none/ ./; do
     refuses "prefix '$prefix'" "^tokenize: -o '$prefix': a PREFIX ends in" \
@@ -260,34 +260,34 @@ mkdir -p repo/data mirror && mv prepare.sh tokenize stories repo/data/
 cp text mirror/tinyshakespeare.txt
 export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9
 prepare=repo/data/prepare.sh
-DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known tiny" $prepare
-DATA_MIRROR=$PWD/absent refuses "mirror without the text" "holds no tinyshakespeare.txt" $prepare
+DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "not the expected tiny" $prepare
+DATA_MIRROR=$PWD/absent refuses "mirror without the text" "has no tinyshakespeare.txt" $prepare
 refuses "unknown corpus" "unknown corpus 'pile'; known: tinyshakespeare tinystories" $prepare pile
 # Without mirror and network: a curl that never connects counts its calls.
-made="data: stories made here, since tinyshakespeare could not be had"
+made="data: tinyshakespeare is not available; using generated stories"
 mkdir stub && printf '#!/bin/sh\necho call >> "%s/calls"\nexit 7\n' "$PWD" > stub/curl
 chmod +x stub/curl
-says "stories without mirror and net" "no download.*$made" \
+says "stories without mirror and net" "download failed.*$made" \
     "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1 | tr '\n' ' ')"
 equal "stories: text" "$(sha256sum < repo/data/stories.txt)" "$stories_sum  -"
 equal "stories: tokens" "$(numbers d4 8 -N12 repo/data/stories_bytes_train.bin) \
 $(numbers d4 8 -N12 repo/data/stories_bytes_val.bin)" "1800623 257 1 199679 257 1"
 equal "a story begins with end of text" "$(numbers u2 1024 -N2 repo/data/stories_bytes_train.bin) \
 $(numbers u2 1024 -N2 repo/data/stories_bytes_val.bin)" "256 256"
-equal "the net is asked once a call" "$(wc -l < calls)" 1
+equal "one download is tried per call" "$(wc -l < calls)" 1
 equal "stories, called again: one line" \
     "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1)" "$made"
 # The program finds data/ in the current folder, else next to itself.
 mkdir -p elsewhere && cp "$root/train_gpt2" repo/
 train="../repo/train_gpt2 -e l1h1c16t16 -b 2 -x 1 -m 1"
-says "data/ beside the program" \
+says "data/ next to the program" \
     "data     $PWD/repo/data/stories_bytes_train\*.bin: 1,800,.*validation loss" \
     "$(cd elsewhere && $train 2>&1)"
 mkdir elsewhere/data && cp repo/data/stories_bytes_*.bin elsewhere/data/
 said=$(cd elsewhere && $train 2>&1)
 says "data/ here comes first" "data     data/stories_bytes_train\*.bin: .*validation loss" "$said"
-equal "with -j no word of none" "$(grep -c 'nothing is validated' <<< "$said")" 0
-says "without -j a line says so" $'\n +without --val-data \\(-j\\) nothing is validated\n' \
+equal "with -j no such line" "$(grep -c 'no validation' <<< "$said")" 0
+says "without -j a line says so" $'\n +no validation: --val-data \\(-j\\) is not given\n' \
     "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
 rm -f repo/data/stories?*.*
 if [ -f "$mirror/tinyshakespeare.txt" ]; then
@@ -392,20 +392,20 @@ for client in $clients; do
     done
     equal "$client, prepared twice: nothing to do" "$(served fineweb-edu 2 2>&1)" ""
     echo cut > mode && rm -f repo/data/edu_*
-    refuses "$client, cut off" "val_000000.bin: no download, 2000512 of 4001024 bytes are there" \
+    refuses "$client, cut off" "val_000000.bin: download failed after 2000512 of 4001024 bytes" \
         served fineweb-edu 1
     equal "$client, cut off: no final name" "$(cd repo/data && echo edu_*)" \
         edu_fineweb_val_000000.bin.part
     echo range > mode && served fineweb-edu 1 > /dev/null 2>&1
     equal "$client, cut off, called again" "$(cd repo/data && echo edu_*)" \
         "edu_fineweb_train_000001.bin edu_fineweb_val_000000.bin"
-    refuses "$client, wrong bytes" "train_000003.bin sent is not what it should be .whole.$" \
+    refuses "$client, wrong bytes" "train_000003.bin: wrong content .whole.$" \
         served fineweb-edu 3
     cp docs_train.bin $shards/edu_fineweb_train_000003.bin
-    refuses "$client, 404" "train_000004.bin: no download" served fineweb-edu 4
+    refuses "$client, 404" "train_000004.bin: download failed" served fineweb-edu 4
     equal "$client, 404: the others stay" "$(cd repo/data && echo edu_* | wc -w)" 4
     head -c 90000 digits > $shards/edu_fineweb_train_000003.bin
-    refuses "$client, stories without vocabulary" "needs GPT-2.s vocab.bpe: .*no download" \
+    refuses "$client, stories without vocabulary" "needs GPT-2.s vocab.bpe: .*download failed" \
         served tinystories
     if [ -f "$vocab" ]; then
         cp documents $stories/TinyStoriesV2-GPT4-valid.txt
@@ -423,7 +423,7 @@ vocab.bpe 50256 505 50256 11545 27 91 437 1659"
     mkdir -p www/karpathy/char-rnn/master/data/tinyshakespeare repo/data/kept
     cp text www/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
     mv repo/data/tinyshakespeare* repo/data/kept 2> /dev/null
-    says "$client, wrong text" "is not what it should be.*$made" \
+    says "$client, wrong text" "wrong content.*$made" \
         "$(served 2>&1 | tr '\n' ' ')"
     rm -rf repo/data/kept
 done
@@ -495,7 +495,7 @@ if command -v python3 > /dev/null; then
         '{"step":1e17,"loss":1}' > damaged.jsonl
     says "report: a number out of range" "^x.html$" "$(report damaged.jsonl -o x.html 2>&1)"
     sed 's/"first":[0-9]*/"first":0.5/' plan.json > damaged.json
-    refuses "report: a damaged plan" "damaged.json is not what --plan --json prints" \
+    refuses "report: a damaged plan" "damaged.json is not the output of --plan --json" \
         python3 "$root/dev/report.py" --plan damaged.json
     # What a log may contain: non-finite numbers, markup, control bytes, a truncated last line.
     printf '%s\n%s\n%s' '{"step":6,"loss":null,"grad_norm":null,"lr":1e400,"skipped":1}' \
@@ -509,13 +509,13 @@ if command -v python3 > /dev/null; then
     equal "report: hostile log as SVG" "$(python3 read.py checks run.svg | wc -l)" 1
     echo > broken.jsonl && cat run/log.jsonl >> broken.jsonl
     cp run/report.html before.html
-    refuses "report: no room for it" "cannot write run/report.html: File too large" \
+    refuses "report: no space for it" "cannot write run/report.html: File too large" \
         bash -c 'ulimit -f 4; python3 "$1/dev/report.py" run' - "$root"
     equal "report: ... the old one stands" \
         "$(ls run/*.html*; cmp before.html run/report.html 2>&1)" run/report.html
     refuses "report: no run" "cannot read absent: No such file" report absent -o bad
-    refuses "report: a broken line" "broken.jsonl:1: not an object" report broken.jsonl -o bad
-    refuses "report: no plan" "digits is not what --plan --json prints" report --plan digits -o bad
+    refuses "report: a broken line" "broken.jsonl:1: not a JSON object" report broken.jsonl -o bad
+    refuses "report: no plan" "digits is not the output of --plan" report --plan digits -o bad
     refuses "report: no tensorboardX" "needs Python's package tensorboardX" \
         python3 -S "$root/dev/report.py" run --tensorboard bad
     refuses "report: no wandb" "needs Python's package wandb" \

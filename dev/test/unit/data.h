@@ -71,7 +71,7 @@ TEST(loader_coverage, HOST) {
             expect(inputs == (end - first - 1) / T * T, "shard %d, epoch %u: %d", k, epoch, inputs);
         }
     }
-    expect(std::count(met.begin(), met.end(), 0) == 0, "tokens never visited");
+    expect(std::count(met.begin(), met.end(), 0) == 0, "tokens never read");
     for (std::vector<Token> &order : orders) {  // tokens differ between epochs, so count windows
         std::vector<Token> sorted = order;
         std::sort(sorted.begin(), sorted.end());
@@ -128,8 +128,8 @@ TEST(loader_problems, HOST) {
     d.vocabulary = GPT2_VOCABULARY;
     expect(truncate("b.bin", LLMC_HEADER_BYTES + 2 * 15) == 0 &&
                !dataset_batch(&d, 12, 2, in[0], out[0]) &&
-               Text(d.problem) == "b.bin: cannot read tokens 8 to 16: it became shorter while it "
-                                  "was in use",
+               Text(d.problem) == "b.bin: cannot read tokens 8 to 16: the file was truncated while "
+                                  "in use",
            "%s", d.problem);
     dataset_close(&d);
 }
@@ -145,7 +145,7 @@ TEST(loader_large, FLOAT) {
     }
     if (ftruncate(fd, LLMC_HEADER_BYTES + 2 * count) != 0 ||
         pwrite(fd, tail, sizeof tail, LLMC_HEADER_BYTES + 2 * window * T) != (ssize_t)sizeof tail) {
-        skip("this file system has no room for it");
+        skip("this file system has no space for it");
     }
     close(fd);
     Dataset d;
@@ -169,7 +169,7 @@ TEST(tokenizer, HOST) {
     expect(token_text(out, TOKENIZER_BYTES, NULL, 256) == 0);
     expect(token_text(out, TOKENIZER_GPT2, NULL, 31) == 3 && memcmp(out, "31 ", 3) == 0);
     expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "a", 1),
-                 "--prompt: this data has GPT-2 tokens, and their vocabulary is missing");
+                 "--prompt: the data has GPT-2 tokens, but GPT-2's vocabulary was not found");
     tokens[2] = -1;
     expect(prompt_tokens(tokens, 2, TOKENIZER_BYTES, NULL, "a\0c", 3) == 3 && tokens[1] == 0 &&
            tokens[2] == -1);
