@@ -5,6 +5,7 @@
 // Run:    build/test/gpu_program [--program ./train_gpt2cu] [NAME...]
 
 #include "files.h"
+#include <map>
 #include <numeric>
 
 // The CPU program, for results on which both must agree.
@@ -774,7 +775,12 @@ TEST(gpu_kernels_stopped) {
     // A child that is ended from outside has no verdict either.
     const pid_t pid =
         start(tried_run + "-x 1", with_kernels("hang", "cache", "EMU_KERNEL_LIMIT_S=60"));
-    wait_until([=] { return !children_of(pid).empty(); });
+    const Text key = "\nvoluntary_ctxt_switches:";  // many, when it hangs and sleeps again and again
+    wait_until([=] {
+        const Text status = read_file(text("/proc/%d/status", atoi(children_of(pid).c_str())));
+        const size_t at = status.find(key);
+        return at != Text::npos && atoi(status.c_str() + at + key.size()) > 300;
+    });
     kill(atoi(children_of(pid).c_str()), SIGKILL);
     const Outcome o = outcome(pid);
     expect_success(o, "its child is killed");
@@ -792,6 +798,15 @@ TEST(gpu_kernels_ranks) {
     const Text plain = tried("plain", "", with_kernels("", "cache"), "--gpus 2");
     const Text good = tried("good", "dQ planted, 1.67x", with_kernels("good", "cache"), "--gpus 2");
     expect(good != plain, "%s", good.c_str());
+    const Text log = program(tried_run + "-x 1 --gpus 2",
+                             with_kernels("good", "cache", "EMU_LOG=1")).err;
+    std::map<Text, int> ranks;  // launches of candidates by each process
+    const Text says = "] planted kernel ";
+    for (size_t at = 0; (at = log.find(says, at)) != Text::npos; at++) {
+        ranks[log.substr(log.rfind(' ', at) + 1, at - log.rfind(' ', at) - 1)]++;
+    }
+    expect(ranks.size() == 2 && ranks.begin()->second == ranks.rbegin()->second,
+           "%zu ranks use candidates", ranks.size());
     const Outcome o = program(tried_run + "-x 3 --gpus 2 -o unlike",
                               with_kernels("good", "cache", "EMU_UNLIKE=1"));
     expect(o.status == 0 && losses_in("unlike") == plain &&
@@ -799,9 +814,10 @@ TEST(gpu_kernels_ranks) {
                                     "forward mma.sync; dQ mma.sync; dK and dV mma.sync",
            "%s%s", o.err.c_str(), o.out.c_str());
     // A trial takes less than --timeout in all, for which the other ranks wait.
+    const double began = wall_ms();
     expect(tried("hang", "forward mma.sync (planted hung: no answer in ",
                  with_kernels("hang", "other", "EMU_KERNEL_LIMIT_S=60"),
-                 "--gpus 2 --timeout 4") == plain, "hang");
+                 "--gpus 2 --timeout 4") == plain && wall_ms() - began < 40e3, "hang");
 }
 
 // A resumed run has the kernels of its checkpoint, if they are right here, however fast; a run that
