@@ -292,7 +292,8 @@ typedef struct {
 static const OptionRow option_rows[] = {
     {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, "Model",
      "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
-     "weights: a folder with model.safetensors and config.json, or an llm.c .bin"},
+     "weights: a folder with model.safetensors and config.json, or an llm.c .bin; "
+     "l4h4c128t64v8192 also names the vocabulary, by default the data's"},
     {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
      "tokens in a sequence, T; default: the model's"},
     {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, "Model",
@@ -303,7 +304,8 @@ static const OptionRow option_rows[] = {
     {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, "Data",
      "token shards to validate on"},
     {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, "Data",
-     "GPT-2's vocab.bpe, or llm.c's gpt2_tokenizer.bin; default: those in data/"},
+     "merges of the tokens: GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt; "
+     "default: in data/ for GPT-2's, PREFIX_merges.txt next to other shards"},
     {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, "Data",
      "read the windows of an epoch in random order"},
     {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, ANY, "Batch",
@@ -977,11 +979,16 @@ static int model_is_allowed(const Model *m) {
 }
 
 // The kind of value given to -e. It determines the vocabulary: a preset uses GPT-2's, a shape the
-// data's, a file (data/weights.c) its own.
+// data's unless it names one, a file (data/weights.c) its own.
 typedef enum { MODEL_PRESET, MODEL_SHAPE, MODEL_FILE } ModelKind;
 
-// Parses -e into every field of *m except the vocabulary. If the text is neither a preset nor a
-// shape, it is the name of a file. Ends the run if a shape is out of range.
+static void model_set_vocabulary(Model *m, int V) {
+    m->V = V;
+    m->Vp = (int)round_up_i64(V, 128);
+}
+
+// Parses -e into every field of *m; the vocabulary is 0 unless a shape names it. If the text is
+// neither a preset nor a shape, it is the name of a file. Ends the run if a shape is out of range.
 static ModelKind model_parse(Model *m, const char *text) {
     memset(m, 0, sizeof *m);
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
@@ -993,23 +1000,22 @@ static ModelKind model_parse(Model *m, const char *text) {
             return MODEL_PRESET;
         }
     }
-    int end = 0;
-    if (strlen(text) > 40 || text[strspn(text, "lhct-0123456789")] != 0 ||  // %d skips spaces
-        sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4 ||
-        text[end] != 0) {
+    int end = 0, V = 0, more = 0;
+    if (strlen(text) > 40 || text[strspn(text, "lhctv-0123456789")] != 0 ||  // %d skips spaces
+        sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4) {
         return MODEL_FILE;
     }
-    if (!model_is_allowed(m)) {
+    const int named = sscanf(text + end, "v%8d%n", &V, &more) == 1;
+    if (text[end + more] != 0) {
+        return MODEL_FILE;
+    }
+    if (!model_is_allowed(m) || (named && (V < 2 || V > MAX_VOCABULARY))) {
         die("--model (-e): '%s': allowed are 1-400 layers, 1-65536 channels in equal heads, "
-            "1-1048576 positions",
+            "1-1048576 positions, a vocabulary of 2-65535",
             text);
     }
+    model_set_vocabulary(m, V);
     return MODEL_SHAPE;
-}
-
-static void model_set_vocabulary(Model *m, int V) {
-    m->V = V;
-    m->Vp = (int)round_up_i64(V, 128);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -5750,7 +5756,7 @@ typedef struct {
     Shard *shards;
     uint16_t *window;      // (T + 1)
     int shard_count, T;
-    int tokenizer, vocabulary;
+    Tokenizer tokenizer;   // of all shards
     int shuffle;           // permute the windows by `seed` and the epoch; 0: file order
     uint64_t seed;
     int64_t tokens, windows;
@@ -5772,19 +5778,21 @@ static void dataset_open(Dataset *d, const char *pattern, int T) {
     }
     int status = glob(pattern, 0, NULL, &found);
     if (status != 0 || found.gl_pathc == 0) {
-        die("no token file matches %s; 'make data' prepares tinyshakespeare", pattern);
+        const char *own = strstr(pattern, "tinyshakespeare") || strstr(pattern, "stories_bytes")
+                              ? "'make data' prepares it"
+                              : "data/tokenize makes token files of text";
+        die("no token file matches %s; %s", pattern, own);
     }
     d->shard_count = (int)found.gl_pathc;
     d->shards = (Shard *)alloc_zero(found.gl_pathc, sizeof(Shard));
     for (int i = 0; i < d->shard_count; i++) {
         Shard *shard = &d->shards[i];
         shard_open(shard, found.gl_pathv[i]);
-        if (i > 0 && shard->tokenizer != d->tokenizer) {
-            die("%s: its tokens are %s, those of %s are not", shard->path,
-                shard->tokenizer == TOKENIZER_BYTES ? "bytes" : "GPT-2's", d->shards[0].path);
+        if (i > 0 && !tokenizers_equal(&shard->tokenizer, &d->tokenizer)) {
+            die("%s has %s; %s has %s", shard->path, tokenizer_text(&shard->tokenizer).s,
+                d->shards[0].path, tokenizer_text(&d->tokenizer).s);
         }
         d->tokenizer = shard->tokenizer;
-        d->vocabulary = shard->vocabulary;
         if (shard->count < T + 1) {
             die("%s: %" PRId64 " tokens are fewer than one sequence: T + 1 = %d", shard->path,
                 shard->count, T + 1);
@@ -5806,7 +5814,7 @@ static void dataset_close(Dataset *d) {
 }
 
 // Copies window `window` of `epoch` into T inputs and T targets. Returns 1, or 0 with the reason in
-// d->problem if the shard cannot be read or the window contains an id >= d->vocabulary.
+// d->problem if the shard cannot be read or the window contains an id outside the vocabulary.
 static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inputs,
                           Token *targets) {
     int i = d->shard_count - 1;
@@ -5826,9 +5834,9 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inp
     }
     for (int t = 0; t <= d->T; t++) {
         Token token = d->window[t];
-        if (token >= d->vocabulary) {
+        if (token >= d->tokenizer.vocabulary) {
             snprintf(d->problem, sizeof d->problem, "%s: token %" PRId64 " is %d, outside the "
-                     "vocabulary of %d", shard->path, start + t, token, d->vocabulary);
+                     "vocabulary of %d", shard->path, start + t, token, d->tokenizer.vocabulary);
             return 0;
         }
         if (t < d->T) {
@@ -5875,21 +5883,20 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 // order; the sampled tokens rarely differ.
 
 // Tokenizes a prompt of n bytes. Returns the number of tokens, of which it writes the first
-// `capacity`. An empty prompt becomes the tokenizer's end-of-text token
-// (<|endoftext|> in GPT-2's).
-static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
+// `capacity`. An empty prompt becomes <|endoftext|>.
+static int64_t prompt_tokens(Token *out, int capacity, const Tokenizer *tokenizer, const Bpe *bpe,
                              const char *text, size_t n) {
     if (n == 0) {
         out[0] = end_of_text(tokenizer);
         return 1;
     }
-    if (tokenizer != TOKENIZER_BYTES && !bpe) {
+    if (tokenizer->kind != TOKENIZER_BYTES && !bpe) {
         die("--prompt: the data has GPT-2 tokens, but GPT-2's vocabulary was not found: run "
             "data/prepare.sh, which puts vocab.bpe in data/, or give its path with --tokenizer");
     }
     uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
     int64_t count = 0;
-    if (tokenizer == TOKENIZER_BYTES) {
+    if (tokenizer->kind == TOKENIZER_BYTES) {
         for (; count < (int64_t)n; count++) {
             ids[count] = (unsigned char)text[count];
         }
@@ -5986,7 +5993,8 @@ typedef struct {
     Engine *engine;
     const Options *o;
     const Bpe *bpe;  // NULL: GPT-2's tokens are printed as numbers
-    int tokenizer, V, T;
+    Tokenizer tokenizer;
+    int V, T;
     uint32_t step;     // of the checkpoint, to repeat the samples of its run; else 0
     Token *tokens;     // prompt and sample, (T + --sample-tokens)
     real *logits;      // (V), after the previous token
@@ -6035,10 +6043,10 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         g->tokens[n] = sample_token(logits, g->V, &rule, u, g->scratch);
         g->count += i > 0;
         g->slid += start > 0;
-        if (g->tokens[n] == end_of_text(g->tokenizer)) {
+        if (g->tokens[n] == end_of_text(&g->tokenizer)) {
             break;
         }
-        generator_write(g, text, (size_t)token_text(text, g->tokenizer, g->bpe, g->tokens[n]));
+        generator_write(g, text, (size_t)token_text(text, &g->tokenizer, g->bpe, g->tokens[n]));
     }
     return n > g->T ? 0 : prompt;
 }
@@ -6050,7 +6058,7 @@ static int generator_reads(const Generator *g) { return strcmp(g->o->prompt, "-"
 // there are more than T.
 static int generator_prompt(Generator *g, const char *prompt, size_t n) {
     char line[48] = "";
-    const int64_t count = prompt_tokens(g->tokens, g->T, g->tokenizer, g->bpe, prompt, n);
+    const int64_t count = prompt_tokens(g->tokens, g->T, &g->tokenizer, g->bpe, prompt, n);
     if (count > g->T) {
         if (generator_reads(g)) {
             snprintf(line, sizeof line, "line %" PRId64 " of stdin has ", g->lines);
@@ -6408,7 +6416,8 @@ static int run_validate(Run *run, double *loss) {
 static void run_sample(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
-    const int V = s->model.V, tokenizer = run->train.tokenizer;
+    const int V = s->model.V;
+    const Tokenizer *tokenizer = &run->train.tokenizer;
     const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     int64_t length = o->sample_tokens;
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
@@ -6503,7 +6512,8 @@ static void run_save(Run *run) {
     run->saved_step = run->state.step;
     rank_phase("saving", RANK_RUNS);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
-                         run->identity, &run->state, run->bpe};
+                         run->identity, &run->state, run->bpe,
+                         run->train.tokenizer.kind == TOKENIZER_BYTES};
     looks_interrupt(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
@@ -8136,7 +8146,7 @@ static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
     if (kind == MODEL_FILE) {
         if (access(o->model, F_OK) != 0) {
             die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48), nor a shape such as "
-                "l4h4c128t256, nor a file or folder",
+                "l4h4c128t256 or l4h4c128t256v8192, nor a file or folder",
                 o->model);
         }
         model_file_open(&run->weights, o->model);
@@ -8170,41 +8180,108 @@ static void default_data(Options *o, int is_gpt2) {
     }
 }
 
-// Sets the model's vocabulary: the preset's, the file's or the data's. Without data (--plan), a
-// shape uses the vocabulary of bytes. Ends the run if a file's vocabulary differs from the data's,
-// because the same token id would stand for different text.
+// Ends the run if the weights' folder has merges that are not those of the data: the same id would
+// stand for different text, though the vocabularies may have the same size.
+static void weights_require_tokenizer(const ModelFile *weights, const Dataset *data) {
+    char path[PATH_BYTES];
+    Mapping map;
+    model_file_beside(path, weights, "merges.txt");
+    if (data->tokenizer.kind != TOKENIZER_MERGES || mapping_open(&map, path) != 0) {
+        return;
+    }
+    const uint64_t hash = merges_hash((const char *)map.bytes, map.size);
+    mapping_close(&map);
+    if (hash != data->tokenizer.hash) {
+        die("--model (-e): %s has the SHA-256 %016" PRIx64 "..., the merges of %s have %016" PRIx64
+            "...", path, hash, data->shards[0].path, data->tokenizer.hash);
+    }
+}
+
+// Chooses the data of a resume without -i: those of the newest checkpoint that can be read.
+static void resume_data(Options *o) {
+    static char train[PATH_BYTES], val[PATH_BYTES];  // the options point to them
+    char folder[PATH_BYTES];
+    if (access(o->output, F_OK) != 0) {
+        return;
+    }
+    CheckpointList list = checkpoint_list(o->output, "");
+    for (int i = 0; i < list.count && !o->train_data; i++) {
+        path_print(folder, "%s/step-%08" PRId64, o->output, list.steps[i]);
+        if (checkpoint_option(train, folder, "train-data") && train[0]) {
+            o->train_data = train;
+            o->val_data = checkpoint_option(val, folder, "val-data") && val[0] ? val : NULL;
+        }
+    }
+    free(list.steps);
+}
+
+// Chooses the validation data of a run with -i and without -j: PREFIX_val... if the training data
+// is PREFIX_train... and such files exist.
+static void validation_beside(Options *o) {
+    static char val[PATH_BYTES];  // the option points to it
+    const char *end = shard_prefix(o->train_data);
+    glob_t found;
+    if (!end || strncmp(end, "_train", 6) != 0) {
+        return;
+    }
+    path_print(val, "%.*s_val%s", (int)(end - o->train_data), o->train_data, end + 6);
+    if (glob(val, 0, NULL, &found) == 0) {
+        o->val_data = val;
+    }
+    globfree(&found);
+}
+
+// Sets the model's vocabulary: the preset's, the shape's, the file's or the data's. Without data
+// (--plan), a shape uses the vocabulary of bytes. Ends the run if the vocabulary of a shape or file
+// differs from the data's, because the same token id would stand for different text.
 static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const Dataset *data) {
+    const int V = data ? data->tokenizer.vocabulary : 0;
     switch (kind) {
         case MODEL_PRESET:
             model_set_vocabulary(m, GPT2_VOCABULARY);
-            if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
+            if (data && V > m->V) {
+                die("--model (-e): %s has GPT-2's vocabulary of %d; the data, %s, has one of %d, "
+                    "for which a shape such as l12h12c768t1024 is made", o->model, m->V,
+                    o->train_data, V);
+            }
+            if (data && V != GPT2_VOCABULARY && !o->quiet) {
                 printf("%s has GPT-2's vocabulary of %d tokens; the data uses %d of them\n",
-                       o->model, m->V, data->vocabulary);
+                       o->model, m->V, V);
             }
             break;
         case MODEL_SHAPE:
-            model_set_vocabulary(m, data ? data->vocabulary : BYTE_VOCABULARY);
+            if (m->V && data && V != m->V) {
+                die("--model (-e): %s names a vocabulary of %d; the data, %s, has one of %d",
+                    o->model, m->V, o->train_data, V);
+            }
+            model_set_vocabulary(m, m->V ? m->V : data ? V : (int)BYTE_VOCABULARY);
             break;
         case MODEL_FILE:
-            if (data && data->vocabulary == GPT2_VOCABULARY && m->V == GPT2_PADDED) {
+            if (data && V == GPT2_VOCABULARY && m->V == GPT2_PADDED) {
                 if (!o->quiet) {
                     printf("%s pads GPT-2's vocabulary to %d rows; rows from %d on are kept, "
                            "and take part in the softmax, but no token refers to them\n",
                            o->model, m->V, GPT2_VOCABULARY);
                 }
-            } else if (data && data->vocabulary != m->V) {
+            } else if (data && V != m->V) {
                 die("--model (-e): %s has a vocabulary of %d tokens, the data %s one of %d",
-                    o->model, m->V, o->train_data, data->vocabulary);
+                    o->model, m->V, o->train_data, V);
             }
             break;
     }
 }
 
 // Step 3: opens the training data and sets the vocabulary. A plan needs data only for the
-// vocabulary of a shape; without data it assumes byte tokens.
+// vocabulary of a shape that names none; without data it assumes byte tokens.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
-    if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
+    if (o->resume && !o->train_data && !options_plan(o)) {
+        resume_data(o);
+    }
+    if (o->train_data && !o->val_data && o->val_every && !options_plan(o)) {
+        validation_beside(o);
+    }
+    if (!o->train_data && (!options_plan(o) || (kind == MODEL_SHAPE && !m->V))) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
     if (!o->train_data && !options_plan(o)) {
@@ -8218,6 +8295,9 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
         run->train.seed = (uint64_t)o->seed;
     }
     model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
+    if (kind == MODEL_FILE && run->train.shards) {
+        weights_require_tokenizer(&run->weights, &run->train);
+    }
 }
 
 // Returns the bytes of host memory that a process uses in addition to its plan: the matrix that
@@ -8464,7 +8544,7 @@ static int64_t run_resume(Run *run) {
     const ResumeChoice choice = choices[0];
     free(choices);
     if (choice.step >= 0) {
-        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL};
+        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL, 0};
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
         run_say(run, "loading %s", path);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
@@ -8486,18 +8566,29 @@ static int64_t run_resume(Run *run) {
     return choice.step;
 }
 
-// Opens GPT-2's vocabulary if samples or checkpoints need it, or if --tokenizer names it.
+// Opens the vocabulary if samples or checkpoints need it, or if --tokenizer names it. Only GPT-2's
+// may be missing: the merges of other data are nowhere else.
 static void run_vocabulary(Run *run) {
     const Options *o = &run->o;
+    const Tokenizer *t = &run->train.tokenizer;
     char path[PATH_BYTES];
-    int gpt2 = run->train.tokenizer == TOKENIZER_GPT2;
-    if (o->tokenizer[0] && !gpt2) {
+    if (o->tokenizer[0] && t->kind == TOKENIZER_BYTES) {
         die("--tokenizer: %s has byte tokens, which need no vocabulary", o->train_data);
     }
-    if (gpt2 && (o->sample_every || o->generate || o->tokenizer[0] || o->output[0]) &&
-        bpe_find(path, o->tokenizer)) {
+    if (t->kind == TOKENIZER_BYTES || run->bpe ||
+        !(o->sample_every || o->generate || o->tokenizer[0] || o->output[0])) {
+        return;
+    }
+    const int own = t->kind == TOKENIZER_MERGES;
+    const char *shard = own ? run->train.shards[0].path : o->train_data;
+    const int found = own ? merges_find(path, o->tokenizer, shard) : bpe_find(path, o->tokenizer);
+    if (own && (!found || (!o->tokenizer[0] && access(path, R_OK) != 0))) {
+        die("%s needs its merges: %s%s--tokenizer names their file", shard, found ? path : "",
+            found ? " cannot be read; " : "");
+    }
+    if (found) {
         run->bpe = (Bpe *)alloc_zero(1, sizeof(Bpe));
-        bpe_open(run->bpe, path);
+        bpe_open(run->bpe, path, t, shard);
     }
 }
 
@@ -8533,9 +8624,10 @@ static void run_open_validation(Run *run) {
     run->has_val = o->val_data && o->val_every;
     if (run->has_val) {
         dataset_open(&run->val, o->val_data, run->s.T);
-        if (run->val.tokenizer != run->train.tokenizer) {
-            die("--val-data (-j): %s uses a different tokenizer from %s", o->val_data,
-                o->train_data);
+        if (!tokenizers_equal(&run->val.tokenizer, &run->train.tokenizer)) {
+            die("--val-data (-j): %s has %s; %s has %s", o->val_data,
+                tokenizer_text(&run->val.tokenizer).s, o->train_data,
+                tokenizer_text(&run->train.tokenizer).s);
         }
     }
 }
@@ -8546,7 +8638,7 @@ static void run_prepare_samples(Run *run) {
     run_vocabulary(run);
     if (run->o.sample_every) {
         const char *prompt = run->o.prompt;
-        const int64_t count = prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
+        const int64_t count = prompt_tokens(run->inputs, run->s.T, &run->train.tokenizer, run->bpe,
                                             prompt, strlen(prompt));
         if (count > run->s.T) {
             die("--prompt: %" PRId64 " tokens, more than --seq-len (-t) %d", count, run->s.T);
@@ -8713,22 +8805,31 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
-// Derives the tokenizer from the size of a model's vocabulary, because its data is not available
-// here. GPT-2's vocabulary is read from the folder of the weights, as in checkpoints, else from the
-// places that training searches. Any other size is refused, because its tokens cannot be guessed.
+// Sets the tokenizer of a model whose data is not available here: that of --tokenizer, else of
+// merges.txt in the folder of the weights, as in checkpoints. Without either, 257 tokens are bytes,
+// and GPT-2's vocabulary is searched where training does; any other size is refused, because its
+// tokens cannot be guessed. A model of GPT-2's size may have been trained on fewer tokens.
 static void generate_vocabulary(Run *run, const Model *m) {
     static char merges[PATH_BYTES];  // the option points to it
     Options *o = &run->o;
     const int gpt2 = m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED;
-    if (!gpt2 && m->V != BYTE_VOCABULARY) {
-        die("--generate: %s has a vocabulary of %d tokens; supported are %d (bytes) and %d "
-            "(GPT-2)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
-    }
-    run->train.tokenizer = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
     o->train_data = o->model;  // for messages: the source of the tokens
-    path_print(merges, "%s/merges.txt", o->model);
-    if (gpt2 && !o->tokenizer[0] && access(merges, F_OK) == 0) {
-        o->tokenizer = merges;
+    if (run->weights.spans && !o->tokenizer[0]) {
+        model_file_beside(merges, &run->weights, "merges.txt");
+        o->tokenizer = access(merges, F_OK) == 0 ? merges : "";
+    }
+    run->train.tokenizer = gpt2 ? gpt2_tokenizer : byte_tokenizer;
+    if (o->tokenizer[0] && (m->V != BYTE_VOCABULARY || o->tokenizer == merges)) {
+        run->bpe = (Bpe *)alloc_zero(1, sizeof(Bpe));
+        bpe_open(run->bpe, o->tokenizer, NULL, NULL);
+        run->train.tokenizer = run->bpe->tokenizer;
+        if (run->bpe->count != m->V && !(gpt2 && run->bpe->count < m->V)) {
+            die("--tokenizer: %s has %d tokens; --model (-e) %s has %d", o->tokenizer,
+                run->bpe->count, o->model, m->V);
+        }
+    } else if (!gpt2 && m->V != BYTE_VOCABULARY) {
+        die("--generate: %s has a vocabulary of %d and no merges.txt; --tokenizer names one",
+            o->model, m->V);
     }
     run_vocabulary(run);
 }

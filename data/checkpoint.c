@@ -18,8 +18,11 @@
 //                                    run's type; for bf16 weights also ranges of the low halves of
 //                                    their fp32 masters; counters and options
 //   manifest.json                    size and SHA-256 of every other file
+//   README.md                        only for bytes: how to use ids that are bytes; not in the
+//                                    manifest, because nothing reads it
 //   merges.txt, vocab.json, tokenizer_config.json
-//                                    only for GPT-2's tokens, and only if the vocabulary was found
+//                                    not for bytes; for GPT-2's tokens only if the vocabulary was
+//                                    found
 //
 //     step-N.tmp --(files and folders synced, renamed)--> step-N
 //         ^                                                  |
@@ -54,7 +57,7 @@
 
 // The files of a checkpoint. There is one state file for each rank of the run that saved it.
 enum {
-    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
+    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_CARD, FILE_MANIFEST,
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
@@ -63,7 +66,7 @@ enum {
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
-        "manifest.json"};
+        "README.md", "manifest.json"};
     if (file < FILE_STATE) {
         snprintf(name, FILE_NAME, "%s", names[file]);
     } else {
@@ -183,10 +186,10 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     }
 }
 
-static void config_save(const Model *m, Writer *w) {
+// Writes config.json. `bpe` is the vocabulary; NULL: of bytes, or GPT-2's, which was not found.
+static void config_save(const Model *m, const Bpe *bpe, Writer *w) {
     char text[1024];
-    int end = m->V == BYTE_VOCABULARY ? (int)BYTE_END_OF_TEXT
-                                      : min_int(m->V - 1, GPT2_END_OF_TEXT);
+    const int end = bpe ? bpe->count - 1 : min_int(m->V - 1, GPT2_END_OF_TEXT);
     int n = snprintf(text, sizeof text,
                      "{\"architectures\": [\"GPT2LMHeadModel\"], \"model_type\": \"gpt2\",\n"
                      "\"n_layer\": %d, \"n_head\": %d, \"n_embd\": %d, \"n_positions\": %d,\n"
@@ -198,64 +201,19 @@ static void config_save(const Model *m, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// Writes a token in GPT-2's byte-to-Unicode mapping (chapter Tokenizer), encoded as UTF-8. Returns
-// the number of bytes written.
-static size_t token_in_alphabet(char out[2 * BPE_LONGEST], const char *bytes, int n) {
-    size_t length = 0;
-    for (int i = 0; i < n; i++) {
-        const int b = (unsigned char)bytes[i];
-        const int c = b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127
-                    : b == 173 ? 323 : b;
-        if (c >= 128) {
-            out[length++] = (char)(192 | c >> 6);
-        }
-        out[length++] = (char)(c < 128 ? c : 128 | (c & 63));
-    }
-    return length;
-}
-
-// Returns the number of bytes of the first of the two tokens that merge `id` joins: applying all
-// earlier merges to the bytes of token `id` leaves these two.
-static int merge_left(const Bpe *bpe, int id) {
-    const char *bytes;
-    int start[BPE_LONGEST + 1] = {0}, parts = bpe_bytes(bpe, id, &bytes);
-    for (int i = 0; i <= parts; i++) {
-        start[i] = i;
-    }
-    for (; parts > 2; parts--) {
-        int best = INT_MAX, at = 0;
-        for (int i = 0; i + 2 <= parts; i++) {
-            int merged = bpe_id(bpe, bytes + start[i], (size_t)(start[i + 2] - start[i]));
-            at = merged >= 0 && merged < best ? i : at;
-            best = merged >= 0 ? min_int(best, merged) : best;
-        }
-        memmove(start + at + 1, start + at + 2, (size_t)(parts - at - 1) * sizeof *start);
-    }
-    return start[1];
-}
-
-// Writes merges.txt, vocab.json or tokenizer_config.json (special tokens) for GPT-2, as
-// transformers expects them next to the weights.
-static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
+// Returns the contents, of *size bytes, of vocab.json or tokenizer_config.json (special tokens), as
+// transformers expects them next to the weights. The caller frees them.
+static char *tokenizer_json(const Bpe *bpe, const Model *m, int file, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
-    size_t size;
-    FILE *f = open_memstream(&text, &size);
-    check(f, "out of memory for a vocabulary");
-    fputs(file == FILE_MERGES ? "#version: 0.2\n" : "{", f);
-    for (int id = file == FILE_MERGES ? 256 : 0; file != FILE_TOKENIZER && id < bpe->count; id++) {
-        int n = bpe_bytes(bpe, id, &bytes);
-        if (file == FILE_VOCABULARY) {
-            fputs(id ? ", \"" : "\"", f);
-            json_text(f, word, token_in_alphabet(word, bytes, n));
-            fprintf(f, "\": %d", id);
-        } else if (id != GPT2_END_OF_TEXT) {
-            int left = merge_left(bpe, id);
-            fwrite(word, 1, token_in_alphabet(word, bytes, left), f);
-            fputc(' ', f);
-            fwrite(word, 1, token_in_alphabet(word, bytes + left, n - left), f);
-            fputc('\n', f);
-        }
+    FILE *f = open_memstream(&text, size);
+    check(f, "no memory for a vocabulary");
+    fputs("{", f);
+    for (int id = 0; file == FILE_VOCABULARY && id < bpe->count; id++) {
+        const int n = bpe_bytes(bpe, id, &bytes);
+        fputs(id ? ", \"" : "\"", f);
+        json_text(f, word, token_characters(word, bytes, n));
+        fprintf(f, "\": %d", id);
     }
     if (file == FILE_TOKENIZER) {
         fprintf(f, "\"tokenizer_class\": \"GPT2Tokenizer\", \"model_max_length\": %d, "
@@ -263,10 +221,34 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
                    "\"eos_token\": \"<|endoftext|>\", \"unk_token\": \"<|endoftext|>\"",
                 m->maxT);
     }
-    fputs(file == FILE_MERGES ? "" : "}\n", f);
-    check(fclose(f) == 0, "out of memory for a vocabulary");
+    fputs("}\n", f);
+    check(fclose(f) == 0, "no memory for a vocabulary");
+    return text;
+}
+
+// Writes merges.txt, vocab.json or tokenizer_config.json.
+static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
+    size_t size;
+    char *text = file == FILE_MERGES ? bpe_merges_text(bpe, &size)
+                                     : tokenizer_json(bpe, m, file, &size);
     writer_put(w, text, size);
     free(text);
+}
+
+// Writes README.md, the model card of a model whose tokens are bytes.
+static void card_save(Writer *w) {
+    static const char text[] =
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+        "# A GPT-2 of bytes\n\n"
+        "Token ids are bytes: id b is the byte b of a text in UTF-8, and 256 ends a text. There is "
+        "no tokenizer to\nload; `list(text.encode())` makes ids of a text, and "
+        "`bytes(i for i in ids if i < 256).decode()` text of ids.\n\n"
+        "    import torch, transformers\n"
+        "    model = transformers.GPT2LMHeadModel.from_pretrained(folder)\n"
+        "    ids = torch.tensor([[256] + list(b\"Once\")])\n"
+        "    made = model.generate(ids, max_new_tokens=100, do_sample=True)[0].tolist()\n"
+        "    print(bytes(i for i in made if i < 256).decode(errors=\"replace\"))\n";
+    writer_put(w, text, sizeof text - 1);
 }
 
 // The parts of a run that a checkpoint is written from.
@@ -276,7 +258,8 @@ typedef struct {
     const Options *options;
     const char *identity;  // run_identity
     const RunState *state;
-    const Bpe *bpe;  // GPT-2's vocabulary; NULL: not found, or the run uses byte tokens
+    const Bpe *bpe;  // the vocabulary; NULL: of bytes, or GPT-2's, which was not found
+    int bytes;       // 1: tokens are bytes
 } Snapshot;
 
 // Elements first .. first + count - 1 of one bucket of a state, and their location in a file.
@@ -494,16 +477,17 @@ static void save_file(Saving *save, int file) {
             model_file_save(snapshot->engine, &s->model,
                             s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, &w);
             break;
-        case FILE_CONFIG: config_save(&s->model, &w); break;
+        case FILE_CONFIG: config_save(&s->model, snapshot->bpe, &w); break;
         case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
             tokenizer_save(snapshot->bpe, &s->model, file, &w);
             break;
+        case FILE_CARD: card_save(&w); break;
         case FILE_MANIFEST: manifest_save(&save->manifest, snapshot->state->step, &w); break;
         default: state_save(snapshot, &w);
     }
     writer_close(&w);
     row->bytes = w.bytes;
-    memcpy(row->sha256, w.hash, SHA256_TEXT);
+    memcpy(row->sha256, file == FILE_CARD ? "" : w.hash, file == FILE_CARD ? 1 : SHA256_TEXT);
     if (w.error) {
         save_problem(save, "cannot write %s: %s; the previous checkpoint is kept", w.file,
                      strerror(w.error));
@@ -577,6 +561,9 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
         save_file(&save, FILE_CONFIG);
         for (int k = FILE_MERGES; snapshot->bpe && k <= FILE_TOKENIZER; k++) {
             save_file(&save, k);
+        }
+        if (snapshot->bytes) {
+            save_file(&save, FILE_CARD);
         }
         save_finish(&save, output, path);
     }
@@ -712,6 +699,35 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     return !wrong && version != 3 ? "unsupported version, expected 3" : wrong;
 }
 
+// Copies the value of an option in a checkpoint's first state file to `out`. Returns 0 if it cannot
+// be read; whether the checkpoint is complete is verified later.
+static int checkpoint_option(char out[PATH_BYTES], const char *folder, const char *name) {
+    char path[PATH_BYTES], key[64];
+    struct dirent *entry;
+    int ranks, found = 0;
+    DIR *files = opendir(folder);
+    const int length = snprintf(key, sizeof key, "\"--%s\":", name);
+    while (files && !found && (entry = readdir(files)) != NULL) {
+        Mapping map;
+        path_print(path, "%s/%s", folder, entry->d_name);
+        if (file_find(entry->d_name, &ranks) == FILE_STATE && mapping_open(&map, path) == 0) {
+            const size_t most = map.size < 1 << 16 ? map.size : 1 << 16;  // the header's beginning
+            const unsigned char *at =
+                (const unsigned char *)memmem(map.bytes, most, key, (size_t)length);
+            if (at) {
+                Json j = {map.bytes, (size_t)(at - map.bytes) + (size_t)length, most, NULL};
+                json_string(&j, out, PATH_BYTES);
+                found = !j.fault;
+            }
+            mapping_close(&map);
+        }
+    }
+    if (files) {
+        closedir(files);
+    }
+    return found;
+}
+
 // Opens and parses a manifest file. Returns NULL on success, otherwise an error message, also if
 // the file does not exist.
 static const char *manifest_open(Manifest *manifest, const char *path) {
@@ -730,8 +746,7 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
 static int64_t weights_step(const ModelFile *f) {
     static Manifest manifest;
     char path[PATH_BYTES];
-    const char *slash = strrchr(f->name, '/');
-    path_print(path, "%.*smanifest.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
+    model_file_beside(path, f, "manifest.json");
     return manifest_open(&manifest, path) ? 0 : manifest.step;
 }
 
@@ -778,7 +793,7 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     for (int i = 0; i < files; i++) {
         char file[PATH_BYTES], name[FILE_NAME];
         const ManifestRow *row = &manifest.files[i];
-        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // optional
+        const int vocabulary = i >= FILE_MERGES && i <= FILE_CARD;  // optional
         const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
         file_name(name, i, manifest.ranks);
         path_print(file, "%s/%s", folder, name);
@@ -1090,6 +1105,13 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         for (size_t i = 0, spaces = 0; f.identity[i] && f.identity[i] == run->identity[i]; i++) {
             spaces += f.identity[i] == ' ';
             at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
+        }
+        const char *first = f.identity + at;
+        if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
+            char was[PATH_BYTES];
+            option_was(was, &f, option_find("train-data"));
+            die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
+                folder, was, run->options->train_data);
         }
         die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
             f.identity + at, run->identity + at);

@@ -5,6 +5,7 @@
 #   data/prepare.sh tinystories         TinyStories V2 (GPT-4) as GPT-2 tokens; 2.3 GB of text
 #   data/prepare.sh fineweb-edu [N]     llm.c's shards of GPT-2 tokens as published, 200 MB each:
 #                                       one for validation, the first N (default 3) for training
+#   data/prepare.sh hellaswag           llm.c's hellaswag_val.bin, for --eval; 10,042 questions
 #
 # Files are copied from $DATA_MIRROR if it is set, otherwise downloaded. If tinyshakespeare is not
 # available, the stories written by data/stories replace it. A download has the suffix .part until
@@ -223,11 +224,20 @@ fineweb_edu() {
     done
 }
 
+# questions FILE: is it an evaluation file of llm.c?
+questions() { [ "$(size "$1")" -gt 1024 ] && [ "$(int32 "$1" 0)" = 20240522 ]; }
+
+hellaswag() {
+    local file=hellaswag_val.bin
+    obtain $file $file "$huggingface/datasets/karpathy/llmc-starter-pack/resolve/main/$file" \
+        questions || exit 1
+}
+
 corpus=${1:-tinyshakespeare}
 [ $# -le 1 ] || [ "$corpus $#" = "fineweb-edu 2" ] || die "one corpus at a time"
 [ -w data ] || die "cannot write in data/"
 case $corpus in
-    tinyshakespeare | tinystories) $corpus ;;
+    tinyshakespeare | tinystories | hellaswag) $corpus ;;
     fineweb-edu) fineweb_edu "${2:-3}" ;;
-    *) die "unknown corpus '$corpus'; known: tinyshakespeare tinystories fineweb-edu" ;;
+    *) die "unknown corpus '$corpus'; known: tinyshakespeare tinystories fineweb-edu hellaswag" ;;
 esac

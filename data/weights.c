@@ -353,6 +353,12 @@ static void index_parse(ModelFile *f, const char *folder, const Mapping *index) 
     }
 }
 
+// Writes the path of the file `name` in the folder of the weights.
+static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const char *name) {
+    const char *slash = strrchr(f->name, '/');
+    path_print(path, "%.*s%s", slash ? (int)(slash + 1 - f->name) : 0, f->name, name);
+}
+
 // Opens the weights that -e names: a folder with config.json and model.safetensors or the index of
 // its parts; the path of such a model.safetensors; or llm.c's file. Ends the run on any error.
 static void model_file_open(ModelFile *f, const char *path) {
@@ -380,8 +386,7 @@ static void model_file_open(ModelFile *f, const char *path) {
         llmc_spans(f->spans, &f->model, weights->bytes, type);
         return;
     }
-    const char *slash = strrchr(f->name, '/');
-    path_print(config, "%.*sconfig.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
+    model_file_beside(config, f, "config.json");
     if (mapping_open(&map, config) != 0) {
         die("--model (-e): cannot open %s: %s; it must be in the same folder as the weights",
             config, file_error());

@@ -79,7 +79,7 @@ int main(void) {
     engine_initialise(&e, &m, 42);
     int cold = drop_cache();
     double megabytes = 0, all_megabytes = 0, began;
-    const Snapshot snapshot = {&e, &s, &o, "bench", &state, NULL};
+    const Snapshot snapshot = {&e, &s, &o, "bench", &state, NULL, 0};
     for (int r = 0; r < REPEATS; r++) {
         began = now_ms();
         writer_open(&w, folder, "model.safetensors");
@@ -93,7 +93,7 @@ int main(void) {
         dd(options);
         times[DD_WRITE][r] = now_ms() - began;
         writer_open(&w, folder, "config.json");
-        config_save(&m, &w);
+        config_save(&m, NULL, &w);
         writer_close(&w);
         times[LOAD][r] = load(&e, folder);
         if (cold) {

@@ -81,7 +81,7 @@ TEST(checkpoint_foreign) {
     other.replace(SHARD_BYTES, 2000, other.substr(SHARD_BYTES + 1000, 2000));
     write_file("other.bin", other);
     expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "is from a different run: it has data ", "other data");
+                   "it was trained on train.bin; other.bin has other tokens", "other data");
 }
 
 // A resume must agree with its checkpoint in everything that determines the tokens of a step.
@@ -91,11 +91,50 @@ TEST(checkpoint_identity) {
     for (const char *other : {"--seed 2", "-t 8", "--shuffle 0", "-i val.bin"}) {
         const Text data = other[1] == 'i' ? "" : "-i train.bin ";
         expect_refused(program(data + "-e l2h2c16t16 -b 2 --quiet -x 4 -y 1 -o out " + other),
-                       Text("checkpoint out/step-00000002 is from a different run: it has ") +
-                           (other[1] == '-' ? "--" : other[1] == 't' ? "sequence 16 " : "windows "),
+                       Text("checkpoint out/step-00000002 is from a different run: it ") +
+                           (other[1] == '-'   ? "has --"
+                            : other[1] == 't' ? "has sequence 16 "
+                                              : "was trained on train.bin; val.bin has other"),
                        other);
     }
     expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");
+}
+
+// A resume without -i and -j reads the data of its checkpoint, also if the newest one is damaged.
+TEST(resume_data) {
+    write_corpus();
+    rename("val.bin", "some_val.bin");
+    rename("train.bin", "some_train.bin");
+    const Text run = "-e l2h2c16t16 -b 2 -n 2 -v 2 -m 2 -o out ";
+    expect_success(program(run + "-i some_train.bin -x 6"), "first run");
+    const Text tensors = tensors_of("out", 6);
+    expect(values_in(read_file("out/log.jsonl"), "val_loss").size() == 3, "some_val.bin not used");
+    write_file("out/step-00000006/" + Text(saved_files[SAVED_STATE]), "x");
+    Outcome o = program(run + "-y 1 -x 6");
+    expect(o.status == 0 && o.out.find("data     some_train.bin: 3,000 tokens") != Text::npos, "%s",
+           (o.out + o.err).c_str());
+    expect(tensors_of("out", 6) == tensors && !tensors.empty(), "another end");
+    expect(values_in(read_file("out/log.jsonl"), "val_loss").size() == 3, "no validation");
+    rename("some_train.bin", "gone.bin");
+    expect_refused(program(run + "-y 1 -x 8"),
+                   "no token file matches some_train.bin; data/tokenize makes token", "gone");
+    o = program(run + "-y 1 -x 8 -i gone.bin");
+    expect(o.status == 0 && o.out.find("no validation") != Text::npos, "%s", o.out.c_str());
+}
+
+// The model card of bytes says what ids are; its checkpoints stay complete without it.
+TEST(model_card) {
+    write_corpus();
+    const Text run = TINY "--quiet -n 2 --keep 1 -o out ", card = "out/step-00000002/README.md";
+    expect_success(program(run + "-x 2"), "bytes");
+    expect(read_file(card).find("id b is the byte b") != Text::npos, "%s", read_file(card).c_str());
+    unlink(card.c_str());
+    expect_success(program(run + "-x 4 -y 1"), "without the card");
+    expect_success(program(run + "-x 6 -y 1"), "with it");
+    expect(names_in("out", "step") == "step-00000006", "%s", names_in("out", "").c_str());
+    write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
+    expect_success(program("-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 --quiet -o other"), "GPT-2's");
+    expect(exists("other/step-00000001/config.json") && !exists("other/step-00000001/README.md"));
 }
 
 // Lines of `out` that start with `begin`.

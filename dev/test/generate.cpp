@@ -126,7 +126,8 @@ TEST(generate_end) {
            "%s", o.err.c_str());
     write_model("odd", safetensors_bytes(hugging_face(Shape{1, 1, 8, 16, 300}, {"F32"}, "")),
                 config_text(Shape{1, 1, 8, 16, 300}));
-    expect_refused(program("--generate -e odd"), "--generate: odd has a vocabulary of 300", "V");
+    expect_refused(program("--generate -e odd"),
+                   "--generate: odd has a vocabulary of 300 and no merges.txt; --tokenizer", "V");
 }
 
 // GPT-2 tokens: numbers without a vocabulary, text with the one next to the weights.
@@ -146,6 +147,96 @@ TEST(generate_gpt2) {
     expect(o.status == 0 && o.out == " world world world\n", "%s", (o.out + o.err).c_str());
     o = program(run + "--prompt=Hello,\xc3\xa9");
     expect(o.status == 0 && o.out.find("Hello,\xc3\xa9") == 0, "%s", (o.out + o.err).c_str());
+}
+
+// A model of 1,000 own tokens trains, samples, saves its tokenizer, resumes with the same bits, and
+// generates from its checkpoint alone, also if that is a copy of two files and the merges.
+TEST(generate_own) {
+    const Words words = write_own_data();
+    Text line;
+    for (const Text &word : words) {
+        line += word;
+    }
+    const Text run = "-i mine_train.bin -j mine_val.bin -e l1h2c32t16 -b 4 -l 2e-2 -k constant "
+                     "-n 60 -m 3 -v 120 --temperature 0 -g 8 ";
+    Outcome o = program(run + "-x 120 -s 120 -o out");
+    expect_success(o, "training");
+    expect(o.out.find("vocabulary 1000 (1024 rows)") != Text::npos &&
+               o.out.find("\n<|endoftext|>" + line + "<|endoftext|>\n---") != Text::npos,
+           "%s", o.out.c_str());
+    const Text folder = "out/step-00000120/", vocabulary = read_file(folder + "vocab.json");
+    const Text token = "\"" + merges_word(words[0]) + "\": 262, ";
+    const Text end = ", \"<|endoftext|>\": 999}";
+    expect(read_file(folder + "merges.txt") == stories_merges(), "other merges");
+    expect(json_valid(vocabulary) && vocabulary.find(end) != Text::npos &&
+           vocabulary.find(token) != Text::npos);
+    const Text config = read_file(folder + "config.json");
+    expect(json_valid(config) && config.find("\"vocab_size\": 1000,") != Text::npos &&
+           config.find("\"eos_token_id\": 999}") != Text::npos, "%s", config.c_str());
+    expect_success(program(run + "-x 60 -o half"), "the first half");
+    expect_success(program(run + "-x 120 -y 1 -o half"), "resumed");
+    expect(tensors_of("half", 120) == tensors_of("out", 120) && !tensors_of("out", 120).empty(),
+           "a resume has other bits");
+    const Text generate = "--generate --temperature 0 --quiet -e ";
+    o = program(generate + folder);
+    expect(o.out == line + "\n", "%s", (o.out + o.err).c_str());
+    o = program("--generate -g 2 -e " + folder + " --prompt=Can");  // token 998
+    expect(o.status == 0 && o.err.find("\n1 prompt tokens") != Text::npos, "%s", o.err.c_str());
+    write_model("copy", read_file(folder + "model.safetensors"), config);
+    expect_refused(program(generate + "copy"), "copy has a vocabulary of 1000 and no merges.txt",
+                   "no merges");
+    expect(program(generate + "copy --tokenizer mine_merges.txt").out == line + "\n");
+    write_file("copy/merges.txt", stories_merges());
+    expect(program(generate + "copy/model.safetensors").out == line + "\n");
+    expect_success(program("-i mine_train.bin -e copy -b 2 -x 1 --quiet"), "those weights");
+    expect_success(program("-i mine_train.bin -e l1h1c8t16v1000 -b 2 -x 1 --quiet"), "v1000");
+}
+
+// Data, tokenizer, weights and shape that disagree are refused by name.
+TEST(own_refused) {
+    write_own_data();
+    write_corpus();
+    Text other = stories_merges();
+    other.resize(other.rfind('\n', other.size() - 2) + 1);  // one merge less
+    write_file("fewer.txt", other);
+    Text swapped = stories_merges();
+    swapped.replace(swapped.rfind('\n', swapped.size() - 2) + 1, Text::npos, "q q\n");
+    write_file("other.txt", swapped);
+    const Text own = read_file("mine_train.bin");
+    write_file("hash_train.bin", with_int(own, 5, 1));
+    write_file("alone_train.bin", own);
+    write_file("alone.bin", own);
+    write_file("wrong_train.bin", own);
+    write_file("wrong_merges.txt", swapped);
+    write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
+    const Shape m = {1, 1, 8, 16, OWN_VOCABULARY};
+    write_model("model", safetensors_bytes(hugging_face(m, {"F32"}, "")), config_text(m));
+    write_file("model/merges.txt", swapped);
+    static const Refusal refusals[] = {
+        {"-i mine_train.bin -j hash_train.bin", "hash_train.bin has 1000 own tokens (01000000)"},
+        {"-i mine_train.bin -j val.bin", "(-j): val.bin has bytes; mine_train.bin has 1000 own"},
+        {"-i mine_*.bin -j train.bin", "train.bin has bytes; "},
+        {"-i *_train.bin", "hash_train.bin has 1000 own tokens (01000000); alone_train.bin has"},
+        {"-i alone_train.bin -s 1", "alone_train.bin needs its merges: alone_merges.txt cannot be "
+                                    "read; --tokenizer names their file"},
+        {"-i alone.bin -o out", "alone.bin needs its merges: --tokenizer names their file"},
+        {"-i wrong_train.bin -o out", "wrong_merges.txt has 1000 own tokens"},
+        {"-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 own tokens"},
+        {"-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 own tokens"},
+        {"-i gpt2.bin --tokenizer mine_merges.txt", "mine_merges.txt: not GPT-2's vocabulary"},
+        {"-i train.bin --tokenizer mine_merges.txt", "--tokenizer: train.bin has byte tokens"},
+        {"-i mine_train.bin -e l1h1c8t16v999", "v999 names a vocabulary of 999; the data, "},
+        {"-i mine_train.bin -e model", "model/merges.txt has the SHA-256 "},
+        {"-i train.bin -e model", "model has a vocabulary of 1000 tokens, the data train.bin one"},
+    };
+    for (auto &row : refusals) {
+        const Text shape = strstr(row.arguments, "-e ") ? "" : "-e l1h1c8t16 ";
+        expect_refused(program(shape + "-x 1 -b 2 " + row.arguments), row.words, row.arguments);
+    }
+    expect_refused(program("--generate -e model --tokenizer fewer.txt"),
+                   "--tokenizer: fewer.txt has 999 tokens; --model (-e) model has 1000", "fewer");
+    expect_success(program("-e d12 --plan --gpu t4 -i mine_train.bin"), "a preset");
+    detail = text("%zu refusals", sizeof refusals / sizeof refusals[0]);
 }
 
 // Options without effect on generation are refused by name, and so is a prompt longer than T.

@@ -1056,6 +1056,45 @@ TEST(gpu_learns) {
     expect(last < 2.9, "the last 20 losses are %.3f on average; a uniform guess has 5.55", last);
 }
 
+// 1,000 own tokens: in fp32 the losses and norms of the CPU program up to rounding, on one GPU and
+// on two that share the optimizer states. The CPU program generates the same text from their
+// checkpoint, and in bf16 a run learns them.
+TEST(gpu_own_tokens) {
+    write_own_data();
+    const Text run = "-i mine_train.bin -j mine_val.bin -e l2h2c32t16 -b 2 -d 64 -x 24 -l 1e-2 "
+                     "-v 24 --quiet -o ";
+    expect_success(cpu_program(run + "cpu"), "the CPU's");
+    std::vector<Text> folders = {"one"};
+    expect_success(program(run + "one --dtype fp32"), "one GPU");
+    if (is_emulated()) {
+        expect_success(program(run + "two --dtype fp32 --gpus 2 -z 2"), "two GPUs");
+        folders.push_back("two");
+    }
+    for (const Text &folder : folders) {
+        for (const char *key : {"loss", "grad_norm", "val_loss"}) {
+            const auto want = values_in(read_file("cpu/log.jsonl"), key);
+            const auto got = values_in(read_file(folder + "/log.jsonl"), key);
+            expect(!want.empty() && want.size() == got.size(), "%s: %zu of %s", folder.c_str(),
+                   got.size(), key);
+            for (size_t i = 0; i < want.size() && i < got.size(); i++) {
+                expect_near(got[i], want[i], 1e-4 * want[i] + 1e-6, "%s: %s %zu", folder.c_str(),
+                            key, i + 1);
+            }
+        }
+        const Text generate = "--generate --temperature 0 -g 7 --quiet --prompt=Can -e " + folder +
+                              "/step-00000024";
+        const Outcome o = program(generate + " --dtype fp32");
+        expect(o.out.size() > 10 && o.out == cpu_program(generate).out, "%s, on the CPU %s",
+               (o.out + o.err).c_str(), cpu_program(generate).out.c_str());
+    }
+    if (can_run("--dtype bf16")) {
+        expect_success(program(run + "bf16 --dtype bf16"), "bf16");
+        const auto losses = values_in(read_file("bf16/log.jsonl"), "val_loss");
+        expect(losses.size() == 1 && losses[0] < 4, "a validation loss of %g; ln 1000 is 6.9",
+               losses.empty() ? NAN : losses[0]);
+    }
+}
+
 int main(int argc, char **argv) {
     // A GPU would time the algorithms of about fifty matmuls in every run.
     more_arguments = "--tune 0";

@@ -44,6 +44,12 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t0", "allowed are"},
     {"-i train.bin -e l2h0c16t8", "allowed are"},
     {"-i train.bin -e l2h2c16t16x", "neither"},
+    {"-i train.bin -e l2h2c16t16v", "neither"},
+    {"-i train.bin -e l2h2c16t16v9x", "neither"},
+    {"-i train.bin -e l2h2c16t16v1", "allowed are"},
+    {"-i train.bin -e l2h2c16t16v65536", "a vocabulary of 2-65535"},
+    {"-i train.bin -e l2h2c16t16v1000",
+     "l2h2c16t16v1000 names a vocabulary of 1000; the data, train.bin, has one of 257"},
     {"-i train.bin -x 2 -b 2 --model=l\t2h2c16t16", "neither"},
     {"-i train.bin -x 2 -b 2 --model=l2h\n2c16t16", "neither"},
     {"-i train.bin -e l2h2c-16t16", "allowed are"},
@@ -160,11 +166,15 @@ TEST(bad_data) {
     write_file("negative.bin", with_int(good, 2, -1));
     write_file("words.bin", with_int(good, 3, 258));
     write_file("kind.bin", with_int(good, 4, 7));
+    write_file("own.bin", with_int(with_int(good, 4, 2), 3, 256));
+    write_file("own2.bin", with_int(with_int(good, 4, 2), 3, 65536));
     write_file("none.bin", shard_bytes({}, BYTE_TOKENS));
     write_file("short.bin", shard_bytes(short_tokens, BYTE_TOKENS));
     write_file("outside.bin", shard_bytes(outside, BYTE_TOKENS));
     write_file("gpt2.bin", shard_bytes(outside, GPT2_TOKENS));
     mkdir("folder.bin", 0755);
+    write_file("story.txt", "Once upon a time there was a fox.\n");
+    write_file("long.txt", Text(5000, 'a') + Text(10, 0));
     static const Refusal table[] = {
         {"-i missing.bin", "no token file matches missing.bin"},
         {"-i empty.bin", "empty.bin: 0 bytes is too short"},
@@ -181,8 +191,14 @@ TEST(bad_data) {
         {"-i none.bin", "none.bin: 0 tokens are fewer than one sequence: T + 1 = 17"},
         {"-i short.bin", "short.bin: 16 tokens are fewer than one sequence: T + 1 = 17"},
         {"-i outside.bin", "outside.bin: token 300 is 257, outside the vocabulary of 257"},
-        {"-i [tg]*.bin", "its tokens are"},
-        {"-i train.bin -j gpt2.bin", "gpt2.bin uses a different tokenizer from train.bin"},
+        {"-i [tg]*.bin", "train.bin has bytes; gpt2.bin has GPT-2's tokens"},
+        {"-i train.bin -j gpt2.bin", "(-j): gpt2.bin has GPT-2's tokens; train.bin has bytes"},
+        {"-i story.txt", "story.txt is text, not tokens: data/tokenize --train-bpe 8192 -o"},
+        {"-i train.bin -j long.txt", "long.txt is text, not tokens"},
+        {"-i data/mine_train.bin", "data/mine_train.bin; data/tokenize makes token files of text"},
+        {"-i data/stories_bytes_train.bin", "stories_bytes_train.bin; 'make data' prepares it"},
+        {"-i own.bin", "own.bin: a vocabulary of 256 in the header; its tokenizer has 257"},
+        {"-i own2.bin", "own2.bin: a vocabulary of 65536 in the header"},
         {"-i train.bin -j missing.bin", "no token file matches missing.bin"},
         {"-i train.bin -j short.bin", "short.bin: 16 tokens"},
         {"-i train.bin -b 200", "a step needs 200 sequences of 16 tokens; train.bin has only"},

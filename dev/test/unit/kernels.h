@@ -551,7 +551,8 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
 
 // Vocabularies from one pack to the largest; padding that would dominate every softmax.
 TEST(gpu_classifier, CUDA_ALL) {
-    static const int shapes[][2] = {{2, 5}, {1, 257}, {65, 257}, {2, 50257}, {1, 65536}};
+    static const int shapes[][2] = {{1, 2}, {2, 5}, {1, 257}, {65, 257}, {3, 1000}, {2, 50257},
+                                    {1, 65536}};
     for (auto &s : shapes) {
         if (!sampled(s[0] == 65 || s[1] == 50257)) {
             continue;
