@@ -700,6 +700,14 @@ TEST(gpu_kernels_cache) {
                now.substr(now.size() > 600 ? now.size() - 600 : 0).c_str());
     }
     write_file(path, kept);
+    const Text longer = current_folder() + "/train_gpt2cu_cpu";  // another build
+    write_file(longer, read_file(tested) + "\n");
+    chmod(longer.c_str(), 0755);
+    const Text once = tried_run + "-x 1";
+    expect_success(outcome(start_program(longer, once, with_kernels("good", "cache"))), "a build");
+    const Text both = read_file(path);
+    expect(both.size() == 2 * kept.size() && both.compare(0, kept.size(), kept) == 0, "%s",
+           both.c_str());
     expect(tried("shape", "planted, 1.67x", with_kernels("good", "cache"), "-t 32") != good &&
                read_file(path).find("| dq:8,32,2=") != Text::npos, "another shape");
     for (const char *folder : {"/proc/none", "/dev/null"}) {
@@ -775,7 +783,7 @@ TEST(gpu_kernels_stopped) {
     // A child that is ended from outside has no verdict either.
     const pid_t pid =
         start(tried_run + "-x 1", with_kernels("hang", "cache", "EMU_KERNEL_LIMIT_S=60"));
-    const Text key = "\nvoluntary_ctxt_switches:";  // many, when it hangs and sleeps again and again
+    const Text key = "\nvoluntary_ctxt_switches:";  // many if it hangs, for it sleeps in a loop
     wait_until([=] {
         const Text status = read_file(text("/proc/%d/status", atoi(children_of(pid).c_str())));
         const size_t at = status.find(key);
