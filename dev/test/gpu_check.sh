@@ -169,12 +169,14 @@ check STAGES=gpus FAULT=p2p
 says "... without peer access" "4 ranks on it, -z 3 +ok .*; NCCL_P2P_DISABLE=1" "$said"
 
 check STAGES=prove
-says "kernels that are right" "prove +forward wgmma +ok +right, 1.432 x .*dq wgmma +ok +right, 0.970 \
-x .*dkv wgmma +ok" "$said"
+says "kernels that are right" \
+    "prove +forward wgmma +ok +right, 1.432 x .*dq wgmma +ok +right, 0.970 x .*dkv wgmma +ok" \
+    "$said"
 check STAGES=prove FAULT=none
 says "... none to try" "prove +candidates +skipped" "$said"
 check STAGES=prove FAULT=wrong
-says "... one that is wrong" "dq wgmma +FAILED +wrong: dQ differs.*dkv wgmma +skipped +older" "$said"
+says "... one that is wrong" "dq wgmma +FAILED +wrong: dQ differs.*dkv wgmma +skipped +older" \
+    "$said"
 [ $status -eq 1 ]
 verdict "... is a failure" $?
 check STAGES=prove FAULT=crash
