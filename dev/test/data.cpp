@@ -1,5 +1,5 @@
-// data.cpp -- what data/README.md specifies, byte by byte: SHA-256, JSON, tokens, learned merges and
-// evaluation files, compared with known answers and naive references, and files with one error.
+// data.cpp -- what data/README.md specifies, byte by byte: SHA-256, JSON, tokens, learned merges
+// and evaluation files, compared with known answers and naive references, and files with one error.
 //
 // Run:    build/test/data [NAME...]         build/test/data_asan: with sanitizers
 
