@@ -905,9 +905,9 @@ static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *
         span->next = LN1W + PER_BLOCK * (int)min_i64((offset - blocks) / block, m->L);
     }
     while (span->next < tensors) {
-        const int n = span->next++, inside = n - LN1W, behind = inside - m->L * PER_BLOCK;
-        span->layer = inside >= 0 && behind < 0 ? inside / PER_BLOCK : 0;
-        span->tensor = inside < 0 ? n : behind < 0 ? LN1W + inside % PER_BLOCK : LNFW + behind;
+        const int n = span->next++, inside = n - LN1W, after = inside - m->L * PER_BLOCK;
+        span->layer = inside >= 0 && after < 0 ? inside / PER_BLOCK : 0;
+        span->tensor = inside < 0 ? n : after < 0 ? LN1W + inside % PER_BLOCK : LNFW + after;
         const int64_t begin = tensor_offset(m, span->tensor, span->layer);
         const int64_t end = begin + tensor_size(m, span->tensor);
         if (begin >= offset + count) {
@@ -1061,7 +1061,7 @@ static void writes_return_errors(void) {
 }
 
 // Returns whether a write to `fd` would block now.
-static int write_waits(int fd) {
+static int write_blocks(int fd) {
     struct pollfd out = {fd, POLLOUT, 0};
     return poll(&out, 1, 0) == 0;
 }
@@ -1084,26 +1084,26 @@ static void stop_overdue(void) {
     seconds = stop_signal != SIGTERM || stop_grace == GRACE_UNLIMITED || moves ? 0 : seconds + 1;
     count = now;
     if (seconds > GRACE_S) {
-        if (!write_waits(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
+        if (!write_blocks(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
             stop_line = "";  // stderr cannot be written; the program ends all the same
         }
         _exit(128 + SIGTERM);
     }
 }
 
-// Checks every second after the first signal whether stdout and stderr still accept output. If one
-// of them has not accepted output in LOOKS checks in a row, it is replaced by /dev/null, which also
-// takes the rest of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
-static void on_look(int number) {
-    enum { LOOKS = 3 };
+// Checks every second after the first signal whether stdout and stderr still accept output. A
+// stream that fails STALLED consecutive checks is replaced by /dev/null, which also takes the rest
+// of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
+static void on_alarm(int number) {
+    enum { STALLED = 3 };
     static int waited[STDERR_FILENO + 1];
     const int error = errno;
     for (int fd = STDOUT_FILENO; fd <= STDERR_FILENO; fd++) {
-        waited[fd] = write_waits(fd) ? waited[fd] + 1 : 0;
-        const int nowhere = waited[fd] < LOOKS ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
-        if (nowhere >= 0) {
-            dup2(nowhere, fd);
-            close(nowhere);
+        waited[fd] = write_blocks(fd) ? waited[fd] + 1 : 0;
+        const int null_fd = waited[fd] < STALLED ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
+        if (null_fd >= 0) {
+            dup2(null_fd, fd);
+            close(null_fd);
         }
     }
     stop_overdue();
@@ -1112,14 +1112,14 @@ static void on_look(int number) {
     (void)number;
 }
 
-// Enables (1) or disables (0) on_look() in this thread. It is disabled during a save: some file
+// Enables (1) or disables (0) on_alarm() in this thread. It is disabled during a save: some file
 // systems, such as those of cloud storage, return EINTR from a call that a signal interrupts, which
 // would make the save fail.
-static void looks_interrupt(int yes) {
-    sigset_t look;
+static void alarm_enable(int yes) {
+    sigset_t alarms;
     stop_grace = yes ? GRACE_PROGRESS : GRACE_UNLIMITED;
-    (void)(sigemptyset(&look), sigaddset(&look, SIGALRM));
-    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &look, NULL);
+    (void)(sigemptyset(&alarms), sigaddset(&alarms, SIGALRM));
+    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &alarms, NULL);
 }
 
 // The pipe to which on_stop() writes a byte; -1: the program does not wait for input.
@@ -1128,12 +1128,12 @@ static int stop_pipe[2] = {-1, -1};
 // Handles all signals that ask the program to stop. Prints no line if stderr would block, because
 // the handler would not return and the next signal would not be handled.
 static void on_stop(int number) {
-    stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
+    stop_line = write_blocks(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
     if (stop_pipe[1] >= 0 && write(stop_pipe[1], "", 1) < 0) {
         errno = 0;  // the pipe is full, which wakes the reader just as well
     }
-    signal(SIGALRM, on_look);  // not before: the parent process may have set an alarm
+    signal(SIGALRM, on_alarm);  // not before: the parent process may have set an alarm
     alarm(1);
 }
 
@@ -1230,22 +1230,22 @@ static int list_has(const char *list, const char *word) {
     return 0;
 }
 
-// Calls look(out, version, folder, group) for the cgroup of `controller` that contains this
+// Calls f(out, version, folder, group) for the cgroup of `controller` that contains this
 // process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
 // on the job, not on its processes. In a container the cgroup's path is that of the host, and only
 // the root of the mount exists, which is the last folder tried. `root` is "", or a test's folder
 // that contains its own /proc and /sys.
-static void groups_look(const char *root, const char *controller,
-                        void (*look)(void *out, int version, const char *folder, const char *group),
-                        void *out) {
+static void cgroups_each(const char *root, const char *controller,
+                         void (*f)(void *out, int version, const char *folder, const char *group),
+                         void *out) {
     static const struct {
         int version;
         const char *mount;
     } mounts[] = {{1, "/sys/fs/cgroup/"}, {2, "/sys/fs/cgroup"}, {2, "/sys/fs/cgroup/unified"}};
     char path[PATH_BYTES], line[2 * PATH_BYTES], folder[4 * PATH_BYTES];
     path_print(path, "%s/proc/self/cgroup", root);
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof line, file)) {  // number:controllers:group
         line[strcspn(line, "\n")] = 0;
         char *names = strchr(line, ':'), *group = names ? strchr(names + 1, ':') : NULL;
         if (!group) {
@@ -1259,13 +1259,13 @@ static void groups_look(const char *root, const char *controller,
                 if (mounts[i].version == version) {
                     snprintf(folder, sizeof folder, "%s%s%s%s/", root, mounts[i].mount,
                              version == 1 ? controller : "", group);
-                    look(out, version, folder, group[0] ? group : "/");
+                    f(out, version, folder, group[0] ? group : "/");
                 }
             }
         }
     }
-    if (f) {
-        fclose(f);
+    if (file) {
+        fclose(file);
     }
 }
 
@@ -1280,7 +1280,7 @@ static int64_t folder_number(const char *folder, const char *name, const char *k
 
 // Applies the memory limits of one cgroup. Its usage includes cached files, which are subtracted
 // because the kernel reclaims them before it kills a process.
-static void memory_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_memory(void *out, int version, const char *folder, const char *group) {
     static const struct {
         const char *limits[2], *used, *cached;
     } rows[] = {{{"memory.limit_in_bytes", "memory.limit_in_bytes"}, "memory.usage_in_bytes",
@@ -1329,7 +1329,7 @@ static HostMemory host_memory(const char *root) {
                          stacks ? " minus thread stacks" : "");
         }
     }
-    groups_look(root, "memory", memory_of_group, &h);
+    cgroups_each(root, "memory", cgroup_memory, &h);
     return h;
 }
 
@@ -1349,7 +1349,7 @@ static uint64_t host_memory_available(void) {
 // chosen so that other programs on the machine are not slowed down.
 
 // Lowers *(int *)out to the number of cores that a cgroup's CPU quota allows.
-static void cores_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_cores(void *out, int version, const char *folder, const char *group) {
     double quota = 0, period = 0;
     (void)group;
     if (version == 1) {
@@ -1374,7 +1374,7 @@ static void cores_of_group(void *out, int version, const char *folder, const cha
 // Returns the number of cores, at most `cores`, that cgroup CPU quotas allow; more threads would
 // only be throttled. Unused in a build without OpenMP, which has one thread.
 __attribute__((unused)) static int host_cores(const char *root, int cores) {
-    groups_look(root, "cpu", cores_of_group, &cores);
+    cgroups_each(root, "cpu", cgroup_cores, &cores);
     return cores;
 }
 
@@ -1579,11 +1579,11 @@ typedef struct {
 } RankStatus;
 
 // Combines the statuses of all ranks into the same decision on every rank.
-static void ranks_agree(const RankStatus *words) {
+static void ranks_agree(const RankStatus *statuses) {
     this_rank.stop = this_rank.fault = 0;
     for (int r = this_rank.ranks - 1; r >= 0; r--) {
-        this_rank.stop |= words[r].stop;
-        this_rank.fault = words[r].failed ? r + 1 : this_rank.fault;
+        this_rank.stop |= statuses[r].stop;
+        this_rank.fault = statuses[r].failed ? r + 1 : this_rank.fault;
     }
 }
 
@@ -1737,9 +1737,10 @@ static void version_print(const char *name, const char *more) {
 // -------------------------------------------------------------------------------------------------
 // 6. Memory plan
 // The plan lists every buffer of a run: name, group, number and type of elements, and the first and
-// last tick of its lifetime. The planner turns settings into buffers, buffers into offsets (buffers
-// whose lifetimes do not overlap may share memory) and offsets into one size in bytes. The run
-// makes one allocation of exactly that size and takes every pointer from the plan.
+// last tick of its lifetime. The planner turns settings into buffers (by act_table, grad_table and
+// single_buffers()), buffers into offsets (buffers whose lifetimes do not overlap may share memory)
+// and offsets into one size in bytes. The run makes one allocation of exactly that size and takes
+// every pointer from the plan.
 // 1. Time is a sequence of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for
 //    the head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, join
 //    (only with several ranks or streamed buffers, see settings_joins()) and update. A forward-only
@@ -2030,7 +2031,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     // own, because each rank sums only its own shards.
     const int64_t others = s->ranks > 1;
     const int64_t table = gpu * (1 + others) * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
-    const int64_t words = gpu * others * s->ranks * RANK_STATUS_BYTES;
+    const int64_t statuses = gpu * others * s->ranks * RANK_STATUS_BYTES;
     // Backward of attention writes partial sums of 3 C numbers for each tile of 64 or 128 tokens.
     const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
     const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
@@ -2043,7 +2044,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
-        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, words, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, statuses, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
         // Two batches, so that one is filled while the other is uploaded; then 256 bytes into which
         // the GPU's state ("norm and counters") is downloaded.
@@ -3812,7 +3813,7 @@ typedef int64_t Lanes __attribute__((vector_size(VECTOR_BYTES)));  // indices of
 typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
-// Multiply-adds are fused in functions marked FUSED and nowhere else. GCC uses the attribute (and
+// Multiply-adds are fused in functions marked FUSED and null_fd else. GCC uses the attribute (and
 // then inlines nothing that lacks it), clang the pragma at the start of the body.
 #if defined(__clang__)
 // clang's expansion of a taskloop compares an int with an unsigned long. GCC still checks signs.
@@ -5513,14 +5514,14 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
 // rank, valid until the next exchange. After this call all ranks know of a signal or a fault on any
 // of them.
 static const RankStatus *engine_exchange(Engine *e, double value) {
-    static RankStatus *words;
+    static RankStatus *statuses;
     const RankStatus mine = {value, stop_signal != 0, this_rank.failed};
-    if (!words) {
-        words = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *words);
+    if (!statuses) {
+        statuses = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *statuses);
     }
-    engine_gather(e, words, &mine, sizeof mine);
-    ranks_agree(words);
-    return words;
+    engine_gather(e, statuses, &mine, sizeof mine);
+    ranks_agree(statuses);
+    return statuses;
 }
 
 // engine_exchange() without a value; does nothing with a single rank.
@@ -6382,12 +6383,12 @@ static int run_validate(Run *run, double *loss) {
             this_rank.failed = 1;
         }
         // A rank without a batch runs forward too: others may have to all-gather its weight shard.
-        const RankStatus *words = engine_exchange(
+        const RankStatus *statuses = engine_exchange(
             &run->engine,
             run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
         run_note_fault(run);
         for (int r = 0; r < min_i64(s->ranks, batches - k); r++) {
-            sum += words[r].value;
+            sum += statuses[r].value;
         }
     }
     *loss = sum / (double)batches;
@@ -6444,10 +6445,10 @@ static void run_sample(Run *run) {
 enum { REPLICA_STEPS = 100 };
 
 // Returns the number of ranks, r included, whose value equals that of rank r.
-static int statuses_alike(const RankStatus *words, int ranks, int r) {
+static int statuses_alike(const RankStatus *statuses, int ranks, int r) {
     int alike = 0;
     for (int q = 0; q < ranks; q++) {
-        alike += words[q].value == words[r].value;
+        alike += statuses[q].value == statuses[r].value;
     }
     return alike;
 }
@@ -6462,14 +6463,14 @@ static void run_compare_replicas(Run *run) {
         return;
     }
     // Exchange the upper 53 bits of the hash, which a double holds exactly.
-    const RankStatus *words =
+    const RankStatus *statuses =
         engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
     for (int r = 0; r < ranks; r++) {
-        most = (int)max_i64(most, statuses_alike(words, ranks, r));
+        most = (int)max_i64(most, statuses_alike(statuses, ranks, r));
     }
     run->diverged = most < ranks;
     for (int r = 0; r < ranks; r++) {
-        if (2 * most <= ranks || statuses_alike(words, ranks, r) < most) {
+        if (2 * most <= ranks || statuses_alike(statuses, ranks, r) < most) {
             n = text_add(names, sizeof names, n, "%s%d", named++ ? ", " : "", r);
         }
     }
@@ -6496,12 +6497,12 @@ static void run_save(Run *run) {
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe,
                          run->train.tokenizer.kind == TOKENIZER_BYTES};
-    looks_interrupt(0);
+    alarm_enable(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
-    looks_interrupt(1);
+    alarm_enable(1);
     if (run->log) {
         log_begin(run);
         fputs(",\"checkpoint\":\"", run->log);
@@ -7004,7 +7005,7 @@ static void command_print(const char *program, const Options *o) {
 
 // Changes that free memory are steps on four axes: recomputation level, number types, offload tier
 // and batch. Step 0 of an axis changes nothing.
-enum { BY_LEVEL, BY_TYPE, BY_HOME, BY_BATCH, AXES };
+enum { BY_LEVEL, BY_TYPE, BY_OFFLOAD, BY_BATCH, AXES };
 enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // effect of a change on the numbers
 
 // A remedy: one or several changes, as options of a command line, and their price.
@@ -7029,7 +7030,7 @@ static int axis_steps(const Settings *s, int axis) {
     }
     return axis == BY_LEVEL  ? RECOMPUTE_BLOCK
            : axis == BY_TYPE ? (s->dtype == TYPE_BF16 ? 2 : 0)
-           : axis == BY_HOME ? (s->gpu ? OFFLOAD_TIERS - 1 : 0)
+           : axis == BY_OFFLOAD ? (s->gpu ? OFFLOAD_TIERS - 1 : 0)
                              : halvings;
 }
 
@@ -7060,7 +7061,7 @@ static int axis_apply(Settings *s, int axis, int step, char option[64]) {
         s->placement[KIND_MASTER] = s->split_master ? s->placement[KIND_MASTER] : 0;
         snprintf(option, 64, "%s%s", before.moment_dtype == TYPE_BF16 ? "" : " --moments bf16",
                  s->split_master == before.split_master ? "" : " -w none");
-    } else if (axis == BY_HOME) {
+    } else if (axis == BY_OFFLOAD) {
         settings_offload(s, offload_tiers[step]);
         snprintf(option, 64, " --offload %s", offload_text(offload, s));
     } else {
@@ -7101,8 +7102,8 @@ static int remedy_price(Remedy *r, const Plan *p) {
     r->slower = forecast_tokens_per_s(&v, now, 1) /
                     forecast_tokens_per_s(&v, &r->settings, micros) - 1;
     int n = snprintf(r->cost, sizeof r->cost, "%.0f %% slower%s, %s", fmax(100 * r->slower, 0),
-                     r->steps[BY_HOME] ? ", less with -d" : "", kinds[r->kind]);
-    if (r->steps[BY_HOME]) {
+                     r->steps[BY_OFFLOAD] ? ", less with -d" : "", kinds[r->kind]);
+    if (r->steps[BY_OFFLOAD]) {
         snprintf(r->cost + n, sizeof r->cost - (size_t)n, ", %s on the host",
                  bytes_text((double)r->host_bytes).s);
     }
@@ -8947,7 +8948,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
     program_name = program->name;
-    streams_hold();
+    standard_streams_open();
     return output_status(&run, program_run(&run, program, argc, argv));
 }
 

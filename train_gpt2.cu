@@ -3972,7 +3972,7 @@ typedef struct {
 // for at most one second: the watchdog may have been stopped together with all ranks, as by Ctrl-Z
 // in a shell, and then all continue together.
 static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
-    // A blocked standard output, as after Ctrl-S, is not a hang of a rank: see write_waits below.
+    // A blocked standard output, as after Ctrl-S, is not a hang of a rank: see write_blocks below.
     const double now = now_ms(), passed = fmin(now - w->last_ms, 1000);
     double processor_ms = 0;
     uint64_t moves = 0;
@@ -3988,7 +3988,7 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
     }
     // Polling by idle threads of a driver uses less than a tenth of a core; a compiler uses more.
     const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
-                      write_waits(STDOUT_FILENO);
+                      write_blocks(STDOUT_FILENO);
     const Watchdog seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
     *w = seen;
     return w->still_ms;
@@ -4846,8 +4846,13 @@ static void rank_close(RankComm *c) {
 // 1. E is the element type of weights and activations, G that of matrix gradients. Statistics,
 //    losses and vector gradients are fp32, because they are small and many numbers are summed in
 //    each.
-// 2. The first micro-step of a step writes matrix gradients instead of adding to them, so only
-//    vector gradients need to be zeroed, because their kernels only add.
+// 2. Gradient accumulation: the first micro-step of a step overwrites matrix gradients; later ones
+//    add in fp32 and round the sum to G, once per matmul (for wte, per chunk of logits and for the
+//    embedding). Vector gradients are zeroed first, because their kernels only add, in fp32.
+// 3. Several ranks differ from one in: the sequences they read (batch_position), reductions during
+//    backward (gpu_reduce), the sums of norm and loss (rank_statuses), the weights gathered after
+//    the update (gpu_gather_weights), sharded states (chapter Sharding and offload) and access to
+//    other ranks' shards (rank_read).
 
 // Contents of BUF_STATE: the device state that outlives a step.
 struct GpuState {
@@ -5466,9 +5471,9 @@ constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements compared at either e
 constexpr int PROOF_ELEMENTS = 64;  // elements of D compared with sums in double
 constexpr int PROOF_TAIL = 64;      // last steps of k, also checked alone: see MatmulProof
 
-// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ...", in which
-// `where` must be this run's and HASH is sixteen hexadecimal digits of matmul_algorithm_hash.
-// Returns false if there is none.
+// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ..."; `where` must
+// be this run's, and HASH is matmul_algorithm_hash in sixteen hexadecimal digits. Returns false if
+// there is none.
 static bool matmul_choice_find(uint64_t *hash, const char *choices, const MatmulKey *key) {
     char word[96];
     const size_t length = strlen(matmul_library.where);
@@ -6170,13 +6175,13 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
 static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     const GpuNetwork *net = (GpuNetwork *)e->self;
     const RankComm *c = &net->ranks;
-    char *words = gpu_buffer<char>(net, BUF_RANK_STATUS);
+    char *statuses = gpu_buffer<char>(net, BUF_RANK_STATUS);
     char *host = (char *)alloc_zero((size_t)c->ranks, RANK_STATUS_BYTES);
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < RANK_STATUS_BYTES ? bytes - at : (size_t)RANK_STATUS_BYTES;
-        copy_wait(words + c->rank * RANK_STATUS_BYTES, (const char *)mine + at, n, c->stream);
-        rank_gather(c, words, RANK_STATUS_BYTES);
-        copy_wait(host, words, (size_t)c->ranks * RANK_STATUS_BYTES, c->stream);
+        copy_wait(statuses + c->rank * RANK_STATUS_BYTES, (const char *)mine + at, n, c->stream);
+        rank_gather(c, statuses, RANK_STATUS_BYTES);
+        copy_wait(host, statuses, (size_t)c->ranks * RANK_STATUS_BYTES, c->stream);
         for (int r = 0; r < c->ranks; r++) {
             memcpy((char *)all + (size_t)r * bytes + at, host + r * RANK_STATUS_BYTES, n);
         }
@@ -6256,9 +6261,9 @@ static void gpu_ranges_open(GpuNetwork *net) {
 // every gradient is. Pinned memory is zero already, except in test builds, which fill it with NaN.
 static void gpu_begin(GpuNetwork *net) {
     // With several ranks the norm has its own table, after AdamW's.
-    const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
+    const int norm_rows = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
-              (net->range_count + behind) * sizeof(ParamRange), net->stream);
+              (net->range_count + norm_rows) * sizeof(ParamRange), net->stream);
     for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_STORE, BUF_MASTER, BUF_M, BUF_V, BUF_STATE,
                    BUF_RANK_STATUS, BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
@@ -6278,17 +6283,17 @@ static void gpu_tune(Engine *e) {
     if (p->settings.tune && matmul_can_time() && matmul_choices_load() > 0) {
         const Buffer *workspace = &p->buffers[p->single[BUF_MATMUL]];
         const size_t end = (workspace->offset + workspace->bytes + 255) / 256 * 256;
-        const size_t behind = p->device_bytes > end ? p->device_bytes - end : 0;
+        const size_t after = p->device_bytes > end ? p->device_bytes - end : 0;
         char *base = p->base[PLACE_DEVICE];
         if (!p->settings.quiet) {  // keeps generated text on stdout clean
             FILE *to = p->settings.forward ? stderr : stdout;
-            fprintf(to, "timing matrix products for this GPU, once\n");
+            fprintf(to, "timing matmul algorithms for this GPU, once\n");
             fflush(to);
         }
         cuda_check(cudaDeviceSynchronize());  // the warm-up's transfers may be in flight
         arena_lend(p);
-        workspace->offset > behind ? matmul_tune(base, workspace->offset, net->stream)
-                                   : matmul_tune(base + end, behind, net->stream);
+        workspace->offset > after ? matmul_tune(base, workspace->offset, net->stream)
+                                  : matmul_tune(base + end, after, net->stream);
         arena_return(p);
         transfers_forget_weights(p);
         gpu_begin(net);

@@ -1,17 +1,9 @@
 // data/checkpoint.c -- checkpoints: save, verify, prune, load.
 //
-// A checkpoint is a folder with the weights, the optimizer state and a manifest with the size and
-// SHA-256 of every file. Nothing in a file is trusted: sizes, names and hashes are verified before
-// anything is allocated or loaded. An error is one line that names the file.
+// train_gpt2.c includes this file in chapter Weights and checkpoints. Nothing in a checkpoint is
+// trusted: sizes, names and hashes are verified before anything is allocated or loaded. An error is
+// one line that names the file.
 //
-// train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
-// because nvcc compiles it too.
-//
-// Contents
-//   1  Checkpoints
-
-// -------------------------------------------------------------------------------------------------
-// 1. Checkpoints
 // A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights; transformers loads both unchanged
 //   state-R-of-N.safetensors         the rest of the training state: ranges of both moments in the
@@ -501,7 +493,7 @@ static void save_agree(Saving *save) {
         checkpoint_remove(save->folder);
     }
     engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
-    looks_interrupt(1);                    // a stalled reader of stderr must not block the message
+    alarm_enable(1);                    // a stalled reader of stderr must not block the message
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
         die("rank %d cannot save; see its message", fault - 1);
@@ -967,7 +959,8 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
                     span_values(values, &r->span, in_range, count);
                 }
                 const double most = r->state == STATE_WEIGHTS ? weight_most(e) : INFINITY;
-                const int64_t bad = find_bad(values, count, r->state == STATE_V ? 0 : -most, most);
+                const int64_t bad =
+                    find_invalid(values, count, r->state == STATE_V ? 0 : -most, most);
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
                     die("checkpoint %s: %s of %s: element %" PRId64 " is %g: %s", folder,
@@ -978,7 +971,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
             }
         }
     }
-    mapping_done(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
+    mapping_release(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
     free(values);
 }
 

@@ -1153,7 +1153,7 @@ TEST(cublasLt) {
         }
     }
     expect(worst < 1.01);
-    detail = text("%d products, worst %.0f %% of the tolerance", runs, 100 * worst);
+    detail = text("%d matmuls, worst %.0f %% of the tolerance", runs, 100 * worst);
 }
 
 // Split-K: an algorithm needs a reduction scheme and a workspace for the parts; the last algorithm
@@ -1233,7 +1233,7 @@ TEST(cublasLt_refusals) {
         fflush(NULL);
         _exit(failures != 0);             // its memory is freed with the process
     }));
-    expect(o.status == 0 && o.err.find("refuses: the shapes") != Text::npos, "%s%s",
+    expect(o.status == 0 && o.err.find("rejects: the shapes") != Text::npos, "%s%s",
            o.out.c_str(), o.err.c_str());
 }
 
@@ -1883,7 +1883,7 @@ static const Bug bugs[] = {
     {bug_old_shared, "more dynamic shared memory", "k_copy_async", nullptr},
     {bug_unregistered, "is not device or pinned memory", "cudaMemcpy source", nullptr},
     {bug_never_recorded, "the event was never recorded", "cudaStreamWaitEvent", nullptr},
-    {bug_circle, "wait for each other in a circle", "", nullptr},
+    {bug_circle, "wait for each other in a cycle", "", nullptr},
 };
 TEST(bugs) {
     int n = 0;

@@ -36,7 +36,7 @@ static const Refusal bad_options[] = {
     {"-j val.bin", "needs --train-data (-i)"},
     {"--fit bits -e d12 --gpu T4 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"-i train.bin --beta1 1", "--beta1: '1' is not a number from 0 to 0.9"},
-    {"--plan --gpu t5", "--gpu: 't5' is not one of t4"},
+    {"--plan --gpu t5", "--gpu: 't5' is not a known card; nearest: t4"},
     {"--plan --gpu-mem 5XB", "--gpu-mem: '5XB' is not a size"},
     {"-i train.bin -e d13", "--model (-e): 'd13'"},
     {"-i train.bin -e l2h3c16t8", "--model (-e): 'l2h3c16t8': allowed are"},
@@ -520,7 +520,7 @@ TEST(launcher) {
     }
     // A shell of sbatch or salloc, in which the program is started once.
     expect_success(program(TINY "-x 1 --quiet", with("SLURM_NTASKS", "8")), "a shell");
-    expect(!exists("out"), "nothing was begun");
+    expect(!exists("out"), "nothing was started");
 }
 
 // A signal ends a plan like any program that has nothing to save.

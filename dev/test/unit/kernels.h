@@ -341,7 +341,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
         want_sum[i] = want_sum[i] + b[i % OC];
         want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
     }
-    compare_as(E, got[0], want, who + " product");
+    compare_as(E, got[0], want, who + " matmul");
     compare_as(E, got[1], want_sum, who + " with bias, in place");
     compare_as(E, got[2], want_dinp, who + " dinp");
     compare_as(G, got[3], want_dw, who + " dweight");
@@ -442,7 +442,7 @@ static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
 // Queries with a cache: a sequence in two chunks, whatever the cache contained before.
 template <class E> static void check_cached(int positions, int first, int rows, int HS, int NH) {
     const int C = NH * HS, T = first + rows;
-    const Text who = text("%d behind %d of %d heads %d of %d", rows, first, positions, NH, HS);
+    const Text who = text("%d after %d of %d heads %d of %d", rows, first, positions, NH, HS);
     Reals qkv = noise_in<E>(3 * T * C, 1, 1), dout(T * C);
     Outputs got = every_order(
         [&] {

@@ -341,7 +341,7 @@ TEST(kv_cache, ALL) {
             whole.e.logits(&whole.e, want.data(), b.inputs.data(), first + n);
             for (int v = 0; v < m.V; v++) {
                 expect_near((wide)got[(size_t)v], (wide)want[(size_t)v],
-                            (2 + 6 * m.L) * sum_error(4 * m.C), "%s: %d tokens behind %d", row.e, n,
+                            (2 + 6 * m.L) * sum_error(4 * m.C), "%s: %d tokens after %d", row.e, n,
                             first);
             }
         };

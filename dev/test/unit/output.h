@@ -143,7 +143,7 @@ TEST(stop_overdue, HOST) {
             stop_grace = row.grace;
             for (int second = 0; second < 4 * GRACE_S; second++) {
                 row.moves ? progress() : (void)0;
-                on_look(SIGALRM);
+                on_alarm(SIGALRM);
             }
         }));
         expect(o.status == row.status && o.err.empty() == (row.status == 0),
