@@ -182,8 +182,7 @@ template <class E> static void check_steps() {
     Net n(m, text("-b %d -t 33 -r block --dtype %s", (int)B, dtype));
     Reference exact(&n, ROWS), naive(&n, ROWS), follows(&n, ROWS);
     engine_copy(&follows.e, &n.e, STATE_WEIGHTS, &m, TYPE_FP32);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.weight_decay = 0.1;
     for (int step = 0; step < 4; step++) {
         Batch b(MICROS * ROWS, m.V, (uint64_t)(step % 2));
@@ -481,7 +480,7 @@ TEST(gpu_rank_names, EMULATED_ALL) {
         names.push_back(gpu);
     }
     expect(names[0] == names[1] && names[0] != names[2] &&
-               names[2].find(", GPU-9a000000") != Text::npos, "%s", names[2].c_str());
+               has(names[2], ", GPU-9a000000"), "%s", names[2].c_str());
 }
 
 // The peak used for "% of peak" is that of all ranks together.
@@ -608,8 +607,7 @@ TEST(gpu_allocation_random, EMULATED) {
         emu::peak_bytes = 0;
         Net net(m, options);
         trace(&net, 2);
-        expect(emu::peak_bytes == net.plan.device_bytes &&
-                   emu::pinned_bytes == net.plan.host_bytes,
+        expect(emu::peak_bytes == net.plan.device_bytes && emu::pinned_bytes == net.plan.host_bytes,
                "%s: %zu of %zu, %zu of %zu on the host", options.c_str(), emu::peak_bytes,
                net.plan.device_bytes, emu::pinned_bytes, net.plan.host_bytes);
         plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes);
@@ -812,9 +810,8 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
         matmul_tune(memory.p, memory.n, 0);
         exit(algorithm_of(*plan) != 0 || matmul_library.timed != 0);
     }));
-    expect(o.status == 0 && o.err.find("the product 8x16x20000:01000:") != Text::npos &&
-               std::count(o.err.begin(), o.err.end(), '\n') == 1, "%d: %s", o.status,
-           o.err.c_str());
+    expect(o.status == 0 && has(o.err, "the product 8x16x20000:01000:") &&
+           std::count(o.err.begin(), o.err.end(), '\n') == 1, "%d: %s", o.status, o.err.c_str());
     const struct {
         int wrong, tail, unstable, times, chosen;
     } rows[] = {
@@ -978,8 +975,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
     expect_death(gpu_buffer<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
     Outcome dead = launch_on(logits);
     if (TEST_ASAN) {
-        expect(dead.status == 86 && dead.err.find("use-after-poison") != Text::npos, "dead, %d",
-               dead.status);
+        expect(dead.status == 86 && has(dead.err, "use-after-poison"), "dead, %d", dead.status);
         expect(past.status == 86, "past the row, %d", past.status);
     }
 }
@@ -1087,8 +1083,7 @@ TEST(gpu_skip, CUDA_ALL) {
           "-b 2 -t 9 --dtype fp16"}) {
         Model m = shape("l2h2c32t9", 257);
         Batch b(18, m.V, 1);
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         auto step = [&](Net *net, double limit) {
             net->e.micro_step(&net->e, b.inputs.data(), b.targets.data(), 0, 1);
             return net->e.update(&net->e, &o, 1e-2, limit, 0);
@@ -1121,8 +1116,7 @@ TEST(gpu_skip, CUDA_ALL) {
 TEST(gpu_overflow, CUDA_ALL) {
     Model m = shape("l2h2c32t9", 257);
     Batch b(18, m.V, 1);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     auto states = [](Net *net) {
         return Outputs{net->state(STATE_WEIGHTS), net->state(STATE_M), net->state(STATE_V)};
     };
@@ -1181,8 +1175,7 @@ TEST(gpu_rounding_updates, CUDA_ALL) {
     auto moments = [&](int64_t updates, int64_t seed) {
         Net n(m, "-b 2 -t 9 -w none --moments bf16");
         Batch b(18, m.V, 1);
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         o.seed = seed;
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         n.e.update(&n.e, &o, 1e-2, HUGE_VAL, updates);
@@ -1237,8 +1230,7 @@ TEST(gpu_batches, CUDA_ALL) {
     auto run = [&](int batch) {
         Net n(m, text("-b %d -t 12 --dtype fp32", batch));
         Whole whole = {Reals(N), Reals(), 0, {}};
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         const int accum_steps = 4 / batch;
         for (size_t at = 0; at < N; at += N / (size_t)accum_steps) {
             whole.mean += n.e.forward_loss(&n.e, &whole.losses[at], &b.inputs[at], &b.targets[at]) /
@@ -1304,8 +1296,7 @@ static void expect_streams_apart(const ParamRange *ranges, int count, const char
 template <class E, class G> static void check_gaps(const char *options) {
     Model m = shape("l2h1c40t9", 257);
     Batch b(18, m.V, 1);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     Reals want_weights;
     StepResult want;
     {
