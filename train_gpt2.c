@@ -476,10 +476,11 @@ static int64_t parse_bytes(const char *text) {
 }
 
 // Returns the number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
+// In a list such as "cpu,cpuacct" every word has the number 1.
 static int choice_find(const char *choices, const char *word, size_t n) {
     int number = 1;
     for (const char *c = choices; *c; c += *c != 0) {
-        size_t length = strcspn(c, "=|");
+        size_t length = strcspn(c, "=|,");
         if (length == n && memcmp(c, word, n) == 0) {
             return number;
         }
@@ -947,9 +948,9 @@ static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *
         span->next = LN1W + PER_BLOCK * (int)min_i64((offset - blocks) / block, m->L);
     }
     while (span->next < tensors) {
-        const int n = span->next++, inside = n - LN1W, behind = inside - m->L * PER_BLOCK;
-        span->layer = inside >= 0 && behind < 0 ? inside / PER_BLOCK : 0;
-        span->tensor = inside < 0 ? n : behind < 0 ? LN1W + inside % PER_BLOCK : LNFW + behind;
+        const int n = span->next++, inside = n - LN1W, after = inside - m->L * PER_BLOCK;
+        span->layer = inside >= 0 && after < 0 ? inside / PER_BLOCK : 0;
+        span->tensor = inside < 0 ? n : after < 0 ? LN1W + inside % PER_BLOCK : LNFW + after;
         const int64_t begin = tensor_offset(m, span->tensor, span->layer);
         const int64_t end = begin + tensor_size(m, span->tensor);
         if (begin >= offset + count) {
@@ -1103,7 +1104,7 @@ static void writes_return_errors(void) {
 }
 
 // Returns whether a write to `fd` would block now.
-static int write_waits(int fd) {
+static int write_blocks(int fd) {
     struct pollfd out = {fd, POLLOUT, 0};
     return poll(&out, 1, 0) == 0;
 }
@@ -1126,26 +1127,26 @@ static void stop_overdue(void) {
     seconds = stop_signal != SIGTERM || stop_grace == GRACE_UNLIMITED || moves ? 0 : seconds + 1;
     count = now;
     if (seconds > GRACE_S) {
-        if (!write_waits(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
+        if (!write_blocks(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
             stop_line = "";  // stderr cannot be written; the program ends all the same
         }
         _exit(128 + SIGTERM);
     }
 }
 
-// Checks every second after the first signal whether stdout and stderr still accept output. If one
-// of them has not accepted output in LOOKS checks in a row, it is replaced by /dev/null, which also
-// takes the rest of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
-static void on_look(int number) {
-    enum { LOOKS = 3 };
+// Checks every second after the first signal whether stdout and stderr still accept output. A
+// stream that fails STALLED consecutive checks is replaced by /dev/null, which also takes the rest
+// of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
+static void on_alarm(int number) {
+    enum { STALLED = 3 };
     static int waited[STDERR_FILENO + 1];
     const int error = errno;
     for (int fd = STDOUT_FILENO; fd <= STDERR_FILENO; fd++) {
-        waited[fd] = write_waits(fd) ? waited[fd] + 1 : 0;
-        const int nowhere = waited[fd] < LOOKS ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
-        if (nowhere >= 0) {
-            dup2(nowhere, fd);
-            close(nowhere);
+        waited[fd] = write_blocks(fd) ? waited[fd] + 1 : 0;
+        const int null_fd = waited[fd] < STALLED ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
+        if (null_fd >= 0) {
+            dup2(null_fd, fd);
+            close(null_fd);
         }
     }
     stop_overdue();
@@ -1154,14 +1155,14 @@ static void on_look(int number) {
     (void)number;
 }
 
-// Enables (1) or disables (0) on_look() in this thread. It is disabled during a save: some file
+// Enables (1) or disables (0) on_alarm() in this thread. It is disabled during a save: some file
 // systems, such as those of cloud storage, return EINTR from a call that a signal interrupts, which
 // would make the save fail.
-static void looks_interrupt(int yes) {
-    sigset_t look;
+static void alarm_enable(int yes) {
+    sigset_t alarms;
     stop_grace = yes ? GRACE_PROGRESS : GRACE_UNLIMITED;
-    (void)(sigemptyset(&look), sigaddset(&look, SIGALRM));
-    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &look, NULL);
+    (void)(sigemptyset(&alarms), sigaddset(&alarms, SIGALRM));
+    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &alarms, NULL);
 }
 
 // The pipe to which on_stop() writes a byte; -1: the program does not wait for input.
@@ -1170,12 +1171,12 @@ static int stop_pipe[2] = {-1, -1};
 // Handles all signals that ask the program to stop. Prints no line if stderr would block, because
 // the handler would not return and the next signal would not be handled.
 static void on_stop(int number) {
-    stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
+    stop_line = write_blocks(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
     if (stop_pipe[1] >= 0 && write(stop_pipe[1], "", 1) < 0) {
         errno = 0;  // the pipe is full, which wakes the reader just as well
     }
-    signal(SIGALRM, on_look);  // not before: the parent process may have set an alarm
+    signal(SIGALRM, on_alarm);  // not before: the parent process may have set an alarm
     alarm(1);
 }
 
@@ -1259,55 +1260,43 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
     va_end(args);
 }
 
-// Returns whether a list such as "cpu,cpuacct" contains `word`.
-static int list_has(const char *list, const char *word) {
-    const size_t n = strlen(word);
-    for (; *list; list += *list == ',') {
-        size_t length = strcspn(list, ",");
-        if (length == n && memcmp(list, word, n) == 0) {
-            return 1;
-        }
-        list += length;
-    }
-    return 0;
-}
-
-// Calls look(out, version, folder, group) for the cgroup of `controller` that contains this
+// Calls f(out, version, folder, group) for the cgroup of `controller` that contains this
 // process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
 // on the job, not on its processes. In a container the cgroup's path is that of the host, and only
 // the root of the mount exists, which is the last folder tried. `root` is "", or a test's folder
 // that contains its own /proc and /sys.
-static void groups_look(const char *root, const char *controller,
-                        void (*look)(void *out, int version, const char *folder, const char *group),
-                        void *out) {
+static void cgroups_each(const char *root, const char *controller,
+                         void (*f)(void *out, int version, const char *folder, const char *group),
+                         void *out) {
     static const struct {
         int version;
         const char *mount;
     } mounts[] = {{1, "/sys/fs/cgroup/"}, {2, "/sys/fs/cgroup"}, {2, "/sys/fs/cgroup/unified"}};
     char path[PATH_BYTES], line[2 * PATH_BYTES], folder[4 * PATH_BYTES];
     path_print(path, "%s/proc/self/cgroup", root);
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof line, file)) {  // number:controllers:group
         line[strcspn(line, "\n")] = 0;
         char *names = strchr(line, ':'), *group = names ? strchr(names + 1, ':') : NULL;
         if (!group) {
             continue;
         }
         *group++ = 0;
-        const int version = names[1] == 0 ? 2 : list_has(names + 1, controller);
+        const int version =
+            names[1] == 0 ? 2 : choice_find(names + 1, controller, strlen(controller));
         for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
             *end = 0;
             for (int i = 0; i < 3; i++) {
                 if (mounts[i].version == version) {
                     snprintf(folder, sizeof folder, "%s%s%s%s/", root, mounts[i].mount,
                              version == 1 ? controller : "", group);
-                    look(out, version, folder, group[0] ? group : "/");
+                    f(out, version, folder, group[0] ? group : "/");
                 }
             }
         }
     }
-    if (f) {
-        fclose(f);
+    if (file) {
+        fclose(file);
     }
 }
 
@@ -1322,7 +1311,7 @@ static int64_t folder_number(const char *folder, const char *name, const char *k
 
 // Applies the memory limits of one cgroup. Its usage includes cached files, which are subtracted
 // because the kernel reclaims them before it kills a process.
-static void memory_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_memory(void *out, int version, const char *folder, const char *group) {
     static const struct {
         const char *limits[2], *used, *cached;
     } rows[] = {{{"memory.limit_in_bytes", "memory.limit_in_bytes"}, "memory.usage_in_bytes",
@@ -1371,7 +1360,7 @@ static HostMemory host_memory(const char *root) {
                          stacks ? " minus thread stacks" : "");
         }
     }
-    groups_look(root, "memory", memory_of_group, &h);
+    cgroups_each(root, "memory", cgroup_memory, &h);
     return h;
 }
 
@@ -1391,7 +1380,7 @@ static uint64_t host_memory_available(void) {
 // chosen so that other programs on the machine are not slowed down.
 
 // Lowers *(int *)out to the number of cores that a cgroup's CPU quota allows.
-static void cores_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_cores(void *out, int version, const char *folder, const char *group) {
     double quota = 0, period = 0;
     (void)group;
     if (version == 1) {
@@ -1416,7 +1405,7 @@ static void cores_of_group(void *out, int version, const char *folder, const cha
 // Returns the number of cores, at most `cores`, that cgroup CPU quotas allow; more threads would
 // only be throttled. Unused in a build without OpenMP, which has one thread.
 __attribute__((unused)) static int host_cores(const char *root, int cores) {
-    groups_look(root, "cpu", cores_of_group, &cores);
+    cgroups_each(root, "cpu", cgroup_cores, &cores);
     return cores;
 }
 
@@ -1621,11 +1610,11 @@ typedef struct {
 } RankStatus;
 
 // Combines the statuses of all ranks into the same decision on every rank.
-static void ranks_agree(const RankStatus *words) {
+static void ranks_agree(const RankStatus *statuses) {
     this_rank.stop = this_rank.fault = 0;
     for (int r = this_rank.ranks - 1; r >= 0; r--) {
-        this_rank.stop |= words[r].stop;
-        this_rank.fault = words[r].failed ? r + 1 : this_rank.fault;
+        this_rank.stop |= statuses[r].stop;
+        this_rank.fault = statuses[r].failed ? r + 1 : this_rank.fault;
     }
 }
 
@@ -1779,9 +1768,10 @@ static void version_print(const char *name, const char *more) {
 // -------------------------------------------------------------------------------------------------
 // 6. Memory plan
 // The plan lists every buffer of a run: name, group, number and type of elements, and the first and
-// last tick of its lifetime. The planner turns settings into buffers, buffers into offsets (buffers
-// whose lifetimes do not overlap may share memory) and offsets into one size in bytes. The run
-// makes one allocation of exactly that size and takes every pointer from the plan.
+// last tick of its lifetime. The planner turns settings into buffers (by act_table, grad_table and
+// single_buffers()), buffers into offsets (buffers whose lifetimes do not overlap may share memory)
+// and offsets into one size in bytes. The run makes one allocation of exactly that size and takes
+// every pointer from the plan.
 // 1. Time is a sequence of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for
 //    the head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, join
 //    (only with several ranks or streamed buffers, see settings_joins()) and update. A forward-only
@@ -1832,7 +1822,7 @@ typedef struct {
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
     int forward;                // 1: a forward-only run; the plan ends at the head
-    int cache;                  // positions in the KV cache of a run that generates; 0: no cache
+    int cache;                  // 1: a run that generates, with a KV cache of T positions
     int64_t workspace;          // GPU: bytes of the matmul workspace
     int tune, quiet;            // time matmul algorithms at the start; print nothing
     uint8_t level[MAX_LAYERS];  // recomputation level of each block, RECOMPUTE_*
@@ -1844,6 +1834,10 @@ typedef struct {
     int nvlink, ctas;          // the GPUs are connected by NVLink; NCCL's limit of thread blocks
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
+
+// Returns the maximum number of tokens of a sequence in one pass: T or, with a KV cache, 64. A
+// prompt is processed in chunks of this many tokens, enough for an efficient packed matmul.
+static int settings_rows(const Settings *s) { return s->cache ? min_int(s->T, 64) : s->T; }
 
 // Returns the type of statistics and losses: fp32 on a GPU, `real` on the CPU.
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
@@ -2066,16 +2060,18 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
     // GPU-only buffers have no elements in the CPU program: their counts are multiplied by gpu (0
     // or 1).
-    const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
+    const int rows_per_pass = settings_rows(s);
+    const int64_t N = (int64_t)s->B * rows_per_pass, NC = N * m->C, batch = batch_ints(N);
+    const int64_t gpu = s->gpu;
     const int64_t matmul = gpu ? s->workspace : (int64_t)matmul_workspace_bytes(s->threads);
     // On one GPU the norm and AdamW use the same table. With several, the norm has a table of its
     // own, because each rank sums only its own shards.
     const int64_t others = s->ranks > 1;
     const int64_t table = gpu * (1 + others) * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
-    const int64_t words = gpu * others * s->ranks * RANK_STATUS_BYTES;
+    const int64_t statuses = gpu * others * s->ranks * RANK_STATUS_BYTES;
     // Backward of attention writes partial sums of 3 C numbers for each tile of 64 or 128 tokens.
     const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
-    const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
+    const int64_t tiles = (int64_t)s->B * ceil_div_i64(rows_per_pass, small ? 64 : 128);
     const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
     const int64_t partials = gpu * max_i64(parts * m->C, 1024);
     const Type E = s->dtype, R = settings_real(s);
@@ -2085,7 +2081,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
-        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, words, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, statuses, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
         // Two batches, so that one is filled while the other is uploaded; then 256 bytes into which
         // the GPU's state ("norm and counters") is downloaded.
@@ -2099,8 +2095,9 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
-        // (L,2,NH,cache,HS): for each layer the keys, then the values, head by head.
-        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache, 0, end, ON_DEVICE},
+        // (L,2,NH,T,HS): for each layer the keys, then the values, head by head.
+        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache * s->T, 0, end,
+         ON_DEVICE},
     };
     state_buffers(buffers, s);
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
@@ -2192,7 +2189,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
-    const int64_t N = (int64_t)s->B * s->T;
+    const int64_t N = (int64_t)s->B * settings_rows(s);
     for (int i = 0; i < ACTS; i++) {
         const ActEntry *a = &act_table[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
@@ -3805,10 +3802,10 @@ static void changes_text(char text[256], const Settings *from, const Settings *t
 // 0 of an axis keeps what the base settings have; each step frees more memory than the one before
 // it, except along BY_BATCH, whose steps are batches of the search's choice.
 // 1. BY_LEVEL: a recomputation level in all blocks. BY_TYPE: bf16 moments, then also no low halves
-//    of master weights, which alone free less than the moments do. BY_HOST: an offload tier.
+//    of master weights, which alone free less than the moments do. BY_OFFLOAD: an offload tier.
 //    BY_SCRATCH: few rows of logits and no workspace. BY_BATCH: another micro-batch.
 // 2. A step that changes nothing, or no more than the step before it, is not a candidate.
-enum { BY_LEVEL, BY_TYPE, BY_HOST, BY_SCRATCH, BY_BATCH, AXES };
+enum { BY_LEVEL, BY_TYPE, BY_OFFLOAD, BY_SCRATCH, BY_BATCH, AXES };
 enum { MAX_BATCHES = 40, SCRATCH_ROWS = 128, SCRATCH_WORKSPACE = 256 };
 
 typedef struct {
@@ -3852,7 +3849,7 @@ static void axis_apply(Settings *s, const Search *q, int axis, int step) {
         s->moment_dtype = TYPE_BF16;
         s->split_master = step == 2 ? 0 : s->split_master;
         s->placement[KIND_MASTER] = s->split_master ? s->placement[KIND_MASTER] : 0;
-    } else if (axis == BY_HOST) {
+    } else if (axis == BY_OFFLOAD) {
         settings_offload(s, offload_tiers[step]);
     } else if (axis == BY_SCRATCH && step) {
         s->logit_rows = min_int(s->logit_rows, SCRATCH_ROWS);
@@ -3864,7 +3861,7 @@ static void axis_apply(Settings *s, const Search *q, int axis, int step) {
 
 // Sets the candidate's settings from its steps. Returns 0 if one of them changes nothing.
 static int candidate_apply(PlanCandidate *c, const Search *q) {
-    static const int order[AXES] = {BY_BATCH, BY_TYPE, BY_HOST, BY_SCRATCH, BY_LEVEL};
+    static const int order[AXES] = {BY_BATCH, BY_TYPE, BY_OFFLOAD, BY_SCRATCH, BY_LEVEL};
     Settings *s = &c->settings;
     int changes = 1;
     *s = q->base;
@@ -3885,7 +3882,7 @@ static int candidate_apply(PlanCandidate *c, const Search *q) {
 // host memory; if equal, fewer narrow number types; if equal, a smaller batch.
 static int candidate_is_simpler(const PlanCandidate *a, const PlanCandidate *b) {
     const int *x = a->steps, *y = b->steps;
-    return x[BY_HOST] != y[BY_HOST]   ? x[BY_HOST] < y[BY_HOST]
+    return x[BY_OFFLOAD] != y[BY_OFFLOAD]   ? x[BY_OFFLOAD] < y[BY_OFFLOAD]
            : x[BY_TYPE] != y[BY_TYPE] ? x[BY_TYPE] < y[BY_TYPE]
                                       : a->settings.B < b->settings.B;
 }
@@ -3967,12 +3964,12 @@ static void settings_auto(Settings *s, const Options *o, const MemoryBudget *bud
     search_begin(&q, s, budget);
     q.speed = speed_usual(s);  // the same choice whether or not this machine's speed is known
     q.mix = trains && strcmp(o->recompute, "auto") == 0;
-    q.last[BY_HOST] = trains && s->gpu && o->offload == OFFLOAD_AUTO ? OFFLOAD_TIERS - 1 : 0;
+    q.last[BY_OFFLOAD] = trains && s->gpu && o->offload == OFFLOAD_AUTO ? OFFLOAD_TIERS - 1 : 0;
     PlanCandidate c;
     memset(&c, 0, sizeof c);
     while (budget->device > 0 && least > budget->device) {
         if (candidate_try(&c, &q) != CHANGES_NOTHING && c.bytes < least &&
-            (c.host_bytes <= budget->host || !c.steps[BY_HOST])) {
+            (c.host_bytes <= budget->host || !c.steps[BY_OFFLOAD])) {
             *s = c.settings;
             least = c.bytes;
         }
@@ -4083,7 +4080,7 @@ typedef int64_t Lanes __attribute__((vector_size(VECTOR_BYTES)));  // indices of
 typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
-// Multiply-adds are fused in functions marked FUSED and nowhere else. GCC uses the attribute (and
+// Multiply-adds are fused in functions marked FUSED and null_fd else. GCC uses the attribute (and
 // then inlines nothing that lacks it), clang the pragma at the start of the body.
 #if defined(__clang__)
 // clang's expansion of a taskloop compares an int with an unsigned long. GCC still checks signs.
@@ -5392,7 +5389,7 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_ATT:
         if (p->settings.cache) {
-            const int positions = p->settings.cache;
+            const int positions = p->settings.T;
             attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l),
                              buffer(p, BUF_CACHE) + (int64_t)l * 2 * positions * C,
                              act(p, ACT_QKV, l), positions, pass->first, N, C, NH);
@@ -5784,14 +5781,14 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
 // rank, valid until the next exchange. After this call all ranks know of a signal or a fault on any
 // of them.
 static const RankStatus *engine_exchange(Engine *e, double value) {
-    static RankStatus *words;
+    static RankStatus *statuses;
     const RankStatus mine = {value, stop_signal != 0, this_rank.failed};
-    if (!words) {
-        words = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *words);
+    if (!statuses) {
+        statuses = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *statuses);
     }
-    engine_gather(e, words, &mine, sizeof mine);
-    ranks_agree(words);
-    return words;
+    engine_gather(e, statuses, &mine, sizeof mine);
+    ranks_agree(statuses);
+    return statuses;
 }
 
 // engine_exchange() without a value; does nothing with a single rank.
@@ -5855,13 +5852,14 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// Processes up to T tokens, the rows of the plan, per pass. Only the last pass runs the head, and
+// Processes up to settings_rows() tokens per pass. Only the last pass runs the head, and
 // only on its last row.
 static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
-    for (int i = 0; i < n; i += p->settings.T) {
-        const int rows = min_int(p->settings.T, n - i), last = i + rows == n;
+    for (int i = 0, rows; i < n; i += rows) {
+        rows = min_int(settings_rows(&p->settings), n - i);
+        const int last = i + rows == n;
         Pass pass = {p, tokens + i, NULL, 1, rows, 0, 0, first + i};
         network_run(&pass, last ? tick_head(m) : tick_lnf(m) - 1, 0);
     }
@@ -6180,33 +6178,27 @@ static int candidate_compare(const void *a, const void *b) {
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// How a token is sampled: divide the logits by the temperature, keep the top_k likeliest tokens
-// (0: all), and of these the smallest set of likeliest ones whose probabilities sum to at least
-// top_p. Temperature 0: argmax.
-typedef struct {
-    double temperature, top_p;
-    int64_t top_k;
-} SampleRule;
-
-// Samples a token from logits (V). scratch: (V); u is uniform in [0, 1).
-static Token sample_token(const real *logits, int V, const SampleRule *rule, double u,
+// Samples a token from logits (V): divides them by --temperature (0: argmax), keeps the --top-k
+// likeliest tokens, and of these the smallest set of likeliest ones whose probabilities sum to at
+// least --top-p. scratch: (V); u is uniform in [0, 1).
+static Token sample_token(const real *logits, int V, const Options *o, double u,
                           Candidate *scratch) {
-    int best = 0, kept = rule->top_k > 0 && rule->top_k < V ? (int)rule->top_k : V;
+    int best = 0, kept = o->top_k > 0 && o->top_k < V ? (int)o->top_k : V;
     double total = 0, sum = 0, reached = 0;
     for (int v = 0; v < V; v++) {
         scratch[v].logit = logits[v] == logits[v] ? (float)logits[v] : -INFINITY;  // NaN last
         scratch[v].token = v;
         best = candidate_compare(&scratch[v], &scratch[best]) < 0 ? v : best;
     }
-    if (rule->temperature <= 0) {
+    if (o->temperature <= 0) {
         return best;
     }
     const double highest = (double)scratch[best].logit;
     for (int v = 0; v < V; v++) {
-        scratch[v].weight = exp(((double)scratch[v].logit - highest) / rule->temperature);
+        scratch[v].weight = exp(((double)scratch[v].logit - highest) / o->temperature);
     }
     // Sort only if top_k or top_p needs it: for 50,257 candidates it takes longer than the rest.
-    if (kept < V || rule->top_p < 1) {
+    if (kept < V || o->top_p < 1) {
         qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
     }
     for (int v = 0; v < kept; v++) {
@@ -6214,7 +6206,7 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     }
     for (int v = 0; v < kept; v++) {
         sum += scratch[v].weight;
-        if (rule->top_p < 1 && sum >= rule->top_p * total) {
+        if (o->top_p < 1 && sum >= o->top_p * total) {
             kept = v + 1;
         }
     }
@@ -6227,16 +6219,10 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     return scratch[kept - 1].token;
 }
 
-// Maximum number of rows per pass with --generate: a prompt is processed in chunks of this many
-// tokens, enough for an efficient packed matmul; generated tokens are processed one at a time.
-enum { GENERATE_ROWS = 64 };
-
 // Turns the settings of a training run into those of --generate, with a KV cache of T positions.
 // The head computes one row, because only the last token of a prompt needs logits.
 static void settings_generate(Settings *s) {
-    s->cache = s->T;
-    s->T = min_int(s->T, GENERATE_ROWS);
-    s->B = s->logit_rows = 1;
+    s->cache = s->B = s->logit_rows = 1;
     settings_forward(s);
 }
 
@@ -6278,7 +6264,6 @@ static void generator_write(Generator *g, const char *text, size_t n) {
 // `cached` for the next sample, whose first token is then sampled from bitwise identical logits.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     const int prompt = n;
     char text[BPE_LONGEST];
     for (int64_t i = 0; i < o->sample_tokens && !run_stopping() && !g->write_error; i++, n++) {
@@ -6295,7 +6280,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         *(i ? &g->ms : &g->prompt_ms) += now_ms() - began;
         const uint64_t place = (uint64_t)sample << 32 | (uint64_t)i;
         const double u = rng_uniform((uint64_t)o->seed, RNG_SAMPLE, g->step, place);
-        g->tokens[n] = sample_token(logits, g->V, &rule, u, g->scratch);
+        g->tokens[n] = sample_token(logits, g->V, o, u, g->scratch);
         g->count += i > 0;
         g->slid += start > 0;
         if (g->tokens[n] == end_of_text(&g->tokenizer)) {
@@ -6654,12 +6639,12 @@ static int run_validate(Run *run, double *loss) {
             this_rank.failed = 1;
         }
         // A rank without a batch runs forward too: others may have to all-gather its weight shard.
-        const RankStatus *words = engine_exchange(
+        const RankStatus *statuses = engine_exchange(
             &run->engine,
             run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
         run_note_fault(run);
         for (int r = 0; r < min_i64(s->ranks, batches - k); r++) {
-            sum += words[r].value;
+            sum += statuses[r].value;
         }
     }
     *loss = sum / (double)batches;
@@ -6672,7 +6657,6 @@ static void run_sample(Run *run) {
     const Settings *s = &run->s;
     const int V = s->model.V;
     const Tokenizer *tokenizer = &run->train.tokenizer;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     int64_t length = o->sample_tokens;
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
@@ -6687,7 +6671,7 @@ static void run_sample(Run *run) {
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
             rng_uniform((uint64_t)o->seed, RNG_SAMPLE, (uint32_t)run->state.step, (uint64_t)i);
-        tokens[n] = sample_token(logits, V, &rule, u, scratch);
+        tokens[n] = sample_token(logits, V, o, u, scratch);
     }
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
@@ -6716,10 +6700,10 @@ static void run_sample(Run *run) {
 enum { REPLICA_STEPS = 100 };
 
 // Returns the number of ranks, r included, whose value equals that of rank r.
-static int statuses_alike(const RankStatus *words, int ranks, int r) {
+static int statuses_alike(const RankStatus *statuses, int ranks, int r) {
     int alike = 0;
     for (int q = 0; q < ranks; q++) {
-        alike += words[q].value == words[r].value;
+        alike += statuses[q].value == statuses[r].value;
     }
     return alike;
 }
@@ -6734,14 +6718,14 @@ static void run_compare_replicas(Run *run) {
         return;
     }
     // Exchange the upper 53 bits of the hash, which a double holds exactly.
-    const RankStatus *words =
+    const RankStatus *statuses =
         engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
     for (int r = 0; r < ranks; r++) {
-        most = (int)max_i64(most, statuses_alike(words, ranks, r));
+        most = (int)max_i64(most, statuses_alike(statuses, ranks, r));
     }
     run->diverged = most < ranks;
     for (int r = 0; r < ranks; r++) {
-        if (2 * most <= ranks || statuses_alike(words, ranks, r) < most) {
+        if (2 * most <= ranks || statuses_alike(statuses, ranks, r) < most) {
             n = text_add(names, sizeof names, n, "%s%d", named++ ? ", " : "", r);
         }
     }
@@ -6768,12 +6752,12 @@ static void run_save(Run *run) {
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe,
                          run->train.tokenizer.kind == TOKENIZER_BYTES};
-    looks_interrupt(0);
+    alarm_enable(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
-    looks_interrupt(1);
+    alarm_enable(1);
     if (run->log) {
         log_begin(run);
         fputs(",\"checkpoint\":\"", run->log);
@@ -7314,7 +7298,7 @@ static void plan_search(Search *q, const Plan *p, const MemoryBudget *budget, in
     q->sequences = s->B * max_i64(micros, 1);
     q->last[BY_LEVEL] = RECOMPUTE_BLOCK;
     q->last[BY_TYPE] = s->dtype == TYPE_BF16 ? 2 : 0;
-    q->last[BY_HOST] = s->gpu ? OFFLOAD_TIERS - 1 : 0;
+    q->last[BY_OFFLOAD] = s->gpu ? OFFLOAD_TIERS - 1 : 0;
     q->last[BY_SCRATCH] = 1;
     for (int *last = &q->last[BY_BATCH]; q->batch[*last] > 1; ++*last) {
         q->batch[*last + 1] = q->batch[*last] / 2;
@@ -7552,46 +7536,39 @@ static void plan_refuse_host(const Plan *p, uint64_t available, const char *limi
 
 // The printed plan: output of --plan, as text and as JSON.
 
-// The options of a command with chosen settings, and the text of its levels.
-typedef struct {
-    Options o;
-    LevelsText levels;
-} Command;
-
-// Sets the options of `asked` that a search may have changed to those of the settings `s`, so that
-// settings_from_options() gives these settings again, and removes those that only plan.
-static void command_of(Command *c, const Options *asked, const Settings *s) {
-    Options *o = &c->o;
-    const int64_t rows = default_logit_rows(&s->model, type_bytes(s->dtype),
-                                            (int64_t)s->B * s->T, s->gpu);
-    const int64_t offloaded = settings_offload_bits(s);
-    *o = *asked;
-    c->levels = recompute_text(s);
-    o->recompute = c->levels.s;
-    o->batch = s->B;
-    o->seq_len = o->seq_len || s->T != s->model.maxT ? s->T : 0;
-    o->moments = s->gpu && s->moment_dtype == TYPE_BF16 ? (int64_t)MOMENTS_BF16 : o->moments;
-    o->master = s->dtype == TYPE_BF16 && !s->split_master ? (int64_t)MASTER_NONE : o->master;
-    o->offload = offloaded || o->offload != OFFLOAD_AUTO ? offloaded : (int64_t)OFFLOAD_AUTO;
-    o->logit_rows = s->logit_rows == rows ? 0 : s->logit_rows;
-    o->workspace = s->gpu && s->workspace != default_workspace(&s->model) ? s->workspace : 0;
-    o->plan = o->fit = o->minimum = o->largest = o->json = o->gpu_mem = 0;
-    o->gpu = "";
-}
-
-// Prints the command that trains with the options `asked`, but with settings `s`, on the CPU or a
+// Prints the command that trains with these options, without those that only plan, on the CPU or a
 // GPU: this program as it was called or, if the CPU program has planned a GPU run, train_gpt2cu in
-// the same folder.
-static void training_print(const Options *asked, const Settings *s, int json) {
+// the same folder. With `json`, an array of its words.
+static void training_print(const Options *chosen, int gpu, int json) {
     const char *slash = strrchr(program_command, '/');
     const int folder = slash ? (int)(slash + 1 - program_command) : 0;
     char neighbor[PATH_BYTES];
-    Command c;
-    command_of(&c, asked, s);
+    Options o = *chosen;
+    o.plan = o.fit = o.minimum = o.largest = o.json = o.gpu_mem = 0;
+    o.gpu = "";
     snprintf(neighbor, sizeof neighbor, "%.*strain_gpt2cu", folder, program_command);
-    command_print(s->gpu && strcmp(program_name, "train_gpt2") == 0 ? neighbor : program_command,
-                  &c.o, json);
+    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? neighbor : program_command, &o,
+                  json);
     printf("%s", json ? "" : "\n");
+}
+
+// Prints the command that trains with the options `asked`, except that its settings are `s`:
+// settings_from_options() gives these settings again.
+static void settings_print_command(const Options *asked, const Settings *s, int json) {
+    Options o = *asked;
+    const LevelsText levels = recompute_text(s);
+    const int64_t rows = default_logit_rows(&s->model, type_bytes(s->dtype),
+                                            (int64_t)s->B * s->T, s->gpu);
+    const int64_t offloaded = settings_offload_bits(s);
+    o.recompute = levels.s;
+    o.batch = s->B;
+    o.seq_len = o.seq_len || s->T != s->model.maxT ? s->T : 0;
+    o.moments = s->gpu && s->moment_dtype == TYPE_BF16 ? (int64_t)MOMENTS_BF16 : o.moments;
+    o.master = s->dtype == TYPE_BF16 && !s->split_master ? (int64_t)MASTER_NONE : o.master;
+    o.offload = offloaded || o.offload != OFFLOAD_AUTO ? offloaded : (int64_t)OFFLOAD_AUTO;
+    o.logit_rows = s->logit_rows == rows ? 0 : s->logit_rows;
+    o.workspace = s->gpu && s->workspace != default_workspace(&s->model) ? s->workspace : 0;
+    training_print(&o, s->gpu, json);
 }
 
 // Prints the command that names the settings chosen by settings_auto(), if it has chosen any.
@@ -7600,7 +7577,7 @@ static void choice_print(const Plan *p, const Options *o) {
     const int offloads = o->offload == OFFLOAD_AUTO && settings_offloads(s);
     if (offloads || (strcmp(o->recompute, "auto") == 0 && strcmp(recompute_text(s).s, "none"))) {
         printf("chosen   ");
-        training_print(o, s, 0);
+        settings_print_command(o, s, 0);
         printf("         so that it fits, same bits; %s of host memory\n\n",
                bytes_text((double)p->host_bytes).s);
     }
@@ -7637,7 +7614,7 @@ static void settings_print_json(const Options *asked, const Settings *s, const M
                                 uint64_t bytes, uint64_t host_bytes, double tokens_per_s) {
     char offload[64];
     printf("\"command\":");
-    training_print(asked, s, 1);
+    settings_print_command(asked, s, 1);
     printf(",\"batch\":%d,\"seq_len\":%d,\"recompute\":\"%s\",\"offload\":\"%s\",\"dtype\":\"%s\","
            "\"moments\":\"%s\",\"master\":%s,\"logit_rows\":%d,\"workspace\":%" PRId64
            ",\"gpus\":%d,\"zero\":%d",
@@ -7827,22 +7804,16 @@ static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, const
     free(list);
 }
 
-// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
-// setting would save, and the rule of thumb. Returns 0 if it does not fit.
-static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
-    const Settings *s = &p->settings;
+// Prints the settings of a plan.
+static void plan_print_settings(const Settings *s) {
     const Model *m = &s->model;
-    uint64_t device[GROUPS], host[GROUPS], sum = 0;
-    const uint64_t outside = outside_bytes(budget, s);
-    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
-    const int fits = !budget->device || plan_taken(p) <= budget->device;
     char head[1024 + sizeof(LevelsText)];
     const int size = sizeof head;
     printf("memory plan of the %s run\n", s->gpu ? "GPU" : "CPU");
     int n = snprintf(head, sizeof head, "L%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
                      "B %d, T %d%s; -r %s", m->L, m->NH, m->C, m->V, m->Vp,
-                     count_text(model_parameters(m)).s, type_names[s->dtype], s->B, s->T,
-                     s->cache ? " at a time" : "", recompute_text(s).s);
+                     count_text(model_parameters(m)).s, type_names[s->dtype], s->B,
+                     settings_rows(s), s->cache ? " at a time" : "", recompute_text(s).s);
     if (recompute_cost(s) > 0) {
         n = text_add(head, size, n, ": %.1f %% more arithmetic", 100 * recompute_cost(s));
     }
@@ -7855,6 +7826,17 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     }
     text_wrap(head, 0, 4);
     printf("\n");
+}
+
+// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
+// setting would save, and the rule of thumb. Returns 0 if it does not fit.
+static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
+    const Settings *s = &p->settings;
+    uint64_t device[GROUPS], host[GROUPS], sum = 0;
+    const uint64_t outside = outside_bytes(budget, s);
+    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
+    const int fits = !budget->device || plan_taken(p) <= budget->device;
+    plan_print_settings(s);
     // The groups at the peak and the fragmentation add up to the allocation.
     plan_groups(p, device, host);
     printf("%-22s %16s\n", "at the peak of a step", "bytes");
@@ -7959,7 +7941,7 @@ static void fit_search(Search *q, const Options *asked, const Model *m,
     q->mix = strcmp(o.recompute, "auto") == 0;
     q->sequences = o.tokens_per_step / (o.gpus * T);
     q->last[BY_LEVEL] = q->mix && o.fit == FIT_ALL ? RECOMPUTE_BLOCK : 0;
-    q->last[BY_HOST] = o.offload == OFFLOAD_AUTO && gpu ? OFFLOAD_TIERS - 1 : 0;
+    q->last[BY_OFFLOAD] = o.offload == OFFLOAD_AUTO && gpu ? OFFLOAD_TIERS - 1 : 0;
     if (o.fit != FIT_BITS && base.dtype == TYPE_BF16 &&
         (!option_given(&o, "moments") || o.moments == MOMENTS_BF16)) {
         q->last[BY_TYPE] = option_given(&o, "master") && o.master == MASTER_SPLIT ? 1 : 2;
@@ -7997,13 +7979,13 @@ static int fit_candidates(PlanCandidate list[MAX_CANDIDATES], Search *q, int64_t
 }
 
 // Returns the simplest candidate within half a percent of the fastest, among those with the given
-// steps of BY_TYPE and BY_HOST (-1: any), or NULL if there is none.
+// steps of BY_TYPE and BY_OFFLOAD (-1: any), or NULL if there is none.
 static const PlanCandidate *fit_fastest(const PlanCandidate *list, int n, int type, int tier) {
     const PlanCandidate *best = NULL;
     double most = 0;
     for (int i = 0; i < 2 * n; i++) {
         const PlanCandidate *c = &list[i % n];
-        if ((type < 0 || c->steps[BY_TYPE] == type) && (tier < 0 || c->steps[BY_HOST] == tier)) {
+        if ((type < 0 || c->steps[BY_TYPE] == type) && (tier < 0 || c->steps[BY_OFFLOAD] == tier)) {
             most = fmax(most, c->tokens_per_s);  // final after the first n iterations
             if (i >= n && c->tokens_per_s >= 0.995 * most &&
                 (!best || candidate_is_simpler(c, best))) {
@@ -8145,7 +8127,7 @@ static int fit_command(const Options *o, const Model *m, const MemoryBudget *bud
             fit_print_row(&rows[i]);
         }
         printf(o->tokens_per_step ? "fastest: " : "least on the host, then fastest: ");
-        training_print(o, &best->settings, 0);
+        settings_print_command(o, &best->settings, 0);
         print_changes("", &best->settings,
                       o->tokens_per_step ? "; -d keeps the step's tokens, in another split"
                                          : "; a step is B x T tokens unless -d says otherwise");
@@ -8179,7 +8161,7 @@ static void minimum_plan(PlanCandidate *c, const Options *asked, const Model *m,
     memset(c, 0, sizeof *c);
     c->steps[BY_LEVEL] = RECOMPUTE_BLOCK;
     c->steps[BY_SCRATCH] = 1;
-    c->steps[BY_HOST] = offload ? OFFLOAD_TIERS - 1 : 0;
+    c->steps[BY_OFFLOAD] = offload ? OFFLOAD_TIERS - 1 : 0;
     c->steps[BY_TYPE] = gpu && !offload && base.dtype == TYPE_BF16 ? 2 : 0;
     candidate_apply(c, &q);
     candidate_plan(c, &q);
@@ -8261,7 +8243,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         }
         text_wrap(text, 0, 2);
         printf("  ");
-        training_print(asked, &c.settings, 0);
+        settings_print_command(asked, &c.settings, 0);
         print_changes("  ", &c.settings,
                       gpu ? "; --logit-rows, --workspace and -b change rounding"
                           : "; --logit-rows and -b change rounding");
@@ -8338,7 +8320,7 @@ static int largest_command(const Options *asked, const Model *m, const MemoryBud
             print_wrapped(4, "forecast: %s tokens/s; %s", count_text((int64_t)best.tokens_per_s).s,
                           budget->from);
         }
-        training_print(&o, &best.settings, 0);
+        settings_print_command(&o, &best.settings, 0);
     }
     free(values);
     return found ? 0 : STATUS_TOO_LARGE;
@@ -9562,7 +9544,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
     program_name = program->name;
-    streams_hold();
+    standard_streams_open();
     return output_status(&run, program_run(&run, program, argc, argv));
 }
 

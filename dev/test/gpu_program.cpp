@@ -61,7 +61,7 @@ TEST(gpu_bad_input) {
         old = program("--plan -e l2h2c16t16 --dtype bf16", with("EMU_CC", "75"));
         expect_refused(old, "this GPU does not support bf16; use fp16", "a plan for it");
         expect_success(program(run + "l2h2c16t16 --quiet --dtype fp32", with("EMU_CC", "75")),
-                       "fp32 where there is no bf16");
+                       "fp32 without bf16");
         Outcome pinned =
             program(run + "l2h2c16t16 --offload moments", with("EMU_HOST_MEM", "4096"));
         expect_refused(pinned, " of host memory: out of memory; this machine cannot pin more",
@@ -73,12 +73,12 @@ TEST(gpu_bad_input) {
         expect(small.err.find("-r ") != Text::npos && small.err.find(" frees ") != Text::npos,
                "remedies: %s", small.err.c_str());
     }
-    expect(names_in("small", "step").empty() && !exists("small/log.jsonl"), "nothing was begun");
+    expect(names_in("small", "step").empty() && !exists("small/log.jsonl"), "nothing was started");
     expect_success(program("-i train.bin -e l2h2c16t16 -b 2 -x 2 -o other --quiet"), "a run");
     Text kept = checkpoint_bytes("other", 2);
     expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 4 -o other -y 1 --quiet"),
                    "is from a different run", "a checkpoint of another shape");
-    expect(checkpoint_bytes("other", 2) == kept, "it stays as it was");
+    expect(checkpoint_bytes("other", 2) == kept, "it has changed");
 }
 
 // Start of a run on a GPU with unusual cuBLASLt, driver or peak rates.
@@ -163,7 +163,7 @@ TEST(gpu_announced) {
     const Text cache = current_folder() + "/cache";
     mkdir(cache.c_str(), 0755);
     more_arguments = "";
-    const char *said = "timing matrix products for this GPU, once\n";
+    const char *said = "timing matmul algorithms for this GPU, once\n";
     for (const char *times : {"951", "951 again", "159 --quiet"}) {
         const Outcome o = program(run + (strchr(times, '-') ? "--quiet" : ""), [=] {
             setenv("EMU_LT_TIMES", Text(times, 3).c_str(), 1);
@@ -253,7 +253,7 @@ TEST(gpu_auto) {
     }
     const Outcome away = program("-i train.bin -e l3h2c16t16 -b 4 -x 3 -o away",
                                  with("EMU_GPU_MEM", text("%ld", block - 1).c_str()));
-    expect_success(away, "what fits no other way goes to the host");
+    expect_success(away, "offloads what does not fit otherwise");
     const size_t chose = away.out.find("\nchosen ");
     expect(away.out.find(" --offload moments,master --tune 0\n", chose) != Text::npos &&
                losses_in("away") == losses_in("plain"), "%s", away.out.c_str());
@@ -333,9 +333,9 @@ TEST(gpu_speed) {
         const size_t at = out.find("\nforecast: ");
         return out.substr(at, out.find(" tokens/s", at) - at);
     };
-    expect(forecast("1e-12", "-r none") == forecast("1e-3", "-r none"), "nothing moves");
+    expect(forecast("1e-12", "-r none") == forecast("1e-3", "-r none"), "no transfers");
     expect(forecast("1e-12", "--offload moments") != forecast("1e-3", "--offload moments"),
-           "what moves costs nothing");
+           "transfers cost nothing");
     write_file("cache/train_gpt2/speed", "what is this\n");
     expect_success(program(run, cache("cache")), "a file that is none");
     expect_success(program(run, cache("/proc/none")), "no place for it");
