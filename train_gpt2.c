@@ -7538,7 +7538,7 @@ static void plan_refuse_host(const Plan *p, uint64_t available, const char *limi
 
 // Prints the command that trains with these options, without those that only plan, on the CPU or a
 // GPU: this program as it was called or, if the CPU program has planned a GPU run, train_gpt2cu in
-// the same folder. With `json`, an array of its words.
+// the same folder. With `json`, an array of its words, in which the program has no folder.
 static void training_print(const Options *chosen, int gpu, int json) {
     const char *slash = strrchr(program_command, '/');
     const int folder = slash ? (int)(slash + 1 - program_command) : 0;
@@ -7546,9 +7546,12 @@ static void training_print(const Options *chosen, int gpu, int json) {
     Options o = *chosen;
     o.plan = o.fit = o.minimum = o.largest = o.json = o.gpu_mem = 0;
     o.gpu = "";
+    o.train_data = option_given(&o, "train-data") ? o.train_data : NULL;
+    o.val_data = option_given(&o, "val-data") ? o.val_data : NULL;
     snprintf(neighbor, sizeof neighbor, "%.*strain_gpt2cu", folder, program_command);
-    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? neighbor : program_command, &o,
-                  json);
+    const int other = gpu && strcmp(program_name, "train_gpt2") == 0;
+    const char *program = other ? neighbor + json * folder : json ? program_name : program_command;
+    command_print(program, &o, json);
     printf("%s", json ? "" : "\n");
 }
 
