@@ -71,8 +71,10 @@ static void tables_print(void) {
         print_pair(i == 0, offload_text(text, &s), "");
     }
     printf("],\n\"minimum\":[");  // options that --minimum decides
-    for (size_t i = 0; i < sizeof minimum_decides / sizeof minimum_decides[0]; i++) {
-        print_string(i ? "," : "", minimum_decides[i]);
+    for (int i = 0, n = 0; i < OPTION_ROWS; i++) {
+        if (option_rows[i].commands & LEAST) {
+            print_string(n++ ? "," : "", option_rows[i].name);
+        }
     }
     printf("]}\n");
 }
@@ -99,9 +101,9 @@ int main(int argc, char **argv) {
     options_parse(&o, argc - commands, argv + commands);
     refuse_here(&o);
     if (commands) {
-        command_print(program_command, &o);
+        command_print(program_command, &o, 0);
         printf("\n");
-        training_print(&o, o.recompute, 1);
+        training_print(&o, 1, 0);
         return 0;
     }
     return train_gpt2_main(argc, argv);
