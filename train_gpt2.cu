@@ -3488,17 +3488,66 @@ struct DeviceMemory {
 
 static DeviceMemory device_memory;
 
-// Estimates how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
-// queried the free bytes. --plan starts from the card's total memory and reserves
-// library_reserve_bytes for the libraries and the CUDA context. Here the context already exists, so
-// half of that is reserved: a run whose plan fits according to --plan is refused only if the
-// context takes more than the other half. (1 GiB - (total - free) would avoid this guess, but would
-// count another process's memory as the context.) Neither half has been measured yet.
+// Writes the cache key of this GPU's library memory: its name, number of SMs, and cuBLASLt's
+// version. Returns 0 if there is no GPU.
+static int library_key(char key[128], int *capability) {
+    int device = 0, count = 0;
+    cudaDeviceProp gpu;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+        return 0;
+    }
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&gpu, device));
+    *capability = 10 * gpu.major + gpu.minor;
+    snprintf(key, 128, "%.64s, %d SMs, cuBLASLt %zu", gpu.name, gpu.multiProcessorCount,
+             cublasLtGetVersion());
+    return 1;
+}
+
+// Returns how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
+// queried the free bytes: the most that earlier runs on this GPU have measured, or else an
+// estimate, without the context, whose memory is no longer free by then.
+static uint64_t device_library_bytes(int *measured) {
+    char key[128], line[256];
+    int capability = 0;
+    uint64_t bytes = 0;
+    FILE *f = library_key(key, &capability) ? cache_open("library", "r") : NULL;
+    const size_t n = f ? strlen(key) : 0;
+    while (f && fgets(line, sizeof line, f)) {
+        const uint64_t kept = strncmp(line, key, n) == 0 && line[n] == '\t'
+                                  ? strtoull(line + n, NULL, 10) : 0;
+        bytes = kept <= UINT64_C(8) << 30 && kept > bytes ? kept : bytes;
+    }
+    if (f) {
+        fclose(f);
+    }
+    *measured = bytes > 0;
 #if CUDA_CPU
-static size_t device_library_bytes(void) { return (size_t)emu::set.library; }
+    return *measured ? bytes : (uint64_t)emu::set.library;
 #else
-static size_t device_library_bytes(void) { return library_reserve_bytes / 2; }
+    int mib = 512;
+    for (const CardLine &line_of_cards : card_lines) {
+        mib = line_of_cards.capability == capability ? line_of_cards.library_mib : mib;
+    }
+    return *measured ? bytes : (uint64_t)mib << 20;
 #endif
+}
+
+// Keeps the measured library memory for later runs and plans on this GPU, if it is more than those
+// of before.
+static void library_keep(uint64_t bytes) {
+    char key[128];
+    int capability, measured;
+    const uint64_t before = device_library_bytes(&measured);
+    if (bytes == 0 || (measured && bytes <= before) || !library_key(key, &capability)) {
+        return;
+    }
+    FILE *f = cache_open("library", "a");
+    if (f) {
+        fprintf(f, "%s\t%" PRIu64 "\n", key, bytes);
+        fclose(f);
+    }
+}
 
 #if GPT2_POISON
 static cudaStream_t arena_stream;
@@ -3942,10 +3991,10 @@ static void children_signal(const Child *children, int ranks, int number) {
     }
 }
 
-// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With status
-// 1 the rank has already printed an error, so nothing more is printed. Returns the exit status for
-// the whole run, or -1 if the process has not ended yet: the system takes time to free a GPU, and
-// may never finish if the GPU hangs.
+// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With the
+// statuses of die() the rank has already printed an error, so nothing more is printed. Returns the
+// exit status for the whole run, or -1 if the process has not ended yet: the system takes time to
+// free a GPU, and may never finish if the GPU hangs.
 static int child_reap(Child *child, int r, int quiet) {
     int status = 0;
     if (waitpid(child->pid, &status, WNOHANG) == 0) {
@@ -3956,7 +4005,7 @@ static int child_reap(Child *child, int r, int quiet) {
     if (number && !quiet) {
         fprintf(stderr, "%s: rank %d was ended by signal %d (%s): the run ends\n", program_name, r,
                 number, strsignal(number));
-    } else if (code > 1 && !quiet) {
+    } else if (code > 1 && code != STATUS_TOO_LARGE && !quiet) {
         fprintf(stderr, "%s: rank %d ended with status %d: the run ends\n", program_name, r, code);
     }
     return number ? 1 : code;
@@ -6384,6 +6433,7 @@ static void gpu_warm_up(Engine *e) {
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
+    library_keep(device_memory.library_bytes);
     matmul_library.settled = true;
 }
 
@@ -6591,7 +6641,7 @@ static int command_check(Run *run, const Program *program) {
 }
 
 // --compare: runs the same steps with -r none and with -r block (or the levels given by the user).
-// Prints planned and library memory, and the median time of a step.
+// Prints planned and library memory, and the median time of a step, as a table or as JSON.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
@@ -6602,7 +6652,9 @@ static int command_compare(Run *run, const Program *program) {
     }
     double middle[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
-    printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
+    const bool json = run->o.json;
+    json ? printf("{\"query\":\"compare\",\"runs\":[")
+         : printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
         run->s = two[k];
@@ -6623,13 +6675,25 @@ static int command_compare(Run *run, const Program *program) {
         }
         run->engine.close(&run->engine);
         middle[k] = median(ms + WARM, STEPS);
+        const int64_t rate = (int64_t)(tokens / middle[k] * 1e3);
+        if (json) {
+            printf("%s\n{\"recompute\":\"%s\",\"device_bytes\":%" PRIu64
+                   ",\"library_bytes\":%" PRIu64 ",\"ms_per_step\":%.3f,\"tokens_per_s\":%" PRId64
+                   "}", k ? "," : "", recompute_text(&run->s).s, (uint64_t)bytes[k],
+                   (uint64_t)device_memory.library_bytes, middle[k], rate);
+            continue;
+        }
         printf("-r %-11s %14s %14s %10.2f %12s\n", recompute_text(&run->s).s,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
-               middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
+               middle[k], count_text(rate).s);
     }
-    printf("-r %s: %.1f %% of the memory, %.2f x the time (median of %d steps)\n",
-           recompute_text(&run->s).s, 100.0 * (double)bytes[1] / (double)bytes[0],
-           middle[1] / middle[0], STEPS);
+    const double memory = (double)bytes[1] / (double)bytes[0], time = middle[1] / middle[0];
+    if (json) {
+        printf("],\"memory_ratio\":%.4f,\"time_ratio\":%.4f}\n", memory, time);
+    } else {
+        printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
+               recompute_text(&run->s).s, 100 * memory, time, STEPS);
+    }
     plan_free(&run->plan);
     return 0;
 }
@@ -6696,7 +6760,7 @@ int train_gpt2cu_main(int argc, char **argv) {
         .gpu = 1,
         .open = gpu_engine_open,
         .available = device_available,
-        .library_bytes = device_library_bytes(),
+        .library = device_library_bytes,
         .command = gpu_command,
         .refuse = gpu_settings_check,
         .built = built,

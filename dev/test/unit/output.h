@@ -442,9 +442,9 @@ TEST(skipped_step, HOST) {
                .find("\"step\":\"6\",\"skipped\":\"1\",\"updates\":\"5\",\"position\":\"12\","
                      "\"norm_count\":\"5\",\"pending_validation\":\"0\"") != Text::npos);
     o = in_process(TINY "-x 6 -o none", &small);
-    expect_refused(o, "only 976.6 KiB are available: ", "a plan that does not fit");
+    expect_too_large(o, "only 976.6 KiB are available: ", "a plan that does not fit");
     expect(!exists("none/log.jsonl"));
     write_file("e.bin", eval_bytes(random_questions(12, 50257, 2)));
-    expect_refused(in_process("-e l1h1c16t16 --eval e.bin", &small),
-                   "only 976.6 KiB are available: ", "--eval");
+    expect_too_large(in_process("-e l1h1c16t16 --eval e.bin", &small),
+                     "only 976.6 KiB are available: ", "--eval");
 }
