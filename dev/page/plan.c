@@ -90,11 +90,10 @@ static void refuse_here(const Options *o) {
 
 // Prints the command line with these options, and the one that trains with them on a GPU.
 static void commands_print(const Options *given) {
-    Options o = *given, defaults;
+    Options o = *given;
     command_print(program_command, &o, 0);
-    options_default(&defaults);
     o.plan = o.fit = o.minimum = o.largest = o.json = o.gpu_mem = 0;
-    o.gpu = defaults.gpu;
+    o.gpu = "";
     printf("\n");
     command_print("./train_gpt2cu", &o, 0);
     printf("\n");
