@@ -230,7 +230,7 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 
 typedef struct {
     const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
-    const char *gpu;
+    const char *gpu, *prove;
     int64_t schedule, dtype, moments, master, grad_dtype, matmul;  // number of the choice
     int64_t offload;                                               // bits 1 << KIND_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
@@ -443,9 +443,14 @@ static const OptionRow option_rows[] = {
      "GPU program: compare the loss and every gradient of one batch with the CPU reference"},
     {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "GPU program: compare memory and time of a step with and without recomputation"},
+    {"prove", 0, OPT_TEXT, FIELD(prove), NULL, 1, 0, NULL, OWN, 0, "Plan and checks",
+     "GPU program: try each faster kernel on this GPU for HS,T,NH,B (head size, tokens, heads, "
+     "sequences), as a run does once by itself, print whether it is right and its speed-up, and "
+     "exit"},
     {"tune", 0, OPT_SWITCH, FIELD(tune), "1", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
-     "GPU program: time cuBLASLt's algorithms at start-up and cache the choice for this GPU in "
-     "~/.cache/train_gpt2; 0: use the first one of the heuristic"},
+     "GPU program: time cuBLASLt's algorithms and try faster kernels at start-up, and cache the "
+     "choice for this GPU in ~/.cache/train_gpt2; 0: use the heuristic's first algorithm and the "
+     "default kernels"},
     {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "print version, compiler and enabled features"},
     {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
@@ -476,10 +481,11 @@ static int64_t parse_bytes(const char *text) {
 }
 
 // Returns the number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
+// In a list such as "cpu,cpuacct" every word has the number 1.
 static int choice_find(const char *choices, const char *word, size_t n) {
     int number = 1;
     for (const char *c = choices; *c; c += *c != 0) {
-        size_t length = strcspn(c, "=|");
+        size_t length = strcspn(c, "=|,");
         if (length == n && memcmp(c, word, n) == 0) {
             return number;
         }
@@ -695,9 +701,10 @@ static void options_contradict(const Options *o) {
     if (o->json && !options_plan(o) && !o->eval && !o->compare) {
         die("--json needs --plan, --fit, --minimum, --largest, --compare or --eval");
     }
-    if (!!o->eval + o->plan + !!o->fit + o->minimum + !!o->largest + o->check + o->compare > 1) {
-        die("--eval, --plan, --fit, --minimum, --largest, --check and --compare are commands: give "
-            "one");
+    if (!!o->eval + !!o->prove + o->plan + !!o->fit + o->minimum + !!o->largest + o->check +
+            o->compare > 1) {
+        die("--eval, --prove, --plan, --fit, --minimum, --largest, --check and --compare are "
+            "commands: give one");
     }
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
@@ -947,9 +954,9 @@ static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *
         span->next = LN1W + PER_BLOCK * (int)min_i64((offset - blocks) / block, m->L);
     }
     while (span->next < tensors) {
-        const int n = span->next++, inside = n - LN1W, behind = inside - m->L * PER_BLOCK;
-        span->layer = inside >= 0 && behind < 0 ? inside / PER_BLOCK : 0;
-        span->tensor = inside < 0 ? n : behind < 0 ? LN1W + inside % PER_BLOCK : LNFW + behind;
+        const int n = span->next++, inside = n - LN1W, after = inside - m->L * PER_BLOCK;
+        span->layer = inside >= 0 && after < 0 ? inside / PER_BLOCK : 0;
+        span->tensor = inside < 0 ? n : after < 0 ? LN1W + inside % PER_BLOCK : LNFW + after;
         const int64_t begin = tensor_offset(m, span->tensor, span->layer);
         const int64_t end = begin + tensor_size(m, span->tensor);
         if (begin >= offset + count) {
@@ -1103,7 +1110,7 @@ static void writes_return_errors(void) {
 }
 
 // Returns whether a write to `fd` would block now.
-static int write_waits(int fd) {
+static int write_blocks(int fd) {
     struct pollfd out = {fd, POLLOUT, 0};
     return poll(&out, 1, 0) == 0;
 }
@@ -1126,26 +1133,26 @@ static void stop_overdue(void) {
     seconds = stop_signal != SIGTERM || stop_grace == GRACE_UNLIMITED || moves ? 0 : seconds + 1;
     count = now;
     if (seconds > GRACE_S) {
-        if (!write_waits(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
+        if (!write_blocks(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
             stop_line = "";  // stderr cannot be written; the program ends all the same
         }
         _exit(128 + SIGTERM);
     }
 }
 
-// Checks every second after the first signal whether stdout and stderr still accept output. If one
-// of them has not accepted output in LOOKS checks in a row, it is replaced by /dev/null, which also
-// takes the rest of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
-static void on_look(int number) {
-    enum { LOOKS = 3 };
+// Checks every second after the first signal whether stdout and stderr still accept output. A
+// stream that fails STALLED consecutive checks is replaced by /dev/null, which also takes the rest
+// of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
+static void on_alarm(int number) {
+    enum { STALLED = 3 };
     static int waited[STDERR_FILENO + 1];
     const int error = errno;
     for (int fd = STDOUT_FILENO; fd <= STDERR_FILENO; fd++) {
-        waited[fd] = write_waits(fd) ? waited[fd] + 1 : 0;
-        const int nowhere = waited[fd] < LOOKS ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
-        if (nowhere >= 0) {
-            dup2(nowhere, fd);
-            close(nowhere);
+        waited[fd] = write_blocks(fd) ? waited[fd] + 1 : 0;
+        const int null_fd = waited[fd] < STALLED ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
+        if (null_fd >= 0) {
+            dup2(null_fd, fd);
+            close(null_fd);
         }
     }
     stop_overdue();
@@ -1154,14 +1161,14 @@ static void on_look(int number) {
     (void)number;
 }
 
-// Enables (1) or disables (0) on_look() in this thread. It is disabled during a save: some file
+// Enables (1) or disables (0) on_alarm() in this thread. It is disabled during a save: some file
 // systems, such as those of cloud storage, return EINTR from a call that a signal interrupts, which
 // would make the save fail.
-static void looks_interrupt(int yes) {
-    sigset_t look;
+static void alarm_enable(int yes) {
+    sigset_t alarms;
     stop_grace = yes ? GRACE_PROGRESS : GRACE_UNLIMITED;
-    (void)(sigemptyset(&look), sigaddset(&look, SIGALRM));
-    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &look, NULL);
+    (void)(sigemptyset(&alarms), sigaddset(&alarms, SIGALRM));
+    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &alarms, NULL);
 }
 
 // The pipe to which on_stop() writes a byte; -1: the program does not wait for input.
@@ -1170,12 +1177,12 @@ static int stop_pipe[2] = {-1, -1};
 // Handles all signals that ask the program to stop. Prints no line if stderr would block, because
 // the handler would not return and the next signal would not be handled.
 static void on_stop(int number) {
-    stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
+    stop_line = write_blocks(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
     if (stop_pipe[1] >= 0 && write(stop_pipe[1], "", 1) < 0) {
         errno = 0;  // the pipe is full, which wakes the reader just as well
     }
-    signal(SIGALRM, on_look);  // not before: the parent process may have set an alarm
+    signal(SIGALRM, on_alarm);  // not before: the parent process may have set an alarm
     alarm(1);
 }
 
@@ -1259,55 +1266,43 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
     va_end(args);
 }
 
-// Returns whether a list such as "cpu,cpuacct" contains `word`.
-static int list_has(const char *list, const char *word) {
-    const size_t n = strlen(word);
-    for (; *list; list += *list == ',') {
-        size_t length = strcspn(list, ",");
-        if (length == n && memcmp(list, word, n) == 0) {
-            return 1;
-        }
-        list += length;
-    }
-    return 0;
-}
-
-// Calls look(out, version, folder, group) for the cgroup of `controller` that contains this
+// Calls f(out, version, folder, group) for the cgroup of `controller` that contains this
 // process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
 // on the job, not on its processes. In a container the cgroup's path is that of the host, and only
 // the root of the mount exists, which is the last folder tried. `root` is "", or a test's folder
 // that contains its own /proc and /sys.
-static void groups_look(const char *root, const char *controller,
-                        void (*look)(void *out, int version, const char *folder, const char *group),
-                        void *out) {
+static void cgroups_each(const char *root, const char *controller,
+                         void (*f)(void *out, int version, const char *folder, const char *group),
+                         void *out) {
     static const struct {
         int version;
         const char *mount;
     } mounts[] = {{1, "/sys/fs/cgroup/"}, {2, "/sys/fs/cgroup"}, {2, "/sys/fs/cgroup/unified"}};
     char path[PATH_BYTES], line[2 * PATH_BYTES], folder[4 * PATH_BYTES];
     path_print(path, "%s/proc/self/cgroup", root);
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof line, file)) {  // number:controllers:group
         line[strcspn(line, "\n")] = 0;
         char *names = strchr(line, ':'), *group = names ? strchr(names + 1, ':') : NULL;
         if (!group) {
             continue;
         }
         *group++ = 0;
-        const int version = names[1] == 0 ? 2 : list_has(names + 1, controller);
+        const int version =
+            names[1] == 0 ? 2 : choice_find(names + 1, controller, strlen(controller));
         for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
             *end = 0;
             for (int i = 0; i < 3; i++) {
                 if (mounts[i].version == version) {
                     snprintf(folder, sizeof folder, "%s%s%s%s/", root, mounts[i].mount,
                              version == 1 ? controller : "", group);
-                    look(out, version, folder, group[0] ? group : "/");
+                    f(out, version, folder, group[0] ? group : "/");
                 }
             }
         }
     }
-    if (f) {
-        fclose(f);
+    if (file) {
+        fclose(file);
     }
 }
 
@@ -1322,7 +1317,7 @@ static int64_t folder_number(const char *folder, const char *name, const char *k
 
 // Applies the memory limits of one cgroup. Its usage includes cached files, which are subtracted
 // because the kernel reclaims them before it kills a process.
-static void memory_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_memory(void *out, int version, const char *folder, const char *group) {
     static const struct {
         const char *limits[2], *used, *cached;
     } rows[] = {{{"memory.limit_in_bytes", "memory.limit_in_bytes"}, "memory.usage_in_bytes",
@@ -1371,7 +1366,7 @@ static HostMemory host_memory(const char *root) {
                          stacks ? " minus thread stacks" : "");
         }
     }
-    groups_look(root, "memory", memory_of_group, &h);
+    cgroups_each(root, "memory", cgroup_memory, &h);
     return h;
 }
 
@@ -1391,7 +1386,7 @@ static uint64_t host_memory_available(void) {
 // chosen so that other programs on the machine are not slowed down.
 
 // Lowers *(int *)out to the number of cores that a cgroup's CPU quota allows.
-static void cores_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_cores(void *out, int version, const char *folder, const char *group) {
     double quota = 0, period = 0;
     (void)group;
     if (version == 1) {
@@ -1416,7 +1411,7 @@ static void cores_of_group(void *out, int version, const char *folder, const cha
 // Returns the number of cores, at most `cores`, that cgroup CPU quotas allow; more threads would
 // only be throttled. Unused in a build without OpenMP, which has one thread.
 __attribute__((unused)) static int host_cores(const char *root, int cores) {
-    groups_look(root, "cpu", cores_of_group, &cores);
+    cgroups_each(root, "cpu", cgroup_cores, &cores);
     return cores;
 }
 
@@ -1481,7 +1476,7 @@ typedef struct {
 } CollectiveState;
 
 // Maximum length of a GPU's name, and size of an id (NCCL's), in bytes.
-enum { RANK_TEXT = 96, RANK_ID = 128 };
+enum { RANK_TEXT = 96, RANK_ID = 128, RANK_KERNELS = 1024 };
 
 // Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
 // memory, thread blocks, GPU and id must be equal on all ranks: with different options or data,
@@ -1491,6 +1486,12 @@ typedef struct {
     uint64_t device, host;                      // bytes available for a plan
     uint64_t ctas;                              // thread blocks for NCCL
     char gpu[RANK_TEXT], id[RANK_ID];
+    // Verdicts on kernels (chapter Kernel trials) and a fingerprint of the GPU and driver that they
+    // are for, 0: none. After the handshake the verdicts are rank 0's; kernels_unlike is then a
+    // rank with another GPU or driver, or 0.
+    uint64_t kernels_where;
+    char kernels[RANK_KERNELS];
+    int kernels_unlike;
 } RankInfo;
 static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least of all
 
@@ -1621,11 +1622,11 @@ typedef struct {
 } RankStatus;
 
 // Combines the statuses of all ranks into the same decision on every rank.
-static void ranks_agree(const RankStatus *words) {
+static void ranks_agree(const RankStatus *statuses) {
     this_rank.stop = this_rank.fault = 0;
     for (int r = this_rank.ranks - 1; r >= 0; r--) {
-        this_rank.stop |= words[r].stop;
-        this_rank.fault = words[r].failed ? r + 1 : this_rank.fault;
+        this_rank.stop |= statuses[r].stop;
+        this_rank.fault = statuses[r].failed ? r + 1 : this_rank.fault;
     }
 }
 
@@ -1779,9 +1780,10 @@ static void version_print(const char *name, const char *more) {
 // -------------------------------------------------------------------------------------------------
 // 6. Memory plan
 // The plan lists every buffer of a run: name, group, number and type of elements, and the first and
-// last tick of its lifetime. The planner turns settings into buffers, buffers into offsets (buffers
-// whose lifetimes do not overlap may share memory) and offsets into one size in bytes. The run
-// makes one allocation of exactly that size and takes every pointer from the plan.
+// last tick of its lifetime. The planner turns settings into buffers (by act_table, grad_table and
+// single_buffers()), buffers into offsets (buffers whose lifetimes do not overlap may share memory)
+// and offsets into one size in bytes. The run makes one allocation of exactly that size and takes
+// every pointer from the plan.
 // 1. Time is a sequence of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for
 //    the head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, join
 //    (only with several ranks or streamed buffers, see settings_joins()) and update. A forward-only
@@ -1832,7 +1834,7 @@ typedef struct {
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
     int forward;                // 1: a forward-only run; the plan ends at the head
-    int cache;                  // positions in the KV cache of a run that generates; 0: no cache
+    int cache;                  // 1: a run that generates, with a KV cache of T positions
     int64_t workspace;          // GPU: bytes of the matmul workspace
     int tune, quiet;            // time matmul algorithms at the start; print nothing
     uint8_t level[MAX_LAYERS];  // recomputation level of each block, RECOMPUTE_*
@@ -1844,6 +1846,10 @@ typedef struct {
     int nvlink, ctas;          // the GPUs are connected by NVLink; NCCL's limit of thread blocks
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
+
+// Returns the maximum number of tokens of a sequence in one pass: T or, with a KV cache, 64. A
+// prompt is processed in chunks of this many tokens, enough for an efficient packed matmul.
+static int settings_rows(const Settings *s) { return s->cache ? min_int(s->T, 64) : s->T; }
 
 // Returns the type of statistics and losses: fp32 on a GPU, `real` on the CPU.
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
@@ -2066,16 +2072,18 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
     // GPU-only buffers have no elements in the CPU program: their counts are multiplied by gpu (0
     // or 1).
-    const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
+    const int rows_per_pass = settings_rows(s);
+    const int64_t N = (int64_t)s->B * rows_per_pass, NC = N * m->C, batch = batch_ints(N);
+    const int64_t gpu = s->gpu;
     const int64_t matmul = gpu ? s->workspace : (int64_t)matmul_workspace_bytes(s->threads);
     // On one GPU the norm and AdamW use the same table. With several, the norm has a table of its
     // own, because each rank sums only its own shards.
     const int64_t others = s->ranks > 1;
     const int64_t table = gpu * (1 + others) * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
-    const int64_t words = gpu * others * s->ranks * RANK_STATUS_BYTES;
+    const int64_t statuses = gpu * others * s->ranks * RANK_STATUS_BYTES;
     // Backward of attention writes partial sums of 3 C numbers for each tile of 64 or 128 tokens.
     const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
-    const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
+    const int64_t tiles = (int64_t)s->B * ceil_div_i64(rows_per_pass, small ? 64 : 128);
     const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
     const int64_t partials = gpu * max_i64(parts * m->C, 1024);
     const Type E = s->dtype, R = settings_real(s);
@@ -2085,7 +2093,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
-        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, words, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, statuses, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
         // Two batches, so that one is filled while the other is uploaded; then 256 bytes into which
         // the GPU's state ("norm and counters") is downloaded.
@@ -2099,8 +2107,9 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
-        // (L,2,NH,cache,HS): for each layer the keys, then the values, head by head.
-        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache, 0, end, ON_DEVICE},
+        // (L,2,NH,T,HS): for each layer the keys, then the values, head by head.
+        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache * s->T, 0, end,
+         ON_DEVICE},
     };
     state_buffers(buffers, s);
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
@@ -2192,7 +2201,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
-    const int64_t N = (int64_t)s->B * s->T;
+    const int64_t N = (int64_t)s->B * settings_rows(s);
     for (int i = 0; i < ACTS; i++) {
         const ActEntry *a = &act_table[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
@@ -4083,7 +4092,7 @@ typedef int64_t Lanes __attribute__((vector_size(VECTOR_BYTES)));  // indices of
 typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
-// Multiply-adds are fused in functions marked FUSED and nowhere else. GCC uses the attribute (and
+// Multiply-adds are fused in functions marked FUSED and null_fd else. GCC uses the attribute (and
 // then inlines nothing that lacks it), clang the pragma at the start of the body.
 #if defined(__clang__)
 // clang's expansion of a taskloop compares an int with an unsigned long. GCC still checks signs.
@@ -5392,7 +5401,7 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_ATT:
         if (p->settings.cache) {
-            const int positions = p->settings.cache;
+            const int positions = p->settings.T;
             attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l),
                              buffer(p, BUF_CACHE) + (int64_t)l * 2 * positions * C,
                              act(p, ACT_QKV, l), positions, pass->first, N, C, NH);
@@ -5726,11 +5735,15 @@ struct Engine {
     void *self;
     char device[192];         // description to print
     const char *matmul;       // matmul algorithms in use, as text; NULL: it has no choice
+    const char *kernels;      // kernels in use other than the default ones, likewise
+    const char *kernels_line;  // how these were chosen, to print; NULL: there was no choice
     int states;               // number of states held: STATES, or 1 (only the weights)
     int zero;                 // 1: opened with all states zero, and none written since
     // Adopts the matmul algorithms recorded in a checkpoint; called before any state is written.
     // Returns 0 if it cannot use them, and then keeps its own. NULL: the engine has no choice.
     int (*set_algorithms)(Engine *e, const char *choices);
+    // Likewise for kernels. If it cannot use one of those named, it uses the default instead.
+    int (*set_kernels)(Engine *e, const char *kernels);
     double peak_flops;        // the basis of "% of peak"; 0: unknown
     const char *peak_source;  // its source, or why it is unknown
     // Runs forward and backward on micro-batch `accum_step` (from 0) of `accum_steps`. The first
@@ -5784,14 +5797,14 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
 // rank, valid until the next exchange. After this call all ranks know of a signal or a fault on any
 // of them.
 static const RankStatus *engine_exchange(Engine *e, double value) {
-    static RankStatus *words;
+    static RankStatus *statuses;
     const RankStatus mine = {value, stop_signal != 0, this_rank.failed};
-    if (!words) {
-        words = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *words);
+    if (!statuses) {
+        statuses = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *statuses);
     }
-    engine_gather(e, words, &mine, sizeof mine);
-    ranks_agree(words);
-    return words;
+    engine_gather(e, statuses, &mine, sizeof mine);
+    ranks_agree(statuses);
+    return statuses;
 }
 
 // engine_exchange() without a value; does nothing with a single rank.
@@ -5855,13 +5868,14 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// Processes up to T tokens, the rows of the plan, per pass. Only the last pass runs the head, and
+// Processes up to settings_rows() tokens per pass. Only the last pass runs the head, and
 // only on its last row.
 static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
-    for (int i = 0; i < n; i += p->settings.T) {
-        const int rows = min_int(p->settings.T, n - i), last = i + rows == n;
+    for (int i = 0, rows; i < n; i += rows) {
+        rows = min_int(settings_rows(&p->settings), n - i);
+        const int last = i + rows == n;
         Pass pass = {p, tokens + i, NULL, 1, rows, 0, 0, first + i};
         network_run(&pass, last ? tick_head(m) : tick_lnf(m) - 1, 0);
     }
@@ -6180,33 +6194,27 @@ static int candidate_compare(const void *a, const void *b) {
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// How a token is sampled: divide the logits by the temperature, keep the top_k likeliest tokens
-// (0: all), and of these the smallest set of likeliest ones whose probabilities sum to at least
-// top_p. Temperature 0: argmax.
-typedef struct {
-    double temperature, top_p;
-    int64_t top_k;
-} SampleRule;
-
-// Samples a token from logits (V). scratch: (V); u is uniform in [0, 1).
-static Token sample_token(const real *logits, int V, const SampleRule *rule, double u,
+// Samples a token from logits (V): divides them by --temperature (0: argmax), keeps the --top-k
+// likeliest tokens, and of these the smallest set of likeliest ones whose probabilities sum to at
+// least --top-p. scratch: (V); u is uniform in [0, 1).
+static Token sample_token(const real *logits, int V, const Options *o, double u,
                           Candidate *scratch) {
-    int best = 0, kept = rule->top_k > 0 && rule->top_k < V ? (int)rule->top_k : V;
+    int best = 0, kept = o->top_k > 0 && o->top_k < V ? (int)o->top_k : V;
     double total = 0, sum = 0, reached = 0;
     for (int v = 0; v < V; v++) {
         scratch[v].logit = logits[v] == logits[v] ? (float)logits[v] : -INFINITY;  // NaN last
         scratch[v].token = v;
         best = candidate_compare(&scratch[v], &scratch[best]) < 0 ? v : best;
     }
-    if (rule->temperature <= 0) {
+    if (o->temperature <= 0) {
         return best;
     }
     const double highest = (double)scratch[best].logit;
     for (int v = 0; v < V; v++) {
-        scratch[v].weight = exp(((double)scratch[v].logit - highest) / rule->temperature);
+        scratch[v].weight = exp(((double)scratch[v].logit - highest) / o->temperature);
     }
     // Sort only if top_k or top_p needs it: for 50,257 candidates it takes longer than the rest.
-    if (kept < V || rule->top_p < 1) {
+    if (kept < V || o->top_p < 1) {
         qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
     }
     for (int v = 0; v < kept; v++) {
@@ -6214,7 +6222,7 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     }
     for (int v = 0; v < kept; v++) {
         sum += scratch[v].weight;
-        if (rule->top_p < 1 && sum >= rule->top_p * total) {
+        if (o->top_p < 1 && sum >= o->top_p * total) {
             kept = v + 1;
         }
     }
@@ -6227,16 +6235,10 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     return scratch[kept - 1].token;
 }
 
-// Maximum number of rows per pass with --generate: a prompt is processed in chunks of this many
-// tokens, enough for an efficient packed matmul; generated tokens are processed one at a time.
-enum { GENERATE_ROWS = 64 };
-
 // Turns the settings of a training run into those of --generate, with a KV cache of T positions.
 // The head computes one row, because only the last token of a prompt needs logits.
 static void settings_generate(Settings *s) {
-    s->cache = s->T;
-    s->T = min_int(s->T, GENERATE_ROWS);
-    s->B = s->logit_rows = 1;
+    s->cache = s->B = s->logit_rows = 1;
     settings_forward(s);
 }
 
@@ -6278,7 +6280,6 @@ static void generator_write(Generator *g, const char *text, size_t n) {
 // `cached` for the next sample, whose first token is then sampled from bitwise identical logits.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     const int prompt = n;
     char text[BPE_LONGEST];
     for (int64_t i = 0; i < o->sample_tokens && !run_stopping() && !g->write_error; i++, n++) {
@@ -6295,7 +6296,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         *(i ? &g->ms : &g->prompt_ms) += now_ms() - began;
         const uint64_t place = (uint64_t)sample << 32 | (uint64_t)i;
         const double u = rng_uniform((uint64_t)o->seed, RNG_SAMPLE, g->step, place);
-        g->tokens[n] = sample_token(logits, g->V, &rule, u, g->scratch);
+        g->tokens[n] = sample_token(logits, g->V, o, u, g->scratch);
         g->count += i > 0;
         g->slid += start > 0;
         if (g->tokens[n] == end_of_text(&g->tokenizer)) {
@@ -6450,6 +6451,8 @@ typedef struct Program {
     uint64_t (*available)(void);                              // bytes available for the plan
     uint64_t (*library)(int *measured);                       // bytes used by libraries; or NULL
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
+    int (*prove)(const char *shape);                          // --prove; NULL: not there
+    void (*try_kernels)(const Settings *s);                   // before memory is measured; or NULL
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
     const char *built;                                        // optional features built in
     // Stores the device's name in `name`. Returns 0 if no device is usable; `name` is then the
@@ -6654,12 +6657,12 @@ static int run_validate(Run *run, double *loss) {
             this_rank.failed = 1;
         }
         // A rank without a batch runs forward too: others may have to all-gather its weight shard.
-        const RankStatus *words = engine_exchange(
+        const RankStatus *statuses = engine_exchange(
             &run->engine,
             run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
         run_note_fault(run);
         for (int r = 0; r < min_i64(s->ranks, batches - k); r++) {
-            sum += words[r].value;
+            sum += statuses[r].value;
         }
     }
     *loss = sum / (double)batches;
@@ -6672,7 +6675,6 @@ static void run_sample(Run *run) {
     const Settings *s = &run->s;
     const int V = s->model.V;
     const Tokenizer *tokenizer = &run->train.tokenizer;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     int64_t length = o->sample_tokens;
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
@@ -6687,7 +6689,7 @@ static void run_sample(Run *run) {
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
             rng_uniform((uint64_t)o->seed, RNG_SAMPLE, (uint32_t)run->state.step, (uint64_t)i);
-        tokens[n] = sample_token(logits, V, &rule, u, scratch);
+        tokens[n] = sample_token(logits, V, o, u, scratch);
     }
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
@@ -6716,10 +6718,10 @@ static void run_sample(Run *run) {
 enum { REPLICA_STEPS = 100 };
 
 // Returns the number of ranks, r included, whose value equals that of rank r.
-static int statuses_alike(const RankStatus *words, int ranks, int r) {
+static int statuses_alike(const RankStatus *statuses, int ranks, int r) {
     int alike = 0;
     for (int q = 0; q < ranks; q++) {
-        alike += words[q].value == words[r].value;
+        alike += statuses[q].value == statuses[r].value;
     }
     return alike;
 }
@@ -6734,14 +6736,14 @@ static void run_compare_replicas(Run *run) {
         return;
     }
     // Exchange the upper 53 bits of the hash, which a double holds exactly.
-    const RankStatus *words =
+    const RankStatus *statuses =
         engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
     for (int r = 0; r < ranks; r++) {
-        most = (int)max_i64(most, statuses_alike(words, ranks, r));
+        most = (int)max_i64(most, statuses_alike(statuses, ranks, r));
     }
     run->diverged = most < ranks;
     for (int r = 0; r < ranks; r++) {
-        if (2 * most <= ranks || statuses_alike(words, ranks, r) < most) {
+        if (2 * most <= ranks || statuses_alike(statuses, ranks, r) < most) {
             n = text_add(names, sizeof names, n, "%s%d", named++ ? ", " : "", r);
         }
     }
@@ -6768,12 +6770,12 @@ static void run_save(Run *run) {
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe,
                          run->train.tokenizer.kind == TOKENIZER_BYTES};
-    looks_interrupt(0);
+    alarm_enable(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
-    looks_interrupt(1);
+    alarm_enable(1);
     if (run->log) {
         log_begin(run);
         fputs(",\"checkpoint\":\"", run->log);
@@ -7827,22 +7829,16 @@ static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, const
     free(list);
 }
 
-// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
-// setting would save, and the rule of thumb. Returns 0 if it does not fit.
-static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
-    const Settings *s = &p->settings;
+// Prints the settings of a plan.
+static void plan_print_settings(const Settings *s) {
     const Model *m = &s->model;
-    uint64_t device[GROUPS], host[GROUPS], sum = 0;
-    const uint64_t outside = outside_bytes(budget, s);
-    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
-    const int fits = !budget->device || plan_taken(p) <= budget->device;
     char head[1024 + sizeof(LevelsText)];
     const int size = sizeof head;
     printf("memory plan of the %s run\n", s->gpu ? "GPU" : "CPU");
     int n = snprintf(head, sizeof head, "L%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
                      "B %d, T %d%s; -r %s", m->L, m->NH, m->C, m->V, m->Vp,
-                     count_text(model_parameters(m)).s, type_names[s->dtype], s->B, s->T,
-                     s->cache ? " at a time" : "", recompute_text(s).s);
+                     count_text(model_parameters(m)).s, type_names[s->dtype], s->B,
+                     settings_rows(s), s->cache ? " at a time" : "", recompute_text(s).s);
     if (recompute_cost(s) > 0) {
         n = text_add(head, size, n, ": %.1f %% more arithmetic", 100 * recompute_cost(s));
     }
@@ -7855,6 +7851,17 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     }
     text_wrap(head, 0, 4);
     printf("\n");
+}
+
+// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
+// setting would save, and the rule of thumb. Returns 0 if it does not fit.
+static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
+    const Settings *s = &p->settings;
+    uint64_t device[GROUPS], host[GROUPS], sum = 0;
+    const uint64_t outside = outside_bytes(budget, s);
+    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
+    const int fits = !budget->device || plan_taken(p) <= budget->device;
+    plan_print_settings(s);
     // The groups at the peak and the fragmentation add up to the allocation.
     plan_groups(p, device, host);
     printf("%-22s %16s\n", "at the peak of a step", "bytes");
@@ -9055,6 +9062,9 @@ static void run_print_box(const Run *run) {
 static void run_print_engine(const Run *run) {
     const Engine *e = &run->engine;
     printf("device   %s\n", e->device);
+    if (e->kernels_line) {
+        printf("kernels  %s\n", e->kernels_line);
+    }
     if (e->peak_flops > 0) {
         printf("peak     %.0f GFLOP/s, %s; FLOPs per token: 6 x (parameters + padding) + "
                "6 L C T\n\n", e->peak_flops * 1e-9, e->peak_source);
@@ -9192,6 +9202,9 @@ static void run_fit(Run *run, const Program *program) {
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     if (program->refuse) {
         program->refuse(&run->s);
+    }
+    if (program->try_kernels) {
+        program->try_kernels(&run->s);
     }
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
@@ -9518,6 +9531,10 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     if ((o->check || o->compare) && !program->command) {
         die("--check and --compare need the GPU program, train_gpt2cu");
     }
+    if (o->prove) {
+        return program->prove ? program->prove(o->prove)
+                              : (die("--prove is a command of the GPU program, train_gpt2cu"), 1);
+    }
     writes_return_errors();
     if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it
         stop_on_signals();
@@ -9562,7 +9579,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
     program_name = program->name;
-    streams_hold();
+    standard_streams_open();
     return output_status(&run, program_run(&run, program, argc, argv));
 }
 

@@ -747,7 +747,7 @@ TEST(launcher) {
     }
     // A shell of sbatch or salloc, in which the program is started once.
     expect_success(program(TINY "-x 1 --quiet", with("SLURM_NTASKS", "8")), "a shell");
-    expect(!exists("out"), "nothing was begun");
+    expect(!exists("out"), "nothing was started");
 }
 
 // A signal ends a plan like any program that has nothing to save.

@@ -312,7 +312,7 @@ TEST(ranks_tcp) {
     }
     int status = 1;
     waitpid(stranger, &status, 0);
-    expect(status == 0, "the stranger did not come");
+    expect(status == 0, "the port scanner did not connect");
     expect_same("gpus", "srun", 2);
 }
 
@@ -1012,7 +1012,7 @@ TEST(ranks_signals) {
         expect_success(outcome(pid), "asked to stop");
         interrupted += read_file("out/log.jsonl").find("\"interrupted\"") != Text::npos;
         run(part + " -y 1", "out");
-        expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "another end");
+        expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "different result");
         expect(log_steps("out/log.jsonl") == one_to(12), "steps of the log");
     }
     // If nothing is validated, sampled or saved, nor compared (every hundred steps), only the
@@ -1056,7 +1056,7 @@ TEST(ranks_killed) {
         saved += !names_in("out", "step").empty();
         expect_none_left(ranks, "a killed rank");
         run(part + " -y 1", "out");
-        expect(tensors_of("out", 16) == tensors_of("undisturbed", 16), "another end");
+        expect(tensors_of("out", 16) == tensors_of("undisturbed", 16), "different result");
         expect(log_steps("out/log.jsonl") == one_to(16), "steps of the log");
     }
     detail = text("%d of %d ended, %d had saved", ended, times, saved);
@@ -1170,7 +1170,7 @@ TEST(ranks_save_killed, REST) {
             shell("mv unfinished " + tmp);
             run(whole, "out");
             expect(names_in("out", "step") == text("step-00000002 step-%08d", END) &&
-                   tensors_of("out", END) == tensors_of("undisturbed", END), "%s: another end",
+                   tensors_of("out", END) == tensors_of("undisturbed", END), "%s: different result",
                    table[i].first);
         }
     }
@@ -1240,10 +1240,10 @@ static Text logged(const Text &arguments) {
 
 static int starts(const Text &line, const char *with) { return line.rfind(with, 0) == 0; }
 
-// The number of the stream after the text `behind`.
-static int stream_in(const Text &line, const char *behind) {
-    const size_t at = line.find(behind);
-    return at == Text::npos ? -1 : atoi(&line[at + strlen(behind)]);
+// The number of the stream after the text `before`.
+static int stream_in(const Text &line, const char *before) {
+    const size_t at = line.find(before);
+    return at == Text::npos ? -1 : atoi(&line[at + strlen(before)]);
 }
 
 // A block's exchange waits only for the kernels before it. It is followed by the kernels of the
@@ -1270,7 +1270,7 @@ static void check_overlap(int z) {
             // The first exchange of a bucket: its stream has just waited for the compute stream.
             if (waited && z < 2) {
                 expect(block == 0 || block > BLOCKS - 1 || between > 5,
-                       "block %d's exchange has %d kernels behind it", BLOCKS - block, between);
+                       "%d's exchange is followed by %d kernels", BLOCKS - block, between);
                 block++;
                 between = 0;
             }
@@ -1410,7 +1410,8 @@ TEST(ranks_replicas) {
                        "saved", zero);
         expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "").c_str());
         run(part + " -y 1", "out");
-        expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "another end at -z %s", zero);
+        expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "different result, -z %s",
+               zero);
     }
     // The same with a learning rate of 0, where only moments differ.
     for (const char *rate : {"", "-l 0 "}) {

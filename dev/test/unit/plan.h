@@ -670,7 +670,7 @@ TEST(arena, ALL) {
     expect(outcome(spawn([&] { touch(row.bytes - 1); })).status == 0, "the last byte");
     for (size_t byte : {row.bytes, row.bytes + PLAN_GAP - 1}) {
         Outcome past = outcome(spawn([&] { touch(byte); }));
-        expect(past.err.find("use-after-poison") != Text::npos, "behind the row");
+        expect(past.err.find("use-after-poison") != Text::npos, "past the row");
     }
     plan_tick(p, tick_update(&p->settings));
     Outcome dead = outcome(spawn([&] { touch(0); }));
