@@ -18,6 +18,10 @@ endif
 MARCH := $(firstword $(foreach f,-march=native -mcpu=native,$(if $(call try,$(CC) $(f) -xc),$(f))))
 OMP := $(if $(call try,$(CC) -fopenmp -include omp.h -x c),-fopenmp)
 SAN = $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++)
+# Debian's gcc-multilib, which adds a link to these headers, cannot be installed next to a compiler
+# for ARM; gcc-12-multilib can.
+CC32 = $(CC) -m32 -msse2 -mfpmath=sse -idirafter /usr/include/$(shell $(CC) -print-multiarch)
+M32 = $(call try,$(CC32) -include errno.h -x c,-lm)
 DNNL = $(if $(call try,$(CC) -include dnnl.h -x c,-ldnnl),-ldnnl)
 FUZZ_CC = $(firstword $(foreach c,clang clang-14,$(call on_path,$(c))) clang)
 # If nvcc is a symbolic link, as in /usr/bin, its headers and the programs it calls are next to the
@@ -52,11 +56,11 @@ $(info $(if $(version),✓ $(CC) $(version) $(MARCH)$(OMP:-fopenmp= · OpenMP),�
 $(if $(OMP),,$(info ✗ OpenMP: one core only))
 nvcc_version = $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: CPU only))
-$(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none seen from sm_75 on)))
+$(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none found (sm_75 or newer))))
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL$(if $(mpi), · MPI),✗ NCCL: one GPU only)))
 endif
 # --- Flags. No contraction outside the matmul, never -Ofast: same source, same bits ---------------
-# (but MARCH=-march=x86-64 has no fused multiply-add, so its matmul rounds every product).
+# (but with MARCH=-march=x86-64, without fused multiply-add, its matmul rounds every product).
 # Warnings stop the build only with WERROR=-Werror, as in `make test`: a warning of a compiler that
 # was never tried must not keep a user from building the program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
@@ -129,6 +133,10 @@ $(addprefix build/,train_gpt2_asan train_gpt2_double dump bench_files bench_cpu 
 build/fuzz:
 	$(FUZZ_CC) -std=c11 $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
 	    $(subst -O1,-O2,$(ASAN)) -fsanitize=fuzzer $(DEPEND) $< -o $@ -lm
+# A 32-bit build, for tests of the plan. x87 arithmetic would round the forecast differently.
+build/plan_32: train_gpt2.c build/flags
+	$(CC32) $(filter-out $(CC) -O3 $(MARCH) $(OMP),$(C)) -Wno-unknown-pragmas -O1 $(DEPEND) $< \
+	-o $@ -lm
 $(PROGRAMS): %: build/%
 build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan: test_gpt2.cu build/flags
 	$(CPP) $(VARIANT) $(DEPEND) $< -o $@ -lm
@@ -183,7 +191,8 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 	echo '      -e d12 --plan shows what GPT-2 needs; data/tokenize --help: a text of yours.'
 
 FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \
-        NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)'
+        M32='$(M32)' NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' \
+        CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)'
 # A script that itself runs make shares this make's jobs; with make -n it is only printed.
 SHARED := $(if $(findstring n,$(filter-out -%,$(firstword $(MAKEFLAGS)))),,+)
 test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compilers
@@ -193,7 +202,7 @@ fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## fuzz each reader,
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## compare with oneDNN, dd and (PYTHON=...) PyTorch
 	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
-	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --beside build/$@.txt &&) ./build/bench_files
+	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --bench build/$@.txt &&) ./build/bench_files
 check_torch: build/dump train_gpt2 ## compare with transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources

@@ -292,7 +292,8 @@ typedef struct {
 static const OptionRow option_rows[] = {
     {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, "Model",
      "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
-     "weights: a folder with model.safetensors and config.json, or an llm.c .bin"},
+     "weights: a folder with model.safetensors and config.json, or an llm.c .bin; "
+     "l4h4c128t64v8192 also names the vocabulary, by default the data's"},
     {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
      "tokens in a sequence, T; default: the model's"},
     {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, "Model",
@@ -303,7 +304,8 @@ static const OptionRow option_rows[] = {
     {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, "Data",
      "token shards to validate on"},
     {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, "Data",
-     "GPT-2's vocab.bpe, or llm.c's gpt2_tokenizer.bin; default: those in data/"},
+     "merges of the tokens: GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt; "
+     "default: in data/ for GPT-2's, PREFIX_merges.txt next to other shards"},
     {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, "Data",
      "read the windows of an epoch in random order"},
     {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, ANY, "Batch",
@@ -419,7 +421,7 @@ static const OptionRow option_rows[] = {
     {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, "Plan and checks",
      "print the least memory in which the model can be trained, with the settings, and exit"},
     {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
-     "with --plan, --fit, --minimum: plan for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
+     "with --plan, --fit, --minimum: plan for this card, one of those below"},
     {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
      "with --plan, --fit: plan for this much device memory (16GiB); a run on a GPU uses no more "
      "than a card of this size has"},
@@ -581,6 +583,7 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
 }
 
 static void recompute_print_help(void);  // chapter Memory plan
+static void gpu_print_help(void);        // chapter Step time
 
 // Prints `text` with an indentation of HELP_COLUMN, in lines of at most 80 columns.
 static void help_print(const char *text) {
@@ -627,6 +630,9 @@ static void options_print_help(const char *default_model) {
         help_print(text);
         if (row->letter == 'r') {
             recompute_print_help();
+        }
+        if (strcmp(row->name, "gpu") == 0) {
+            gpu_print_help();
         }
     }
 }
@@ -967,11 +973,16 @@ static int model_is_allowed(const Model *m) {
 }
 
 // The kind of value given to -e. It determines the vocabulary: a preset uses GPT-2's, a shape the
-// data's, a file (data/weights.c) its own.
+// data's unless it names one, a file (data/weights.c) its own.
 typedef enum { MODEL_PRESET, MODEL_SHAPE, MODEL_FILE } ModelKind;
 
-// Parses -e into every field of *m except the vocabulary. If the text is neither a preset nor a
-// shape, it is the name of a file. Ends the run if a shape is out of range.
+static void model_set_vocabulary(Model *m, int V) {
+    m->V = V;
+    m->Vp = (int)round_up_i64(V, 128);
+}
+
+// Parses -e into every field of *m; the vocabulary is 0 unless a shape names it. If the text is
+// neither a preset nor a shape, it is the name of a file. Ends the run if a shape is out of range.
 static ModelKind model_parse(Model *m, const char *text) {
     memset(m, 0, sizeof *m);
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
@@ -983,23 +994,22 @@ static ModelKind model_parse(Model *m, const char *text) {
             return MODEL_PRESET;
         }
     }
-    int end = 0;
-    if (strlen(text) > 40 || text[strspn(text, "lhct-0123456789")] != 0 ||  // %d skips spaces
-        sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4 ||
-        text[end] != 0) {
+    int end = 0, V = 0, more = 0;
+    if (strlen(text) > 40 || text[strspn(text, "lhctv-0123456789")] != 0 ||  // %d skips spaces
+        sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4) {
         return MODEL_FILE;
     }
-    if (!model_is_allowed(m)) {
+    const int named = sscanf(text + end, "v%8d%n", &V, &more) == 1;
+    if (text[end + more] != 0) {
+        return MODEL_FILE;
+    }
+    if (!model_is_allowed(m) || (named && (V < 2 || V > MAX_VOCABULARY))) {
         die("--model (-e): '%s': allowed are 1-400 layers, 1-65536 channels in equal heads, "
-            "1-1048576 positions",
+            "1-1048576 positions, a vocabulary of 2-65535",
             text);
     }
+    model_set_vocabulary(m, V);
     return MODEL_SHAPE;
-}
-
-static void model_set_vocabulary(Model *m, int V) {
-    m->V = V;
-    m->Vp = (int)round_up_i64(V, 128);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1281,7 +1291,7 @@ static void memory_of_group(void *out, int version, const char *folder, const ch
                          folder_number(folder, "memory.stat", rows[row].cached, 0);
     for (int k = 0; k < 2; k++) {
         int64_t limit = folder_number(folder, rows[row].limits[k], "", INT64_MAX);
-        limit_memory((HostMemory *)out, limit - used, "%s of control group %.90s",
+        limit_memory((HostMemory *)out, limit - used, "%s of cgroup %.90s",
                      rows[row].limits[k], group);
     }
 }
@@ -1307,7 +1317,7 @@ static HostMemory host_memory(const char *root) {
     struct rlimit r;
     path_print(path, "%s/proc/meminfo", root);
     const int64_t kib = file_number(path, "MemAvailable:", -1);
-    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "what is free on this machine");
+    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "free memory of this machine");
     path_print(path, "%s/proc/self/status", root);
     const int64_t stacks = stacks_to_come(file_number(path, "Threads:", 1));
     for (int i = 0; i < 2; i++) {
@@ -1316,7 +1326,7 @@ static HostMemory host_memory(const char *root) {
         if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
             int64_t mapped = file_number(path, limits[i].key, 0) << 10;
             limit_memory(&h, (int64_t)r.rlim_cur - mapped - stacks, "%s%s", limits[i].name,
-                         stacks ? " less its threads' stacks" : "");
+                         stacks ? " minus thread stacks" : "");
         }
     }
     groups_look(root, "memory", memory_of_group, &h);
@@ -1327,12 +1337,12 @@ static HostMemory host_memory(const char *root) {
 // or if no limit is known.
 static char available_limit[192];
 
-static size_t host_memory_available(void) {
+static uint64_t host_memory_available(void) {
     const HostMemory h = host_memory("");
     if (h.limit[0]) {
         snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
     }
-    return (size_t)h.bytes;
+    return (uint64_t)h.bytes;
 }
 
 // Cores of the host: how many threads the program starts, and how they wait for work. Both are
@@ -1432,14 +1442,15 @@ typedef struct {
 enum { RANK_TEXT = 96, RANK_ID = 128 };
 
 // Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
-// memory, GPU and id must be equal on all ranks: with different options or data, ranks would train
-// different models and wait forever for data of other sizes.
+// memory, thread blocks, GPU and id must be equal on all ranks: with different options or data,
+// ranks would train different models and wait forever for data of other sizes.
 typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
     uint64_t device, host;                      // bytes available for a plan
+    uint64_t ctas;                              // thread blocks for NCCL
     char gpu[RANK_TEXT], id[RANK_ID];
 } RankInfo;
-static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least memory
+static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least of all
 
 // The phase of a run. RANK_STARTS: engines are opened; a driver may compile kernels for minutes, so
 // that CPU time is the only sign of life. RANK_LOADS: weights and optimizer state are loaded; the
@@ -1496,7 +1507,7 @@ static int launcher_number(const char *variable) {
     char *end = NULL;
     const long number = text && text[0] ? strtol(text, &end, 10) : -1;
     if (end && (*end || number < 0 || number > 1 << 20)) {
-        die("%s is '%s', which is not a number from 0 to %d", variable, text, 1 << 20);
+        die("%s is '%s', expected a number from 0 to %d", variable, text, 1 << 20);
     }
     return (int)number;
 }
@@ -1788,6 +1799,7 @@ typedef struct {
     int split_master;
     uint8_t placement[KINDS];  // of each state: 0, PLACE_HOST, PLACE_SHARD or both
     int rank, ranks;           // of the processes that share the step's micro-batches
+    int nvlink, ctas;          // the GPUs are connected by NVLink; NCCL's limit of thread blocks
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
 
@@ -1803,8 +1815,8 @@ static int settings_has_master(const Settings *s) {
 
 static int settings_offloads(const Settings *s) {
     int placements = 0;
-    for (int what = 0; what < KINDS; what++) {
-        placements |= s->placement[what];
+    for (int kind = 0; kind < KINDS; kind++) {
+        placements |= s->placement[kind];
     }
     return (placements & PLACE_HOST) != 0;
 }
@@ -1812,9 +1824,11 @@ static int settings_offloads(const Settings *s) {
 // Returns whether a step waits for other streams before its update: for the exchange between ranks,
 // or for transfers of streamed buffers.
 static int settings_joins(const Settings *s) {
-    const int streamed =
-        s->placement[KIND_WEIGHTS] | s->placement[KIND_GRADIENTS] | s->placement[KIND_RESIDUALS];
-    return s->ranks > 1 || streamed != PLACE_DEVICE;
+    int streamed = 0;
+    for (int kind = 0; kind < KINDS; kind++) {  // all except the states updated in place
+        streamed |= kind != KIND_MOMENTS && kind != KIND_MASTER ? s->placement[kind] : 0;
+    }
+    return s->ranks > 1 || streamed;
 }
 
 // Stages: what a tick computes. A block has eight stages in forward. In backward the first seven
@@ -1961,10 +1975,10 @@ typedef struct {
     Group group;
     Type type;
     int64_t count;
-    int first, last;       // lifetime in ticks, both ends included
-    Placement placement;   // PLACE_HOST: not part of the device allocation
-    size_t bytes, offset;  // bytes without the gap
-    int alive;             // maintained in test builds only
+    int first, last;         // lifetime in ticks, both ends included
+    Placement placement;     // PLACE_HOST: not part of the device allocation
+    uint64_t bytes, offset;  // bytes without the gap
+    int alive;               // maintained in test builds only
 } Buffer;
 
 // Sizes of the scratch memory that GPU kernels need besides tensors; train_gpt2.cu checks that they
@@ -2058,27 +2072,37 @@ typedef struct {
 } Slot;
 typedef struct Transfer Transfer;  // next chapter
 
-// For each kind, its first slot and its backing store, which holds the data of all blocks.
+// For each kind that is streamed: its first slot; its backing store, which holds the data of all
+// blocks; and the activation (ACT_*) that it consists of, or -1.
 static const struct {
-    int slot, store;
-} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE},
-                             {BUF_GRADS_SLOT, BUF_GRADS_STORE},
-                             {-1, -1},
-                             {-1, -1},
-                             {BUF_X_SLOT, BUF_X_STORE}};
+    int slot, store, act;
+} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE, -1},
+                             {BUF_GRADS_SLOT, BUF_GRADS_STORE, -1},
+                             {-1, -1, -1},
+                             {-1, -1, -1},
+                             {BUF_X_SLOT, BUF_X_STORE, ACT_X}};
+
+// Returns the kind as which these settings stream an activation, or KINDS if they do not.
+static Kind act_streamed(const Settings *s, int act) {
+    int kind = 0;
+    while (kind < KINDS && (transfer_buffers[kind].act != act || !s->placement[kind])) {
+        kind++;
+    }
+    return (Kind)kind;
+}
 
 typedef struct Plan Plan;
 struct Plan {
     Settings settings;
     Buffer *buffers;
     int buffer_count, ticks;
-    int single[SINGLES];              // index of the buffer; -1: not in this plan
-    int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
-    int *grad;                        // [GRADS][L]
-    size_t device_bytes, host_bytes;  // the allocations
-    size_t live_bytes;                // peak of the bytes alive at once: no layout needs less
-    int peak;                         // the first tick at that peak
-    Transfer *transfers;              // of one micro-step
+    int single[SINGLES];                // index of the buffer; -1: not in this plan
+    int *act;                           // [phase 0 forward, 1 backward][ACTS][L]
+    int *grad;                          // [GRADS][L]
+    uint64_t device_bytes, host_bytes;  // the allocations; 64 bits also if pointers have 32
+    uint64_t live_bytes;                // peak of the bytes alive at once: no layout needs less
+    int peak;                           // the first tick at that peak
+    Transfer *transfers;                // of one micro-step
     int transfer_count;
     // at run time
     char *base[2];  // start of the allocation, by Placement
@@ -2117,7 +2141,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     const Kind kind = entry->kind;
     const int hosted = kind < KINDS ? s->placement[kind] & PLACE_HOST : kind == ON_HOST;
     b->placement = hosted ? PLACE_HOST : PLACE_DEVICE;
-    b->bytes = (size_t)entry->count * type_bytes(entry->type);
+    b->bytes = (uint64_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
 }
 
@@ -2141,7 +2165,7 @@ static void plan_add_block(Plan *p, int layer) {
                                                          : a->channels * m->C;
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              N * per_token, made, used_back, ON_DEVICE};
-        if (i == ACT_X && s->placement[KIND_RESIDUALS]) {
+        if (act_streamed(s, i) < KINDS) {
             *forward = *backward = -1;  // stored in slots
             continue;
         }
@@ -2166,8 +2190,8 @@ static void plan_add_block(Plan *p, int layer) {
 }
 
 // Returns the bytes that a buffer occupies in an allocation, including padding and gap.
-static size_t buffer_padded_bytes(const Buffer *b) {
-    return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
+static uint64_t buffer_padded_bytes(const Buffer *b) {
+    return (uint64_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
 }
 
 // Buffers are assigned offsets in ascending order of these keys, which are compared
@@ -2201,57 +2225,81 @@ static PlaceKey place_key(const Plan *p, int i, int by_size) {
 
 // First fit: returns the lowest offset at which `b` overlaps no placed buffer that is alive at a
 // common tick. `placed` holds the indices of `count` buffers in ascending order of offset.
-static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
-    size_t offset = 0;
+static uint64_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
+    const uint64_t bytes = buffer_padded_bytes(b);
+    uint64_t offset = 0;
     for (int i = 0; i < count; i++) {
         const Buffer *other = &p->buffers[placed[i]];
         if (other->first > b->last || other->last < b->first) {
             continue;
         }
-        if (other->offset >= offset + buffer_padded_bytes(b)) {
+        if (other->offset >= offset + bytes) {
             break;
         }
-        size_t end = other->offset + buffer_padded_bytes(other);
+        const uint64_t end = other->offset + buffer_padded_bytes(other);
         offset = end > offset ? end : offset;
     }
     return offset;
 }
 
+// Inserts buffer `id` into a list of `*count` buffers in ascending order of offset.
+static void place_insert(const Plan *p, int *placed, int *count, int id) {
+    int at = (*count)++;
+    for (; at > 0 && p->buffers[placed[at - 1]].offset > p->buffers[id].offset; at--) {
+        placed[at] = placed[at - 1];
+    }
+    placed[at] = id;
+}
+
 // Assigns every buffer an offset; host buffers are laid out back to back. Returns the bytes of the
-// device allocation.
-static size_t plan_place(Plan *p, int by_size) {
-    const size_t n = (size_t)p->buffer_count;
-    PlaceKey *order = (PlaceKey *)alloc_zero(n, sizeof *order);
-    int *placed = (int *)alloc_zero(n, sizeof(int)), count = 0;
-    for (int i = 0; i < p->buffer_count; i++) {
+// device allocation. Most buffers live for less than a block, so the placed ones are listed by
+// time: list w has those alive at some tick of [WINDOW w, WINDOW (w + 2)). A buffer whose lifetime
+// is in one of these ranges is compared with that list only, another one with the list of all,
+// which is brought up to date only then.
+static uint64_t plan_place(Plan *p, int by_size) {
+    enum { WINDOW = 16 };
+    const int n = p->buffer_count, all = p->ticks / WINDOW + 1;
+    PlaceKey *order = (PlaceKey *)alloc_zero((size_t)n, sizeof *order);
+    int *lists = (int *)alloc_zero((size_t)(all + 1) * (size_t)n, sizeof(int));
+    int *counts = (int *)alloc_zero((size_t)all + 1, sizeof(int)), listed = 0;
+    for (int i = 0; i < n; i++) {
         order[i] = place_key(p, i, by_size);
     }
-    qsort(order, n, sizeof *order, place_compare);
+    qsort(order, (size_t)n, sizeof *order, place_compare);
     p->device_bytes = p->host_bytes = 0;
-    for (size_t k = 0; k < n; k++) {
-        Buffer *b = &p->buffers[order[k].key[3]];
+    for (int k = 0; k < n; k++) {
+        const int id = (int)order[k].key[3];
+        Buffer *b = &p->buffers[id];
+        const uint64_t bytes = buffer_padded_bytes(b);
         if (b->placement == PLACE_HOST) {
             b->offset = p->host_bytes;
-            p->host_bytes += buffer_padded_bytes(b);
+            p->host_bytes += bytes;
             continue;
         }
-        b->offset = place_find(p, b, placed, count);
-        size_t end = b->offset + buffer_padded_bytes(b);
-        p->device_bytes = end > p->device_bytes ? end : p->device_bytes;
-        int at = count++;
-        for (; at > 0 && p->buffers[placed[at - 1]].offset > b->offset; at--) {
-            placed[at] = placed[at - 1];
+        const int from = b->first / WINDOW, to = b->last / WINDOW;
+        const int list = to <= from + 1 ? from : all;
+        for (; list == all && listed < k; listed++) {
+            const int placed = (int)order[listed].key[3];
+            if (p->buffers[placed].placement == PLACE_DEVICE) {
+                place_insert(p, lists + all * n, &counts[all], placed);
+            }
         }
-        placed[at] = (int)order[k].key[3];
+        b->offset = place_find(p, b, lists + list * n, counts[list]);
+        p->device_bytes =
+            b->offset + bytes > p->device_bytes ? b->offset + bytes : p->device_bytes;
+        for (int w = from ? from - 1 : 0; w <= to; w++) {
+            place_insert(p, lists + w * n, &counts[w], id);
+        }
     }
     free(order);
-    free(placed);
+    free(lists);
+    free(counts);
     return p->device_bytes;
 }
 
 // Returns the maximum, over all ticks, of the bytes of device buffers alive at once, and stores the
 // first tick at that maximum in *peak.
-static size_t plan_peak(const Plan *p, int *peak) {
+static uint64_t plan_peak(const Plan *p, int *peak) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
     int64_t live = 0, most = 0;
     for (int i = 0; i < p->buffer_count; i++) {
@@ -2266,7 +2314,7 @@ static size_t plan_peak(const Plan *p, int *peak) {
         most = max_i64(live, most);
     }
     free(change);
-    return (size_t)most;
+    return (uint64_t)most;
 }
 
 static void plan_add_transfers(Plan *p);  // next chapter
@@ -2296,9 +2344,16 @@ static void plan_list(Plan *p, const Settings *s) {
 // tables, but none of the memory that they describe.
 static void plan_build(Plan *p, const Settings *s) {
     plan_list(p, s);
-    const size_t by_size = plan_place(p, 1);  // neither order is better for all settings
-    if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
-        plan_place(p, 1);
+    const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
+    if (by_size > p->live_bytes) {
+        const size_t bytes = (size_t)p->buffer_count * sizeof(Buffer);
+        Buffer *kept = (Buffer *)alloc_zero(1, bytes);
+        memcpy(kept, p->buffers, bytes);
+        if (plan_place(p, 0) >= by_size) {
+            memcpy(p->buffers, kept, bytes);
+            p->device_bytes = by_size;
+        }
+        free(kept);
     }
     plan_add_transfers(p);
 }
@@ -2313,25 +2368,25 @@ static void plan_free(Plan *p) {
 
 // Returns the peak of live bytes of a run with these settings. It is a lower bound on the size of
 // any layout, so searches rule settings out by it without assigning offsets.
-static size_t plan_live(const Settings *s) {
+static uint64_t plan_live(const Settings *s) {
     Plan p;
     plan_list(&p, s);
-    const size_t bytes = p.live_bytes;
+    const uint64_t bytes = p.live_bytes;
     plan_free(&p);
     return bytes;
 }
 
 // Returns the bytes of device memory that a run takes. On the CPU, host buffers are in the same
 // memory.
-static size_t plan_taken(const Plan *p) {
+static uint64_t plan_taken(const Plan *p) {
     return p->device_bytes + (p->settings.gpu ? 0 : p->host_bytes);
 }
 
 // Returns plan_taken() for settings that are only considered, as in suggested changes and tables.
-static size_t plan_bytes(const Settings *s) {
+static uint64_t plan_bytes(const Settings *s) {
     Plan p;
     plan_build(&p, s);
-    size_t bytes = plan_taken(&p);
+    uint64_t bytes = plan_taken(&p);
     plan_free(&p);
     return bytes;
 }
@@ -2453,8 +2508,9 @@ static void *plan_act(const Plan *p, int act, int layer) {
     if (act == ACT_X && layer == m->L) {
         return plan_single(p, BUF_XF);
     }
-    if (act == ACT_X && p->settings.placement[KIND_RESIDUALS]) {
-        return plan_single(p, slot_buffer(p, KIND_RESIDUALS, layer));
+    const Kind streamed = act_streamed(&p->settings, act);
+    if (streamed < KINDS) {
+        return plan_single(p, slot_buffer(p, streamed, layer));
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
     return buffer_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
@@ -2467,11 +2523,16 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
 // Returns a new mapping of `bytes` bytes, or NULL for 0 bytes. The memory reads as zero without
 // having been written. Huge pages are requested, because packing steps through a matrix page by
 // page. Ends the run if the system refuses.
-static char *plan_map(size_t bytes) {
+static char *plan_map(uint64_t bytes) {
     if (bytes == 0) {
         return NULL;
     }
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *memory = MAP_FAILED;
+    if ((size_t)bytes == bytes) {
+        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    } else {
+        errno = ENOMEM;  // more than an address of this machine can reach
+    }
     if (memory == MAP_FAILED) {
         die("cannot allocate %s for the plan: %s", bytes_text((double)bytes).s, strerror(errno));
     }
@@ -2495,7 +2556,7 @@ static void plan_open(Plan *p) {
 
 // Frees the memory; the plan itself stays valid.
 static void plan_close(Plan *p) {
-    const size_t bytes[] = {p->device_bytes, p->host_bytes};
+    const uint64_t bytes[] = {p->device_bytes, p->host_bytes};
     for (int placement = PLACE_DEVICE; placement <= PLACE_HOST; placement++) {
         if (p->base[placement]) {
 #if GPT2_POISON
@@ -2721,7 +2782,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
 // gradients are reduce-scattered; with both, a fetch uploads the rank's shard and then all-gathers.
 // If `in` is 0, the data is computed on the device; if `out` is 0, nothing is stored.
 struct Transfer {
-    Kind what;
+    Kind kind;
     int block, slot;
     int fetch, first, last, store_wait;
     int in, out;
@@ -2761,7 +2822,7 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
              gradients & PLACE_HOST, gradients},
         };
         for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_TRANSFERS : 2); k++) {
-            if (s->placement[rows[k].what]) {
+            if (s->placement[rows[k].kind]) {
                 transfers[n++] = rows[k];
             }
         }
@@ -2785,15 +2846,15 @@ enum { FETCH, FETCH_WAIT, STORE, STORE_WAIT };
 // slot holds from then on. Gradients stored on the host are fetched only if this micro-step adds to
 // them.
 static void transfer_step(Plan *p, const Transfer *v, int phase) {
-    const int fetches = v->in && (p->adds || v->what != KIND_GRADIENTS);
-    const int id = p->single[transfer_buffers[v->what].slot + v->slot];
-    Slot *slot = &p->slots[v->what][v->slot];
+    const int fetches = v->in && (p->adds || v->kind != KIND_GRADIENTS);
+    const int id = p->single[transfer_buffers[v->kind].slot + v->slot];
+    Slot *slot = &p->slots[v->kind][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *store = NULL;
     const size_t bytes = p->buffers[id].bytes;
     int happens = 1;
     switch (phase) {
     case FETCH:
-        if (v->what == KIND_WEIGHTS && slot->block == v->block + 1) {
+        if (v->kind == KIND_WEIGHTS && slot->block == v->block + 1) {
             return;  // still in the slot
         }
 #if GPT2_POISON
@@ -2817,8 +2878,8 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
         return;
     }
     if (fetches || v->out) {
-        const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
-        store = (char *)plan_single(p, transfer_buffers[v->what].store) + v->block * own;
+        const int64_t own = own_count(&p->settings, v->kind, (int64_t)bytes);
+        store = (char *)plan_single(p, transfer_buffers[v->kind].store) + v->block * own;
     }
     p->transfer(p, phase, v, memory, phase == FETCH && !fetches ? NULL : store, bytes);
 }
@@ -2850,66 +2911,205 @@ static void transfers_forget_weights(Plan *p) {
 // 2. If the rates are unknown, those of a typical card are used to compare settings, and no
 //    forecast is printed.
 
-// Memory of common cards in GiB as reported by the driver: the smallest total quoted in CUDA
-// out-of-memory messages (public issue trackers and logs, read 2026-11; "GPU 0 has a total capacity
-// of 31.34 GiB" is a 5090). The driver reserves some of the nominal capacity.
+// What the forecast knows of a line of cards, stated once: the compute capability; the share of the
+// dense 16-bit rate that matmuls reach in the limit of many channels, and the number of channels at
+// which they reach half of it; the share of that rate in attention, forward and backward, under
+// the causal mask; the share of the memory bandwidth in copies of large arrays. The published
+// throughputs that they reproduce, and how far they miss them: dev/notes/forecast.md.
 typedef struct {
-    const char *name;
-    double gib;
-    int has_bf16;  // compute capability 8.0 or newer; older cards have fp16 and fp32
-} GpuEntry;
-static const GpuEntry gpu_table[] = {
-    {"t4", 14.56, 0},    {"3060", 11.75, 1}, {"4060", 7.75, 1},    {"4060ti", 15.6, 1},
-    {"4070", 11.73, 1},  {"4080", 15.57, 1}, {"5070ti", 15.48, 1}, {"a4000", 15.61, 1},
-    {"3090", 23.6, 1},   {"4090", 23.6, 1},  {"5090", 31.34, 1},   {"l4", 22.0, 1},
-    {"a10", 22.0, 1},    {"a10g", 22.0, 1},  {"a6000", 47.4, 1},   {"l40s", 44.3, 1},
-    {"a100-40", 39.5, 1}, {"a100", 79.1, 1}, {"h100", 79.1, 1},    {"h200", 139.8, 1},
-    {"b200", 178.35, 1},
+    int capability;
+    double matmuls, half, attention, attention_back, memory;
+} CardLine;
+enum {
+    LINE_V100, LINE_T4, LINE_RTX20, LINE_A100, LINE_RTX30, LINE_RTX_A, LINE_RTX40, LINE_ADA,
+    LINE_H100, LINE_H20, LINE_B200, LINE_RTX50, LINE_RTX_PRO
+};
+static const CardLine card_lines[] = {
+    {70, 0.70, 100, 0.31, 0.22, 0.80},  // V100: only its memory is planned
+    {75, 0.58, 120, 0.31, 0.215, 0.70},
+    {75, 0.95, 45, 0.70, 0.51, 0.87},  // RTX 20 and RTX 30: no figure is known; those of RTX 40
+    {80, 0.85, 85, 0.35, 0.255, 0.87},
+    {86, 0.95, 45, 0.70, 0.51, 0.87},
+    {86, 0.66, 45, 0.43, 0.31, 0.87},
+    {89, 0.97, 45, 0.70, 0.51, 0.87},
+    {89, 0.40, 45, 0.28, 0.21, 0.87},
+    {90, 0.74, 262, 0.21, 0.158, 0.87},
+    {90, 0.85, 85, 0.35, 0.255, 0.87},  // H20: a seventh of an H100's tensor cores, as an A100's
+    {100, 0.60, 350, 0.15, 0.11, 0.87},
+    {120, 0.97, 45, 0.70, 0.51, 0.87},
+    {120, 0.50, 45, 0.35, 0.25, 0.87},  // RTX PRO: no figure is known; between RTX 50 and Ada
 };
 
+// Cards: total memory in GiB as the driver reports it, the smallest total quoted in CUDA
+// out-of-memory messages (public issue trackers and logs, read 2026-11: "GPU 0 has a total capacity
+// of 31.34 GiB" is a 5090; the driver reserves some of the nominal capacity); then from NVIDIA's
+// data sheets and architecture whitepapers the dense 16-bit rate of tensor cores that accumulate in
+// fp32, in TFLOP/s; the memory bandwidth in GB/s; the number of SMs and their boost clock in MHz;
+// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and,
+// if the GPUs of one machine are connected by NVLink, what all links of one carry per direction:
+// 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200 twice that.
+// Sources: dev/notes/forecast.md.
+typedef struct {
+    const char *name;
+    int line;
+    double gib, tflops, bandwidth, sms, mhz, link, nvlink;
+} GpuEntry;
+static const GpuEntry gpu_table[] = {
+    {"v100", LINE_V100, 15.78, 125, 900, 80, 1530, 15.75, 120},
+    {"t4", LINE_T4, 14.56, 65, 320, 40, 1590, 15.75, 0},
+    {"2080ti", LINE_RTX20, 10.76, 53.8, 616, 68, 1545, 15.75, 0},
+    {"3060-laptop", LINE_RTX30, 5.8, 21.9, 336, 30, 1425, 15.75, 0},
+    {"3060", LINE_RTX30, 11.75, 25.5, 360, 28, 1777, 31.5, 0},
+    {"3070", LINE_RTX30, 7.76, 40.6, 448, 46, 1725, 31.5, 0},
+    {"3080", LINE_RTX30, 9.78, 59.5, 760, 68, 1710, 31.5, 0},
+    {"3090", LINE_RTX30, 23.6, 71.2, 936, 82, 1695, 31.5, 0},
+    {"4060", LINE_RTX40, 7.75, 30.2, 272, 24, 2460, 15.75, 0},
+    {"4060ti", LINE_RTX40, 15.6, 44.1, 288, 34, 2535, 15.75, 0},
+    {"4070", LINE_RTX40, 11.73, 58.3, 504, 46, 2475, 31.5, 0},
+    {"4070ti-super", LINE_RTX40, 15.57, 88.2, 672, 66, 2610, 31.5, 0},
+    {"4080", LINE_RTX40, 15.57, 97.5, 717, 76, 2505, 31.5, 0},
+    {"4080-super", LINE_RTX40, 15.57, 104.4, 736, 80, 2550, 31.5, 0},
+    {"4090", LINE_RTX40, 23.6, 165.2, 1008, 128, 2520, 31.5, 0},
+    {"5060ti", LINE_RTX50, 15.44, 47.4, 448, 36, 2572, 31.5, 0},
+    {"5070", LINE_RTX50, 11.49, 61.7, 672, 48, 2512, 63, 0},
+    {"5070ti", LINE_RTX50, 15.48, 87.9, 896, 70, 2452, 63, 0},
+    {"5080", LINE_RTX50, 15.44, 112.6, 960, 84, 2617, 63, 0},
+    {"5090", LINE_RTX50, 31.34, 209.5, 1792, 170, 2407, 63, 0},
+    {"a4000", LINE_RTX_A, 15.61, 76.7, 448, 48, 1560, 31.5, 0},
+    {"a6000", LINE_RTX_A, 47.4, 154.8, 768, 84, 1800, 31.5, 0},
+    {"a10", LINE_RTX_A, 22.0, 125, 600, 72, 1695, 31.5, 0},
+    {"a10g", LINE_RTX30, 22.0, 70, 600, 80, 1710, 31.5, 0},
+    {"rtx6000-ada", LINE_ADA, 44.43, 364.2, 960, 142, 2505, 31.5, 0},
+    {"rtx-pro-6000", LINE_RTX_PRO, 94.97, 503.8, 1792, 188, 2617, 63, 0},
+    {"l4", LINE_ADA, 22.0, 121, 300, 58, 2040, 31.5, 0},
+    {"l40s", LINE_ADA, 44.3, 366, 864, 142, 2520, 31.5, 0},
+    {"a30", LINE_A100, 23.53, 165, 933, 56, 1440, 31.5, 0},
+    {"a100-40", LINE_A100, 39.5, 312, 1555, 108, 1410, 31.5, 230},
+    {"a100", LINE_A100, 79.1, 312, 2039, 108, 1410, 31.5, 230},
+    {"h20", LINE_H20, 94.88, 148, 4000, 78, 1830, 63, 370},
+    {"h100-pcie", LINE_H100, 79.1, 756.5, 2039, 114, 1620, 63, 0},
+    {"h100", LINE_H100, 79.1, 989.4, 3350, 132, 1830, 63, 370},
+    {"gh200", LINE_H100, 94.88, 989.4, 4000, 132, 1830, 450, 370},
+    {"h200", LINE_H100, 139.8, 989.4, 4800, 132, 1830, 63, 370},
+    {"b200", LINE_B200, 178.35, 2250, 8000, 148, 1850, 63, 740},
+};
+enum { GPU_CARDS = sizeof gpu_table / sizeof gpu_table[0] };
+enum { LEAST_CAPABILITY = 75, BF16_CAPABILITY = 80 };  // of this program, and of its bf16 kernels
+
+static int card_capability(const GpuEntry *card) { return card_lines[card->line].capability; }
+
+// Returns whether a card is in the table only because people ask about it: the GPU program does not
+// run there. `card` may be NULL.
+static int card_is_too_old(const GpuEntry *card) {
+    return card && card_capability(card) < LEAST_CAPABILITY;
+}
+
+// Copies the letters and digits of a card's name in lower case, so that "RTX 4090", "rtx-4090" and
+// "4090" are the same name. The text holds at most 31 of them.
+static ShortText card_key(const char *name) {
+    ShortText key = {""};
+    size_t n = 0;
+    for (; *name && n < 31; name++) {
+        const char c = *name >= 'A' && *name <= 'Z' ? (char)(*name + 32) : *name;
+        if ((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9')) {
+            key.s[n++] = c;
+        }
+    }
+    if (strncmp(key.s, "rtx", 3) == 0 && strncmp(key.s, "rtxpro", 6) != 0) {
+        memmove(key.s, key.s + 3, n - 2);
+    }
+    return key;
+}
+
+// Returns the Levenshtein distance of two keys: insertions, deletions and substitutions.
+static int key_distance(const char *a, const char *b) {
+    int row[33];
+    for (int j = 0; j <= (int)strlen(b); j++) {
+        row[j] = j;
+    }
+    for (int i = 1; i <= (int)strlen(a); i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= (int)strlen(b); j++) {
+            const int above = row[j];
+            row[j] = min_int(min_int(above, row[j - 1]) + 1, diagonal + (a[i - 1] != b[j - 1]));
+            diagonal = above;
+        }
+    }
+    return row[strlen(b)];
+}
+
 // Returns the entry of the card that --gpu names, or NULL without that option. Ends the run at an
-// unknown name.
+// unknown name, with the cards whose names are nearest.
 static const GpuEntry *gpu_find(const Options *o) {
-    char names[256] = "";
-    for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
-        if (strcasecmp(o->gpu, gpu_table[i].name) == 0) {
+    const ShortText key = card_key(o->gpu);
+    char near[256] = "";
+    int least = 99, n = 0;
+    if (!o->gpu[0]) {
+        return NULL;
+    }
+    for (int i = 0; i < GPU_CARDS; i++) {
+        const ShortText card = card_key(gpu_table[i].name);
+        const int apart = strstr(card.s, key.s) ? 1 : key_distance(key.s, card.s);
+        if (strcmp(key.s, card.s) == 0) {
             return &gpu_table[i];
         }
-        snprintf(names + strlen(names), sizeof names - strlen(names), " %s", gpu_table[i].name);
+        n = apart < least ? 0 : n;
+        least = min_int(least, apart);
+        n = apart == least ? text_add(near, sizeof near, n, " %s", gpu_table[i].name) : n;
     }
-    if (o->gpu[0]) {
-        die("--gpu: '%s' is not one of%s; --gpu-mem SIZE plans for any card", o->gpu, names);
+    die("--gpu: '%s' is not a known card; nearest:%s; --help lists all, and --gpu-mem SIZE plans "
+        "for any card", o->gpu, near);
+}
+
+// Prints the names of all cards, as part of --help.
+static void gpu_print_help(void) {
+    char names[1024] = "";
+    int n = 0;
+    for (int i = 0; i < GPU_CARDS; i++) {
+        n = text_add(names, sizeof names, n, "%s%s", i ? " " : "", gpu_table[i].name);
     }
-    return NULL;
+    printf("%26s", "");
+    help_print(names);
 }
 
 // Throughput of a card, per second: FLOPs of matmuls in the limit of many channels, and the number
 // of channels at which matmuls reach half of it; FLOPs of attention, forward and backward, under
 // the causal mask; bytes of all other kernels; bytes between host and device, and to other GPUs of
-// the same machine, in each direction. Predicted from the kernels' instructions and from published
-// throughputs of such cards, not measured with this program. The last column is either PCIe's rate
-// or the NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
-// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
-// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
-// nine, and likewise the SMs taken from the matmuls that hide the exchange.
+// the same machine, in each direction.
 typedef struct {
     double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
-static const struct {
-    const char *name;
-    Rates rates;
-} rates_table[] = {
-    {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9, 12e9}},
-    {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9, 12e9}},
-    {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9}},
-    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 40e9}},
-    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 40e9}},
-    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 40e9}},
-};
-// Rates used to compare settings if the card is not named or not in the table: those of a 4090 and
-// of two CPU cores.
-static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9};
-static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
+// Bytes that an SM's other kernels can process in a clock: their instructions limit them too. Both
+// shares below are the same for every card: 25 of the 31.5 GB/s of PCIe 4 x16 are payload.
+static const double sm_bytes_per_clock = 57.6, link_share = 0.79;
+
+// Returns the rates of a card: those of its line at its specifications. They are predicted, not
+// measured with this program.
+static Rates card_rates(const GpuEntry *card) {
+    const CardLine *line = &card_lines[card->line];
+    const double flops = 1e12 * card->tflops, link = link_share * 1e9 * card->link;
+    const double copies = line->memory * 1e9 * card->bandwidth;
+    const double instructions = sm_bytes_per_clock * 1e6 * card->mhz * card->sms;
+    const Rates r = {line->matmuls * flops,
+                     line->half,
+                     line->attention * flops,
+                     line->attention_back * flops,
+                     1 / (1 / copies + 1 / instructions),
+                     link,
+                     card->nvlink > 0 ? 1e9 * card->nvlink : link};
+    return r;
+}
+
+// Rates used to compare settings if the card is not named: those of a 4090 and of two CPU cores.
+static Rates rates_usual(int gpu) {
+    static const Rates cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
+    const GpuEntry *card = gpu_table;
+    while (strcmp(card->name, "4090") != 0) {
+        card++;
+    }
+    return gpu ? card_rates(card) : cpu;
+}
 
 // Work of a stage per token, counted from its layers: FLOPs of matmuls, in units of C^2; FLOPs of
 // causal attention, in units of T C; elements that its other passes read and write, in units of C.
@@ -2951,6 +3151,10 @@ typedef struct {
     int gpu;
 } Speed;
 
+// Bytes per second that one of NCCL's thread blocks moves over NVLink: two of them saturate a link
+// (NVIDIA/nccl#1703).
+static const double nvlink_cta_rate = 20.6e9 / 2;
+
 // Returns the cost model at a card's rates. Each kernel launch costs 1.2 us, as in a queue of short
 // kernels on H100s; there are 30 launches per block and 4 per chunk. A block's weights cross memory
 // four times per micro-step, including the read and the write of their gradients; a chunk's three
@@ -2974,25 +3178,15 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     v.gpu = s->gpu;
     v.byte = 1 / r->memory;
     v.link_byte = 1 / r->link;
-    v.peer_byte = 1 / r->peers;
+    v.peer_byte = 1 / (s->nvlink ? fmin(r->peers, s->ctas * nvlink_cta_rate) : r->peers);
     return v;
-}
-
-// Returns the rates of the card that --gpu names, or NULL if it is not named or has no rates.
-static const Rates *rates_named(const Options *o) {
-    const GpuEntry *card = gpu_find(o);
-    for (size_t i = 0; card && i < sizeof rates_table / sizeof rates_table[0]; i++) {
-        if (strcmp(card->name, rates_table[i].name) == 0) {
-            return &rates_table[i].rates;
-        }
-    }
-    return NULL;
 }
 
 // Returns the cost model at the default rates, which are used to compare settings if the card's own
 // rates are unknown.
 static Speed speed_usual(const Settings *s) {
-    return speed_predict(s->gpu ? &usual_gpu : &usual_cpu, s);
+    const Rates rates = rates_usual(s->gpu);
+    return speed_predict(&rates, s);
 }
 
 // Returns the bytes that an update reads and writes on the device. Gradients are read twice, for
@@ -3029,10 +3223,10 @@ static Traffic step_traffic(const Settings *s, int micros) {
     single_buffers(rows, s);
     for (int i = 0; i < n; i++) {
         const Transfer *v = &transfers[i];
-        const int weights = v->what == KIND_WEIGHTS, grads = v->what == KIND_GRADIENTS;
-        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
+        const int weights = v->kind == KIND_WEIGHTS, grads = v->kind == KIND_GRADIENTS;
+        const int id = transfer_buffers[v->kind].slot;
         const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
-        const double own = s->placement[v->what] & PLACE_SHARD ? bytes / s->ranks : bytes;
+        const double own = s->placement[v->kind] & PLACE_SHARD ? bytes / s->ranks : bytes;
         const int times = weights && v->fetch == 0 ? 1 : micros - grads;
         t.up += v->in & PLACE_HOST ? times * own : 0;
         t.gathered += v->in & PLACE_SHARD ? times * others * bytes : 0;
@@ -3118,17 +3312,43 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 // recomputation and the offload that the program chooses itself.
 
 // Library memory (CUDA context, cuBLASLt) of a GPU run. Not measured yet; the plan says so.
-static const size_t library_reserve_bytes = (size_t)1 << 30;
+static const uint64_t library_reserve_bytes = (uint64_t)1 << 30;
 
 // Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
-// 12 MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
-// (NVIDIA/nccl#1450), which is counted here as one additional peer, together with the ring of the
-// all-gathers. A run limits NCCL to NCCL_CHANNELS channels; a machine is assumed to have eight
-// GPUs.
-enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
+// 12 MiB of buffers per channel, and a channel has a thread block (CTA) (NVIDIA/nccl#1685). Peers
+// on other machines share one pool (NVIDIA/nccl#1450), which is counted here as one additional
+// peer, together with the ring of the all-gathers. A machine is assumed to have eight GPUs. Over
+// NVSwitch the all-gathers may use NVLS, which needs buffers of its own.
+enum { NCCL_PEERS = 7, NCCL_MIB = 12, NVLS_MIB = 64 };
 static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
-static size_t nccl_estimate_bytes(const Settings *s) {
-    return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
+static uint64_t nccl_estimate_bytes(const Settings *s) {
+    const uint64_t mib = (uint64_t)(nccl_peers(s) + 1) * (uint64_t)s->ctas * NCCL_MIB;
+    return s->ranks > 1 ? (mib + (s->nvlink ? NVLS_MIB : 0)) << 20 : 0;
+}
+
+// How the GPUs of this machine are connected. LINK_UNKNOWN: there is none to ask, or a launcher
+// shows each rank only one.
+typedef enum { LINK_UNKNOWN, LINK_PCIE, LINK_NVLINK } Link;
+static Link machine_link;
+
+// Sets the link between GPUs, this machine's or that of the card named by --gpu, and the number of
+// thread blocks that NCCL may run. Its buffers, and the SMs that it takes from the matmuls that
+// hide the exchange, grow with them: two suffice over PCIe, and sixteen use nearly half of NVLink.
+// NCCL_MAX_CTAS takes precedence, as in NCCL (NCCL user guide, Environment Variables).
+static void settings_nccl(Settings *s, const Options *o) {
+    enum { CTAS_PCIE = 2, CTAS_NVLINK = 16, CTAS_MOST = 64 };
+    const GpuEntry *card = gpu_find(o);
+    const char *variable = getenv("NCCL_MAX_CTAS");
+    s->nvlink = machine_link ? machine_link == LINK_NVLINK : card && card->nvlink > 0;
+    s->ctas = s->nvlink ? CTAS_NVLINK : CTAS_PCIE;
+    if (variable) {
+        char *end;
+        const long n = strtol(variable, &end, 10);
+        if (*end || n < 1 || n > CTAS_MOST) {
+            die("NCCL_MAX_CTAS is '%s'; allowed: a number from 1 to %d", variable, CTAS_MOST);
+        }
+        s->ctas = (int)n;
+    }
 }
 
 // Returns the default number of rows of a classifier chunk, a multiple of 128, or N, the tokens of
@@ -3183,7 +3403,7 @@ static const char *bf16_missing(void);  // chapter Matmul and fast maths
 // card has no bf16. For the GPU present, run_choose_dtype() has already chosen.
 static int64_t gpu_dtype(const Options *o) {
     const GpuEntry *card = gpu_find(o);
-    const int usual = card && !card->has_bf16 ? DTYPE_FP16 : DTYPE_BF16;
+    const int usual = card && card_capability(card) < BF16_CAPABILITY ? DTYPE_FP16 : DTYPE_BF16;
     return o->dtype ? o->dtype : usual;
 }
 
@@ -3193,7 +3413,7 @@ static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int64_t dtype = s->gpu || o->dtype ? gpu_dtype(o) : (int64_t)DTYPE_FP32;
     const Type fp32 = s->gpu ? TYPE_FP32 : TYPE_REAL;
-    if (dtype == DTYPE_BF16 && card && !card->has_bf16) {
+    if (dtype == DTYPE_BF16 && card && card_capability(card) < BF16_CAPABILITY) {
         die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
     }
     s->dtype = dtype == DTYPE_BF16 ? TYPE_BF16 : dtype == DTYPE_FP16 ? TYPE_FP16 : fp32;
@@ -3241,6 +3461,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
             s->B, s->T);
     }
     settings_placements(s, o);
+    settings_nccl(s, o);
     settings_types(s, o);
     recompute_parse(s, o->recompute);
     if (o->logit_rows > N) {
@@ -3263,7 +3484,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
-    s->placement[KIND_RESIDUALS] = 0;
+    for (int kind = 0; kind < KINDS; kind++) {
+        s->placement[kind] = transfer_buffers[kind].act < 0 ? s->placement[kind] : 0;
+    }
 }
 
 // Levels and placement. The program may choose anything that does not change results: the recompute
@@ -3356,7 +3579,7 @@ static void settings_mix(Settings *s, const int *hull, int k) {
 // recomputation off for the last blocks, as long as the plan still fits: backward uses their
 // activations before most of its working set exists. Returns the plan's bytes; if they exceed
 // `bytes`, no mix fits and the levels are those of the smallest plan.
-static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
+static uint64_t settings_fit_levels(Settings *s, const Speed *v, uint64_t bytes) {
     int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
     const int last = high;
     while (high - low > 1) {  // bisection by live bytes; the layout hardly exceeds them
@@ -3365,7 +3588,7 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
         *(plan_live(s) <= bytes ? &high : &low) = middle;
     }
     settings_mix(s, hull, high);
-    size_t best = plan_bytes(s);
+    uint64_t best = plan_bytes(s);
     while (best > bytes && high < last) {
         settings_mix(s, hull, ++high);
         best = plan_bytes(s);
@@ -3373,8 +3596,8 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
     for (int l = s->model.L - 1; l >= 0 && best <= bytes && high > 0; l--) {
         const uint8_t level = s->level[l];
         s->level[l] = RECOMPUTE_NONE;
-        const size_t found = level == RECOMPUTE_NONE       ? best
-                             : plan_live(s) > bytes ? SIZE_MAX
+        const uint64_t found = level == RECOMPUTE_NONE       ? best
+                             : plan_live(s) > bytes ? UINT64_MAX
                                                     : plan_bytes(s);
         if (found > bytes) {
             s->level[l] = level;
@@ -3389,18 +3612,19 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
 // memory that libraries take; the device's name in messages and its speed, with `from` saying how
 // the speed is known (NULL: unknown); and the sequences available in the data.
 typedef struct {
-    size_t device, host, library;
+    uint64_t device, host, library;
     int64_t windows;  // sequences in the data, 0: unknown
     const char *where, *from;
+    const GpuEntry *card;  // that --gpu names, or NULL
     Speed speed;
 } MemoryBudget;
 
 // Computes the bytes of each group of buffers at the tick of peak usage, for device and host
 // separately. The device's groups sum to the peak; the rest of its allocation is first-fit
 // fragmentation.
-static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
-    memset(device, 0, GROUPS * sizeof(size_t));
-    memset(host, 0, GROUPS * sizeof(size_t));
+static void plan_groups(const Plan *p, uint64_t device[GROUPS], uint64_t host[GROUPS]) {
+    memset(device, 0, GROUPS * sizeof(uint64_t));
+    memset(host, 0, GROUPS * sizeof(uint64_t));
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
         if (b->first <= p->peak && p->peak <= b->last) {
@@ -3443,7 +3667,7 @@ static void settings_auto(Settings *s, const Options *o, const MemoryBudget *bud
     const int offloads = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
     Settings best = *s;
-    size_t least = SIZE_MAX;
+    uint64_t least = UINT64_MAX;
     for (int tier = 0; tier < (offloads ? OFFLOAD_TIERS : 1) && budget->device > 0; tier++) {
         Settings next = *s;
         Plan p;
@@ -3489,36 +3713,40 @@ static LevelsText recompute_text(const Settings *s) {
     return text;
 }
 
-static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
+static uint64_t size_less(uint64_t bytes, uint64_t taken) {
+    return bytes > taken ? bytes - taken : 0;
+}
 
 // Returns the smaller of --gpu's memory and --gpu-mem, in bytes; 0 if neither is given.
-static size_t gpu_memory_from_options(const Options *o) {
+static uint64_t gpu_memory_from_options(const Options *o) {
     const GpuEntry *row = gpu_find(o);
-    size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
+    uint64_t card = row ? (uint64_t)(row->gib * 0x1p30) : 0, cap = (uint64_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
 
 // Returns the memory budget of a card that is only named; its host's memory is unknown. The rates
 // are those of 16-bit matmuls.
 static MemoryBudget budget_named(const Options *o, const Settings *s) {
-    const Rates *rates = s->dtype == TYPE_FP32 ? NULL : rates_named(o);
-    const size_t bytes = gpu_memory_from_options(o);
+    const GpuEntry *card = gpu_find(o);
+    const uint64_t bytes = gpu_memory_from_options(o);
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
+    budget.card = card;
     budget.library = library_reserve_bytes;
-    const size_t reserved = budget.library + nccl_estimate_bytes(s);
+    const uint64_t reserved = budget.library + nccl_estimate_bytes(s);
     budget.device = size_less(bytes, reserved);
-    budget.host = SIZE_MAX;
+    budget.host = UINT64_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
     if (bytes && !budget.device) {  // for example 16 instead of 16GiB
         die("%s: nothing is left for the plan: %s of %s are reserved for libraries", budget.where,
             bytes_text((double)reserved).s, bytes_text((double)bytes).s);
     }
-    budget.speed = rates ? speed_predict(rates, s) : speed_usual(s);
+    const Rates rates = card ? card_rates(card) : rates_usual(1);
+    budget.speed = speed_predict(&rates, s);
     // Beyond one machine of eight GPUs the exchange is slower than these rates predict.
-    budget.from = !rates                      ? NULL
-                : s->ranks > NCCL_PEERS + 1 ? "predicted for these cards in one machine, unmeasured"
-                                            : "predicted for this card, unmeasured";
+    budget.from = !card || s->dtype == TYPE_FP32 || card_is_too_old(card) ? NULL
+                : s->ranks > NCCL_PEERS + 1     ? "predicted for these cards in one machine"
+                                                : "predicted for this card, not measured";
     return budget;
 }
 
@@ -3623,9 +3851,9 @@ enum { matmul_bf16 = 0 };
 static const char *bf16_missing(void) {
 #if BF16_DOTS
     return __builtin_cpu_supports("avx512bf16") ? NULL
-                                                : "this processor has no bf16 dot products";
+                                                : "this processor does not support AVX512-BF16";
 #else
-    return "this program was built for processors without bf16 dot products (AVX512-BF16)";
+    return "this program was built for processors without AVX512-BF16";
 #endif
 }
 
@@ -3708,9 +3936,9 @@ static void transpose(real *to, size_t to_step, const real *from, size_t from_st
     }
 }
 #else
-// The same for GCC, which would keep the arrays of that loop in memory, at half the speed: the
-// shuffles are written out. nvcc's front end does not know the pragma; without it the CPU reference
-// in the GPU program only packs a little slower.
+// The same with explicit shuffles for GCC, which would keep the arrays of the loop above in memory,
+// at half the speed. nvcc's front end does not support the pragma; without it the CPU reference in
+// the GPU program only packs a little slower.
 #if defined(__CUDACC__)
 #define UNROLL
 #else
@@ -4129,7 +4357,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     for (int m0 = 0; m0 < M; m0 += rows_max) {
         const int rows = min_int(rows_max, M - m0);
         int row_tasks = 1;
-        // Every row task packs b again, so give each many rows, except to have one task per thread.
+        // Each row task packs b again, so tasks get many rows unless threads would lack a task.
         while (row_tasks * column_tasks < 3 * threads &&
                rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
             row_tasks++;
@@ -4253,9 +4481,9 @@ static inline float exp_end(float r, uint32_t n) {
     return (1.0f + exp_minus_1(r)) * power_of_two(half) * power_of_two(n - half);
 }
 
-// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; an odd function to
-// the bit. Computed as t / (t + 2), with t = e^(2|x|) - 1 formed without cancellation; 1 for
-// |x| >= 9.1. The second half takes the sign from x.
+// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; tanh(-x) is exactly
+// -tanh(x). Computed as t / (t + 2) with t = e^(2|x|) - 1, without cancellation; 1 for |x| >= 9.1.
+// The second half takes the sign from x.
 static inline float tanh_begin(float x, uint32_t *n) {
     return exp_reduced(2.0f * at_most(10.0f, fabsf(x)), n);
 }
@@ -4479,7 +4707,7 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
 }
 
 // matmul_forward() for a single row, for generation: nothing is packed, since no weight is used
-// twice, and nothing is rounded to bf16. Sums are in another order than those of a row of a batch.
+// twice, and nothing is rounded to bf16. The order of sums differs from that for a row of a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     (void)N;
@@ -5401,7 +5629,7 @@ static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
     (void)p;
     if (phase == FETCH && store) {
         memcpy(slot, store, bytes);
-    } else if (phase == FETCH && v->what == KIND_GRADIENTS) {
+    } else if (phase == FETCH && v->kind == KIND_GRADIENTS) {
         memset(slot, 0, bytes);
     } else if (phase == STORE) {
         memcpy(store, slot, bytes);
@@ -5437,9 +5665,9 @@ static void cpu_open(Engine *e, Plan *p) {
     e->write = cpu_write;
     e->close = cpu_close;
     e->peak_flops = matmul_peak_flops();
-    e->peak_source = "the matmul's inner kernel, measured just now";
+    e->peak_source = "measured with the matmul's inner kernel";
     snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32%s", threads,
-             threads == 1 ? "" : "s", matmul_bf16 ? ", products of bf16" : "");
+             threads == 1 ? "" : "s", matmul_bf16 ? ", bf16 matmuls" : "");
 }
 
 // Sets weights and moments to zero. Gaps between tensors stay zero because nothing else writes
@@ -5512,7 +5740,7 @@ typedef struct {
     Shard *shards;
     uint16_t *window;      // (T + 1)
     int shard_count, T;
-    int tokenizer, vocabulary;
+    Tokenizer tokenizer;   // of all shards
     int shuffle;           // permute the windows by `seed` and the epoch; 0: file order
     uint64_t seed;
     int64_t tokens, windows;
@@ -5534,19 +5762,21 @@ static void dataset_open(Dataset *d, const char *pattern, int T) {
     }
     int status = glob(pattern, 0, NULL, &found);
     if (status != 0 || found.gl_pathc == 0) {
-        die("no token file matches %s; 'make data' prepares tinyshakespeare", pattern);
+        const char *own = strstr(pattern, "tinyshakespeare") || strstr(pattern, "stories_bytes")
+                              ? "'make data' prepares it"
+                              : "data/tokenize makes token files of text";
+        die("no token file matches %s; %s", pattern, own);
     }
     d->shard_count = (int)found.gl_pathc;
     d->shards = (Shard *)alloc_zero(found.gl_pathc, sizeof(Shard));
     for (int i = 0; i < d->shard_count; i++) {
         Shard *shard = &d->shards[i];
         shard_open(shard, found.gl_pathv[i]);
-        if (i > 0 && shard->tokenizer != d->tokenizer) {
-            die("%s: its tokens are %s, those of %s are not", shard->path,
-                shard->tokenizer == TOKENIZER_BYTES ? "bytes" : "GPT-2's", d->shards[0].path);
+        if (i > 0 && !tokenizers_equal(&shard->tokenizer, &d->tokenizer)) {
+            die("%s has %s; %s has %s", shard->path, tokenizer_text(&shard->tokenizer).s,
+                d->shards[0].path, tokenizer_text(&d->tokenizer).s);
         }
         d->tokenizer = shard->tokenizer;
-        d->vocabulary = shard->vocabulary;
         if (shard->count < T + 1) {
             die("%s: %" PRId64 " tokens are fewer than one sequence: T + 1 = %d", shard->path,
                 shard->count, T + 1);
@@ -5568,7 +5798,7 @@ static void dataset_close(Dataset *d) {
 }
 
 // Copies window `window` of `epoch` into T inputs and T targets. Returns 1, or 0 with the reason in
-// d->problem if the shard cannot be read or the window contains an id >= d->vocabulary.
+// d->problem if the shard cannot be read or the window contains an id outside the vocabulary.
 static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inputs,
                           Token *targets) {
     int i = d->shard_count - 1;
@@ -5588,9 +5818,9 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inp
     }
     for (int t = 0; t <= d->T; t++) {
         Token token = d->window[t];
-        if (token >= d->vocabulary) {
+        if (token >= d->tokenizer.vocabulary) {
             snprintf(d->problem, sizeof d->problem, "%s: token %" PRId64 " is %d, outside the "
-                     "vocabulary of %d", shard->path, start + t, token, d->vocabulary);
+                     "vocabulary of %d", shard->path, start + t, token, d->tokenizer.vocabulary);
             return 0;
         }
         if (t < d->T) {
@@ -5637,21 +5867,20 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 // order; the sampled tokens rarely differ.
 
 // Tokenizes a prompt of n bytes. Returns the number of tokens, of which it writes the first
-// `capacity`. An empty prompt becomes the tokenizer's end-of-text token
-// (<|endoftext|> in GPT-2's).
-static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
+// `capacity`. An empty prompt becomes <|endoftext|>.
+static int64_t prompt_tokens(Token *out, int capacity, const Tokenizer *tokenizer, const Bpe *bpe,
                              const char *text, size_t n) {
     if (n == 0) {
         out[0] = end_of_text(tokenizer);
         return 1;
     }
-    if (tokenizer != TOKENIZER_BYTES && !bpe) {
-        die("--prompt: this data has GPT-2 tokens, and their vocabulary is missing: "
-            "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
+    if (tokenizer->kind != TOKENIZER_BYTES && !bpe) {
+        die("--prompt: the data has GPT-2 tokens, but GPT-2's vocabulary was not found: run "
+            "data/prepare.sh, which puts vocab.bpe in data/, or give its path with --tokenizer");
     }
     uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
     int64_t count = 0;
-    if (tokenizer == TOKENIZER_BYTES) {
+    if (tokenizer->kind == TOKENIZER_BYTES) {
         for (; count < (int64_t)n; count++) {
             ids[count] = (unsigned char)text[count];
         }
@@ -5748,7 +5977,8 @@ typedef struct {
     Engine *engine;
     const Options *o;
     const Bpe *bpe;  // NULL: GPT-2's tokens are printed as numbers
-    int tokenizer, V, T;
+    Tokenizer tokenizer;
+    int V, T;
     uint32_t step;     // of the checkpoint, to repeat the samples of its run; else 0
     Token *tokens;     // prompt and sample, (T + --sample-tokens)
     real *logits;      // (V), after the previous token
@@ -5797,10 +6027,10 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         g->tokens[n] = sample_token(logits, g->V, &rule, u, g->scratch);
         g->count += i > 0;
         g->slid += start > 0;
-        if (g->tokens[n] == end_of_text(g->tokenizer)) {
+        if (g->tokens[n] == end_of_text(&g->tokenizer)) {
             break;
         }
-        generator_write(g, text, (size_t)token_text(text, g->tokenizer, g->bpe, g->tokens[n]));
+        generator_write(g, text, (size_t)token_text(text, &g->tokenizer, g->bpe, g->tokens[n]));
     }
     return n > g->T ? 0 : prompt;
 }
@@ -5812,12 +6042,12 @@ static int generator_reads(const Generator *g) { return strcmp(g->o->prompt, "-"
 // there are more than T.
 static int generator_prompt(Generator *g, const char *prompt, size_t n) {
     char line[48] = "";
-    const int64_t count = prompt_tokens(g->tokens, g->T, g->tokenizer, g->bpe, prompt, n);
+    const int64_t count = prompt_tokens(g->tokens, g->T, &g->tokenizer, g->bpe, prompt, n);
     if (count > g->T) {
         if (generator_reads(g)) {
             snprintf(line, sizeof line, "line %" PRId64 " of stdin has ", g->lines);
         }
-        die("--prompt: %s%" PRId64 " tokens, at most %d fit", line, count, g->T);
+        die("--prompt: %s%" PRId64 " tokens, more than --seq-len (-t) %d", line, count, g->T);
     }
     return (int)count;
 }
@@ -5868,7 +6098,7 @@ static const char *line_next(LineInput *in, size_t *n) {
         if (in->filled == in->budget) {
             in->budget *= 2;
             in->bytes = (char *)realloc(in->bytes, in->budget);
-            check(in->bytes, "no memory for a line of stdin");
+            check(in->bytes, "out of memory for a line of stdin");
         }
         const ssize_t got = read_or_stop(STDIN_FILENO, in->bytes + in->filled,
                                          in->budget - in->filled);
@@ -5945,7 +6175,7 @@ typedef struct Program {
     const char *name, *default_model;
     int gpu;
     void (*open)(Engine *e, Plan *p);
-    size_t (*available)(void);                                // bytes available for the plan
+    uint64_t (*available)(void);                              // bytes available for the plan
     size_t library_bytes;                                     // of these, used by libraries
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
@@ -5959,6 +6189,7 @@ typedef struct Program {
     void (*ranks_start)(const Launcher *l, int gpus);
     void (*ranks_handshake)(void);
     const char *alone;
+    Link (*link)(int ranks);  // how the GPUs of this machine are connected; NULL: unknown
     const char *starts;  // appended to the first line that a run prints; or NULL
 } Program;
 
@@ -6060,7 +6291,7 @@ static void log_open(Run *run, int64_t resume_step) {
     slow_begin();
     const int validated = log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
     if (validated < 0) {
-        die("cannot read or cut back log %s: %s", path, file_error());
+        die("cannot read or truncate log %s: %s", path, file_error());
     }
     if (validated) {
         run->state.pending_validation = 0;  // done by a run that ended before its next step
@@ -6081,7 +6312,8 @@ static void log_open(Run *run, int64_t resume_step) {
     }
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
-            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
+            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%" PRIu64
+            ",\"device\":\"",
             m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), plan_taken(&run->plan));
     json_text(f, run->engine.device, strlen(run->engine.device));
     fputs("\"", f);
@@ -6111,8 +6343,8 @@ static int output_status(Run *run, int status) {
     if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
         return status;
     }
-    fprintf(stderr, "%s: cannot write to stdout: %s; what follows was not printed\n", program_name,
-            strerror(run->stdout_error));
+    fprintf(stderr, "%s: cannot write to stdout: %s; the rest of the output is lost\n",
+            program_name, strerror(run->stdout_error));
     return 1;
 }
 
@@ -6124,7 +6356,7 @@ static void run_note_fault(Run *run) {
                    : this_rank.failed ? 0
                                       : rank_grace_ms();
     if (this_rank.fault && !run->failure[0]) {
-        snprintf(run->failure, sizeof run->failure, "rank %d cannot go on, and says why",
+        snprintf(run->failure, sizeof run->failure, "rank %d failed; see its message",
                  this_rank.fault - 1);
     }
 }
@@ -6166,7 +6398,8 @@ static int run_validate(Run *run, double *loss) {
 static void run_sample(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
-    const int V = s->model.V, tokenizer = run->train.tokenizer;
+    const int V = s->model.V;
+    const Tokenizer *tokenizer = &run->train.tokenizer;
     const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     int64_t length = o->sample_tokens;
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
@@ -6241,9 +6474,9 @@ static void run_compare_replicas(Run *run) {
         }
     }
     if (run->diverged) {
-        snprintf(run->failure, sizeof run->failure, "rank%s %s differ%s in weights or moments "
-                 "that must be alike on all ranks: a GPU, or what connects it, has made a mistake",
-                 named > 1 ? "s" : "", names, named > 1 ? "" : "s");
+        snprintf(run->failure, sizeof run->failure, "rank%s %s: weights or moments differ "
+                 "from those of the other ranks: a GPU or the interconnect may be faulty",
+                 named > 1 ? "s" : "", names);
     }
 }
 
@@ -6261,7 +6494,8 @@ static void run_save(Run *run) {
     run->saved_step = run->state.step;
     rank_phase("saving", RANK_RUNS);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
-                         run->identity, &run->state, run->bpe};
+                         run->identity, &run->state, run->bpe,
+                         run->train.tokenizer.kind == TOKENIZER_BYTES};
     looks_interrupt(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
@@ -6350,7 +6584,8 @@ static void run_print_forecast(const Run *run) {
     if (run->forecast_ms > 0) {
         const double tokens = (double)run->windows_per_step * run->s.T;
         const int64_t left = run->steps - run->state.step;
-        printf("forecast %s tokens/s, %s steps in %s; step %" PRId64 " says how true that was\n\n",
+        printf("forecast %s tokens/s, %s steps in %s; compared with the measured time after step %"
+               PRId64 "\n\n",
                count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s, count_text(left).s,
                duration_text(1e-3 * run->forecast_ms * (double)left).s,
                run->state.step + FORECAST_STEPS);
@@ -6404,8 +6639,9 @@ static void run_count_step(Run *run, const StepResult r) {
     // Skips that lower the loss scale are expected and not counted; at its lowest value they are.
     run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (run->o.max_skips && run->skips >= run->o.max_skips) {
-        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
-                 "skipped, and what made their gradients useless stays", run->skips);
+        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " consecutive steps "
+                 "were skipped: their gradients were not finite or exceeded --skip-zscore",
+                 run->skips);
     }
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
@@ -6494,7 +6730,7 @@ static void run_fail(const Run *run) {
             ? ", which is saved"
         : run->diverged
             ? ", which is not saved"
-            : ", which is not saved: the newest checkpoint is from before the first of them");
+            : ", which is not saved: the newest checkpoint precedes the skipped steps");
 }
 
 // Prints the last line of a run, writes the last line of the log and closes it.
@@ -6518,7 +6754,7 @@ static void run_end(Run *run, double ms) {
 // The training loop: runs from the current step to the last one, a signal or a failure. After each
 // step it validates, samples and saves, in this order, if each is due; with an output folder the
 // end of the run saves too. A skipped step postpones a periodic checkpoint, and a run that fails
-// because of skipped steps does not save at its end: its newest checkpoint is from before them.
+// because of skipped steps does not save at its end: its newest checkpoint precedes them.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
@@ -6526,7 +6762,7 @@ static void run_train(Run *run) {
     stop_grace = GRACE_PROGRESS;
     run->reported_step = run->state.step;
     if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
-        printf("nothing to do: the checkpoint is of step %" PRId64 ", --steps (-x) is %" PRId64
+        printf("nothing to do: the checkpoint is at step %" PRId64 ", --steps (-x) is %" PRId64
                "\n", run->state.step, run->steps);
     }
     if (run->state.pending_validation && run->has_val) {
@@ -6598,7 +6834,7 @@ static Token eval_token(const EvalExample *x, int k, int i) {
 static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
     const int context = x->texts[0].count, count = x->texts[1 + k].count;
     const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
-    check(count <= T, "the evaluation file has changed since it was opened");
+    check(count <= T, "the evaluation file changed while in use");
     for (int i = 0; i < T; i++) {
         inputs[i] = eval_token(x, k, drop + i);
         targets[i] = eval_token(x, k, drop + i + 1);
@@ -6677,7 +6913,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             }
             Engine *e = &run->engine;
             if (!isfinite(e->forward_loss(e, losses, run->inputs, run->targets))) {
-                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
+                die("--eval: the loss of %s is not finite at example %d of %s", run->o.model,
                     i, f->name);
             }
             for (int b = 0; b < filled; b++) {
@@ -6708,7 +6944,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
         return;
     }
     if (n == 0) {
-        die("--eval: interrupted before one example of %s was scored", f->name);
+        die("--eval: interrupted before any example of %s was scored", f->name);
     }
     if (run->o.json) {
         printf("{\"file\":\"");
@@ -6723,7 +6959,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
     }
     printf("%s", clear_line(run));
     if (score->cut_rows) {
-        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
+        printf("%s rows were truncated at the start: with T = %d, a row has at most %d tokens\n",
                count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
     }
     printf("%s: ", f->name);
@@ -6776,7 +7012,7 @@ typedef struct {
     int steps[AXES];
     char option[128], cost[96];
     Settings settings;
-    size_t bytes, host_bytes;  // of the changed plan
+    uint64_t bytes, host_bytes;  // of the changed plan
     int kind;
     double slower;  // extra time per token, as a fraction, in steps of B x T tokens
 } Remedy;
@@ -6950,13 +7186,13 @@ static const char *plan_no_change(const Settings *s) {
 // Ends the run, before anything is allocated, if `need` exceeds `available` bytes. The message says
 // how much is missing and names the cheapest settings that fit. If these need more host memory than
 // there is, it names the cheapest one of them and how much host memory is free.
-static void plan_refuse(const Plan *p, size_t need, size_t available) {
+static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
     enum { SHOWN = 3 };
     char line[1024] = "";
     if (need <= available) {
         return;  // before searching for remedies, whose plans take a while to build
     }
-    const size_t missing = need - available, host = (size_t)host_memory("").bytes;
+    const uint64_t missing = need - available, host = (uint64_t)host_memory("").bytes;
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     budget.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
@@ -6964,7 +7200,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
     int n = plan_changes(p, &budget, list), length = 0, lacks_host = 0;
     if (n == 0) {
-        budget.host = SIZE_MAX;
+        budget.host = UINT64_MAX;
         n = plan_changes(p, &budget, list);
         lacks_host = 1;
     }
@@ -6983,7 +7219,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
 }
 
 // Ends the run if a rank would pin more than `available` bytes, its share of the host's memory.
-static void plan_refuse_host(const Plan *p, size_t available, const char *limit) {
+static void plan_refuse_host(const Plan *p, uint64_t available, const char *limit) {
     if (p->host_bytes > available) {
         die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
             "states in --offload need less of it", bytes_text((double)p->host_bytes).s,
@@ -7040,7 +7276,8 @@ static void tick_name(char name[32], const Settings *s, int tick) {
 // Prints the plan as JSON, for dev/report.py: the names of the ticks, and every buffer with its
 // lifetime and its offset in memory.
 static void plan_print_json(const Plan *p) {
-    printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
+    printf("{\"target\":\"%s\",\"total_bytes\":%" PRIu64 ",\"host_bytes\":%" PRIu64
+           ",\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
     for (int t = 0; t < p->ticks; t++) {
         char name[32];
@@ -7050,8 +7287,8 @@ static void plan_print_json(const Plan *p) {
     printf("],\"buffers\":[");
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
-               "\"last\":%d,\"home\":\"%s\"}",
+        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%" PRIu64
+               ",\"offset\":%" PRIu64 ",\"first\":%d,\"last\":%d,\"home\":\"%s\"}",
                i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
                b->placement == PLACE_HOST ? "host" : "device");
     }
@@ -7060,7 +7297,7 @@ static void plan_print_json(const Plan *p) {
 
 // Prints the common rule of thumb for memory and why the plan differs. The rule: 16 bytes per
 // parameter for weights, gradients and moments, every activation in fp32, and 2 GB for libraries.
-static void plan_print_thumb(const Plan *p, size_t total) {
+static void plan_print_thumb(const Plan *p, uint64_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     if (s->forward) {
@@ -7080,7 +7317,7 @@ static void plan_print_thumb(const Plan *p, size_t total) {
 }
 
 // Prints a line of the plan's table: exact bytes for scripts, rounded ones for readers.
-static void plan_print_line(const char *name, size_t bytes, const char *note) {
+static void plan_print_line(const char *name, uint64_t bytes, const char *note) {
     printf("%-24s %18s %12s%s\n", name, count_text((int64_t)bytes).s,
            bytes_text((double)bytes).s, note);
 }
@@ -7091,11 +7328,11 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
     const Settings *s = &p->settings;
     const int micros = (int)max_i64(step_micros(o, s), 1);
     const Traffic t = step_traffic(s, micros);
-    char note[80], step[48] = "one micro-step";
+    char note[96], step[48] = "one micro-step";
     plan_print_line("library", budget->library, "   reserved, not measured");
     if (s->ranks > 1) {
-        snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d channels x (%d peers + "
-                 "1)", NCCL_CHANNELS, nccl_peers(s));
+        snprintf(note, sizeof note, "   reserved, not measured: %d MiB x %d thread blocks x (%d "
+                 "peers + 1)%s", NCCL_MIB, s->ctas, nccl_peers(s), s->nvlink ? " + NVLS" : "");
         plan_print_line("NCCL", nccl_estimate_bytes(s), note);
     }
     plan_print_line("total per GPU", p->device_bytes + budget->library + nccl_estimate_bytes(s),
@@ -7129,7 +7366,7 @@ static void forecast_print(const Settings *s, const MemoryBudget *budget, const 
 
 // Prints the table of single changes and, if the plan does not fit, the five cheapest combinations
 // that make it fit, since there may be dozens.
-static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, size_t outside) {
+static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, uint64_t outside) {
     if (p->settings.forward) {
         printf("\n%s\n", plan_no_change(&p->settings));
         return;
@@ -7170,9 +7407,9 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     static const char *const types[] = {"fp32", "bf16", "fp16"};
-    size_t device[GROUPS], host[GROUPS], sum = 0;
-    const size_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
-    const size_t total = plan_taken(p) + outside, all = budget->device + outside;
+    uint64_t device[GROUPS], host[GROUPS], sum = 0;
+    const uint64_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
+    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
     const int fits = !budget->device || plan_taken(p) <= budget->device;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d%s; -r %s",
@@ -7207,7 +7444,11 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
         plan_print_line("in the host's place", p->host_bytes, "   as a GPU run keeps apart");
         plan_print_line("total", total, "");
     }
-    if (budget->device) {
+    const int old = card_is_too_old(budget->card);
+    if (budget->device && fits && old) {
+        printf("%s: %s; fits, but this program needs compute capability %.1f\n", budget->where,
+               bytes_text((double)all).s, 0.1 * LEAST_CAPABILITY);
+    } else if (budget->device) {
         printf("%s: %s%s; %s, %s %s\n", budget->where, bytes_text((double)all).s, available_limit,
                fits ? "fits" : "DOES NOT FIT",
                bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
@@ -7223,7 +7464,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     forecast_print(s, budget, o);
     plan_print_remedies(p, budget, outside);
     plan_print_thumb(p, total);
-    return fits && host_fits;
+    return fits && host_fits && !old;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -7240,8 +7481,13 @@ static const char *const minimum_decides[] = {"batch",   "recompute", "logit-row
 // one of them would be ignored, or if no batch size divides -d's tokens.
 static void fit_options(const Options *o, const Model *m) {
     Settings least;
+    const GpuEntry *card = gpu_find(o);
     if (!o->fit && !o->minimum) {
         return;
+    }
+    if (o->fit && card_is_too_old(card)) {
+        die("--fit: --gpu %s has compute capability %.1f; this program needs %.1f", card->name,
+            0.1 * card_capability(card), 0.1 * LEAST_CAPABILITY);
     }
     const size_t count = o->minimum ? sizeof minimum_decides / sizeof minimum_decides[0] : 0;
     for (size_t i = 0; i < count; i++) {
@@ -7263,7 +7509,7 @@ static void fit_options(const Options *o, const Model *m) {
 typedef struct {
     Options o;
     Settings settings;
-    size_t bytes, host_bytes;
+    uint64_t bytes, host_bytes;
     double tokens_per_s;
     int type, tier;
 } FitPoint;
@@ -7478,10 +7724,11 @@ static ShortText each_text(const Options *o) {
 
 // Returns the bytes of device memory of a rank that are reserved for libraries, including NCCL's
 // buffers.
-static double reserved_bytes(const Options *o, size_t library) {
+static double reserved_bytes(const Options *o, uint64_t library) {
     Settings s;
     memset(&s, 0, sizeof s);
     s.ranks = (int)o->gpus;
+    settings_nccl(&s, o);
     return (double)(library + nccl_estimate_bytes(&s));
 }
 
@@ -7530,7 +7777,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
     const int wide = gpu_dtype(asked) != DTYPE_BF16;  // narrow moments and masters need bf16
     MemoryBudget all;
     memset(&all, 0, sizeof all);
-    all.device = all.host = SIZE_MAX;
+    all.device = all.host = UINT64_MAX;
     FitPoint *f = (FitPoint *)alloc_zero(1, sizeof *f);
     const int narrow = (asked->dtype && asked->dtype != DTYPE_FP32) || asked->grad_dtype ||
                        asked->workspace;
@@ -7642,7 +7889,7 @@ static Settings calibration_settings(const Settings *run, double flops) {
 // the same time per token. `dev/bench/cpu.c forecast` compares the result with the steps of ten
 // settings. Returns 0 if the small models need more than `bytes` of memory, or timing them more
 // than `flops` FLOPs.
-static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes,
+static int speed_measure(Speed *speed, const Program *program, const Settings *run, uint64_t bytes,
                          double flops) {
     enum { TWO, AGAIN, ONE, MODELS };
     Settings s = calibration_settings(run, flops);
@@ -7774,7 +8021,7 @@ static double micro_guess(const Settings *s, double peak_flops) {
     const Speed usual = speed_usual(s);
     const double computes = forecast_micro(&usual, s, 1);
     const double micro = forecast_step(&usual, s, 2) - forecast_step(&usual, s, 1);
-    const double share = s->gpu && peak_flops > 0 ? peak_flops / usual_gpu.matmuls : 1;
+    const double share = s->gpu && peak_flops > 0 ? peak_flops / rates_usual(1).matmuls : 1;
     return micro > computes ? micro : computes / share;
 }
 
@@ -7824,23 +8071,22 @@ static void run_find_ranks(Run *run, const Program *program) {
     rank_timeout_ms = 1e3 * (double)o->timeout;
     if (!launched && o->gpus == 1) {
         if (option_given(o, "timeout")) {
-            die("--timeout watches the ranks of a run, and this one is alone: --gpus N or a "
-                "launcher starts some");
+            die("--timeout needs several ranks: use --gpus N or a launcher such as mpirun");
         }
         return;
     }
     if (launched && o->gpus > 1) {
-        die("--gpus %" PRId64 ", and %s is %d: a launcher has started ranks already, so leave "
-            "--gpus out, or start one process with %s unset", o->gpus, l.variable, l.copies,
+        die("--gpus %" PRId64 ": a launcher has already started ranks (%s is %d); omit --gpus, or "
+            "unset %s and start one process", o->gpus, l.variable, l.copies,
             l.variable);
     }
     snprintf(asks, sizeof asks, launched ? "%s is %d" : "%s %d", launched ? l.variable : "--gpus",
              launched ? l.copies : (int)o->gpus);
     if (!program->ranks_start) {
-        die("%s, but this program trains alone: %s", asks, program->alone);
+        die("%s: several ranks are not supported: %s", asks, program->alone);
     }
     if (o->check || o->compare || o->generate) {
-        die("%s: --check, --compare and --generate are for one process", asks);
+        die("%s: --check, --compare and --generate run on one GPU only", asks);
     }
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
@@ -7855,18 +8101,20 @@ static void run_find_ranks(Run *run, const Program *program) {
 // the available memory are chosen identically on all ranks, for the one with the least. Ends the
 // run if the ranks cannot train together. Returns the budget that every rank has; `budget` is this
 // rank's.
-static MemoryBudget run_handshake(const Run *run, const Program *program,
-                                  const MemoryBudget *budget) {
+static MemoryBudget run_handshake(Run *run, const Program *program, const MemoryBudget *budget) {
     MemoryBudget least = *budget;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
-        same.rank = same.threads = same.quiet = 0;  // these may differ between ranks
+        // These may differ between ranks.
+        same.rank = same.threads = same.quiet = same.nvlink = same.ctas = 0;
         rank_info.settings = fnv1a(0, &same, sizeof same);
         rank_info.device = budget->device;
         rank_info.host = budget->host;
+        rank_info.ctas = (uint64_t)run->s.ctas;
         program->ranks_handshake();
-        least.device = (size_t)rank_info.device;
-        least.host = (size_t)rank_info.host;
+        run->s.ctas = (int)rank_info.ctas;
+        least.device = (uint64_t)rank_info.device;
+        least.host = (uint64_t)rank_info.host;
     }
     return least;
 }
@@ -7880,7 +8128,7 @@ static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
     if (kind == MODEL_FILE) {
         if (access(o->model, F_OK) != 0) {
             die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48), nor a shape such as "
-                "l4h4c128t256, nor a file or folder",
+                "l4h4c128t256 or l4h4c128t256v8192, nor a file or folder",
                 o->model);
         }
         model_file_open(&run->weights, o->model);
@@ -7914,45 +8162,113 @@ static void default_data(Options *o, int is_gpt2) {
     }
 }
 
-// Sets the model's vocabulary: the preset's, the file's or the data's. Without data (--plan), a
-// shape uses the vocabulary of bytes. Ends the run if a file's vocabulary differs from the data's,
-// because the same token id would stand for different text.
+// Ends the run if the weights' folder has merges that are not those of the data: the same id would
+// stand for different text, though the vocabularies may have the same size.
+static void weights_require_tokenizer(const ModelFile *weights, const Dataset *data) {
+    char path[PATH_BYTES];
+    Mapping map;
+    model_file_beside(path, weights, "merges.txt");
+    if (data->tokenizer.kind != TOKENIZER_MERGES || mapping_open(&map, path) != 0) {
+        return;
+    }
+    const uint64_t hash = merges_hash((const char *)map.bytes, map.size);
+    mapping_close(&map);
+    if (hash != data->tokenizer.hash) {
+        die("--model (-e): %s has the SHA-256 %016" PRIx64 "..., the merges of %s have %016" PRIx64
+            "...", path, hash, data->shards[0].path, data->tokenizer.hash);
+    }
+}
+
+// Chooses the data of a resume without -i: those of the newest checkpoint that can be read.
+static void resume_data(Options *o) {
+    static char train[PATH_BYTES], val[PATH_BYTES];  // the options point to them
+    char folder[PATH_BYTES];
+    if (access(o->output, F_OK) != 0) {
+        return;
+    }
+    CheckpointList list = checkpoint_list(o->output, "");
+    for (int i = 0; i < list.count && !o->train_data; i++) {
+        path_print(folder, "%s/step-%08" PRId64, o->output, list.steps[i]);
+        if (checkpoint_option(train, folder, "train-data") && train[0]) {
+            o->train_data = train;
+            o->val_data = checkpoint_option(val, folder, "val-data") && val[0] ? val : NULL;
+        }
+    }
+    free(list.steps);
+}
+
+// Chooses the validation data of a run with -i and without -j: PREFIX_val... if the training data
+// is PREFIX_train... and such files exist.
+static void validation_beside(Options *o) {
+    static char val[PATH_BYTES];  // the option points to it
+    const char *end = shard_prefix(o->train_data);
+    glob_t found;
+    if (!end || strncmp(end, "_train", 6) != 0) {
+        return;
+    }
+    path_print(val, "%.*s_val%s", (int)(end - o->train_data), o->train_data, end + 6);
+    if (glob(val, 0, NULL, &found) == 0) {
+        o->val_data = val;
+    }
+    globfree(&found);
+}
+
+// Sets the model's vocabulary: the preset's, the shape's, the file's or the data's. Without data
+// (--plan), a shape uses the vocabulary of bytes. Ends the run if the vocabulary of a shape or file
+// differs from the data's, because the same token id would stand for different text.
 static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const Dataset *data) {
+    const int V = data ? data->tokenizer.vocabulary : 0;
     switch (kind) {
         case MODEL_PRESET:
             model_set_vocabulary(m, GPT2_VOCABULARY);
-            if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
-                printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model,
-                       m->V, data->vocabulary);
+            if (data && V > m->V) {
+                die("--model (-e): %s has GPT-2's vocabulary of %d; the data, %s, has one of %d, "
+                    "for which a shape such as l12h12c768t1024 is made", o->model, m->V,
+                    o->train_data, V);
+            }
+            if (data && V != GPT2_VOCABULARY && !o->quiet) {
+                printf("%s has GPT-2's vocabulary of %d tokens; the data uses %d of them\n",
+                       o->model, m->V, V);
             }
             break;
         case MODEL_SHAPE:
-            model_set_vocabulary(m, data ? data->vocabulary : BYTE_VOCABULARY);
+            if (m->V && data && V != m->V) {
+                die("--model (-e): %s names a vocabulary of %d; the data, %s, has one of %d",
+                    o->model, m->V, o->train_data, V);
+            }
+            model_set_vocabulary(m, m->V ? m->V : data ? V : (int)BYTE_VOCABULARY);
             break;
         case MODEL_FILE:
-            if (data && data->vocabulary == GPT2_VOCABULARY && m->V == GPT2_PADDED) {
+            if (data && V == GPT2_VOCABULARY && m->V == GPT2_PADDED) {
                 if (!o->quiet) {
-                    printf("%s pads GPT-2's vocabulary to %d rows; those from %d on stay as they "
-                           "are in the file and in the softmax, and no data has their tokens\n",
+                    printf("%s pads GPT-2's vocabulary to %d rows; rows from %d on are kept, "
+                           "and take part in the softmax, but no token refers to them\n",
                            o->model, m->V, GPT2_VOCABULARY);
                 }
-            } else if (data && data->vocabulary != m->V) {
-                die("--model (-e): %s has a vocabulary of %d; the data, %s, has one of %d",
-                    o->model, m->V, o->train_data, data->vocabulary);
+            } else if (data && V != m->V) {
+                die("--model (-e): %s has a vocabulary of %d tokens, the data %s one of %d",
+                    o->model, m->V, o->train_data, V);
             }
             break;
     }
 }
 
 // Step 3: opens the training data and sets the vocabulary. A plan needs data only for the
-// vocabulary of a shape, and uses that of bytes if there is no data.
+// vocabulary of a shape that names none; without data it assumes byte tokens.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
-    if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
+    if (o->resume && !o->train_data && !options_plan(o)) {
+        resume_data(o);
+    }
+    if (o->train_data && !o->val_data && o->val_every && !options_plan(o)) {
+        validation_beside(o);
+    }
+    if (!o->train_data && (!options_plan(o) || (kind == MODEL_SHAPE && !m->V))) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
     if (!o->train_data && !options_plan(o)) {
-        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
+        die("no training data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token "
+            "shards");
     }
     if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE || o->fit)) {
         int64_t T = o->seq_len ? o->seq_len : m->maxT;
@@ -7961,14 +8277,17 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
         run->train.seed = (uint64_t)o->seed;
     }
     model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
+    if (kind == MODEL_FILE && run->train.shards) {
+        weights_require_tokenizer(&run->weights, &run->train);
+    }
 }
 
 // Returns the bytes of host memory that a process uses in addition to its plan: the matrix that
 // saving a checkpoint transposes, of 16 C^2 bytes, plus a quarter of that; and 16 MiB for buffers
 // of files, vocabularies and the program. If plans used all memory, as -r auto and --offload auto
 // may, a job with a memory limit would be killed at its first checkpoint.
-static size_t outside_plan_bytes(const Model *m) {
-    return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
+static uint64_t outside_plan_bytes(const Model *m) {
+    return (16 << 20) + 20 * (uint64_t)m->C * (uint64_t)m->C;
 }
 
 // Returns the memory available to a run on this machine, and the default rates as its speed.
@@ -7977,25 +8296,25 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     if (o->gpu_mem && !program->gpu) {
-        die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
-            "GPU run");
+        die("--gpu-mem: this program trains on the CPU; use --gpu-mem with --plan, --fit or "
+            "--minimum to plan a GPU run");
     }
-    const size_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
-    const size_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
+    const uint64_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
+    const uint64_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
     budget.device = size_less(program->available(), program->library_bytes + nccl + outside);
     if (o->gpu_mem) {
-        const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes + nccl);
+        const uint64_t cap = size_less((uint64_t)o->gpu_mem, library_reserve_bytes + nccl);
         if (cap < budget.device) {
             budget.device = cap;
             snprintf(available_limit, sizeof available_limit, " (--gpu-mem)");
         }
     }
-    budget.device = (size_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
+    budget.device = (uint64_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
     // The ranks on a machine share its host memory.
-    const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
-    budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
+    const uint64_t host = (uint64_t)(host_memory("").bytes / this_rank.local_ranks);
+    budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : UINT64_MAX;
     budget.library = program->library_bytes;
-    budget.where = program->gpu ? "free on this GPU" : "memory this process may take";
+    budget.where = program->gpu ? "free on this GPU" : "memory available to this process";
     budget.speed = speed_usual(s);
     return budget;
 }
@@ -8009,6 +8328,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     const int named = gpu_memory_from_options(o) > 0 || o->gpus > 1, gpu = program->gpu || named;
     int fits = 1;
     fit_options(o, m);
+    if (o->gpus > 1 && !o->gpu[0] && program->link) {
+        machine_link = program->link((int)o->gpus);
+    }
     if (o->minimum) {
         minimum_command(o, m, !program->gpu);
         return 0;
@@ -8021,8 +8343,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     }
     MemoryBudget budget = known ? budget_at_hand(program, o, &s) : budget_named(o, &s);
     if (o->fit && !budget.device) {
-        const char *why = o->gpus > 1 ? "several GPUs are not asked here" : "no GPU is here";
-        die("--fit: %s; --gpu NAME or --gpu-mem SIZE says what to fit into", why);
+        const char *why = o->gpus > 1 ? "the memory of several GPUs is not detected"
+                                      : "no GPU was found";
+        die("--fit: %s; give --gpu NAME or --gpu-mem SIZE", why);
     }
     if (o->generate) {
         settings_generate(&s);
@@ -8060,17 +8383,17 @@ static void run_size(Run *run) {
     run->accum_steps = (int)micros;
     run->windows_per_step = micros * s->ranks * s->B;
     if (run->windows_per_step > run->train.windows) {
-        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
-            " sequences of %d tokens; %s has %" PRId64, run->windows_per_step, s->T,
+        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step needs %" PRId64
+            " sequences of %d tokens; %s has only %" PRId64, run->windows_per_step, s->T,
             o->train_data, run->train.windows);
     }
     run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
     if (o->warmup > run->steps) {
-        die("--warmup (-u): %" PRId64 " steps are more than the run's %" PRId64, o->warmup,
+        die("--warmup (-u): %" PRId64 " steps, but the run has only %" PRId64, o->warmup,
             run->steps);
     }
     if (run->has_val && run->val.windows < s->B) {
-        die("%s: %" PRId64 " sequences of %d tokens are fewer than one batch of %d", o->val_data,
+        die("%s: %" PRId64 " sequences of %d tokens, fewer than one batch of %d", o->val_data,
             run->val.windows, s->T, s->B);
     }
 }
@@ -8087,7 +8410,7 @@ static void run_print_box(const Run *run) {
            count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
     if (!run->o.val_data) {
-        printf("         without --val-data (-j) nothing is validated\n");
+        printf("         no validation: --val-data (-j) is not given\n");
     }
     printf("step     %d x %d x %d", run->accum_steps, s->B, s->T);
     if (s->ranks > 1) {
@@ -8098,7 +8421,7 @@ static void run_print_box(const Run *run) {
     printf("command  ");
     command_print(program_command, &run->o);
     printf("\nmemory   %s", bytes_text((double)plan_taken(p)).s);
-    size_t device[GROUPS], host[GROUPS];
+    uint64_t device[GROUPS], host[GROUPS];
     const char *separator = ":";
     plan_groups(p, device, host);
     for (int g = 0; g < GROUPS; g++) {
@@ -8108,8 +8431,8 @@ static void run_print_box(const Run *run) {
         }
     }
     if (settings_offloads(s)) {
-        printf("; %s %s", bytes_text((double)p->host_bytes).s,
-               s->gpu ? "of host memory" : "in the host's place");
+        printf("; %s of %shost memory", bytes_text((double)p->host_bytes).s,
+               s->gpu ? "" : "emulated ");
     }
     printf("\n");
     fflush(stdout);
@@ -8119,8 +8442,8 @@ static void run_print_engine(const Run *run) {
     const Engine *e = &run->engine;
     printf("device   %s\n", e->device);
     if (e->peak_flops > 0) {
-        printf("peak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
-               "FLOPs\n\n", e->peak_flops * 1e-9, e->peak_source);
+        printf("peak     %.0f GFLOP/s, %s; FLOPs per token: 6 x (parameters + padding) + "
+               "6 L C T\n\n", e->peak_flops * 1e-9, e->peak_source);
     } else {
         printf("peak     unknown: %s\n\n", e->peak_source);
     }
@@ -8136,8 +8459,8 @@ static void refuse_renamed(const char *output) {
     while (folder && (entry = readdir(folder)) != NULL) {
         path_print(path, "%s/%s/manifest.json", output, entry->d_name);
         if (strcmp(entry->d_name, "..") != 0 && !manifest_open(&manifest, path)) {
-            die("--resume (-y): %s/%s is a checkpoint of step %" PRId64 "; a run goes on from "
-                "step-%08" PRId64 " in its --output (-o): name it so, or for a new run move it",
+            die("--resume (-y): %s/%s is the checkpoint of step %" PRId64 "; rename it to "
+                "step-%08" PRId64 " to resume from it, or move it to start a new run",
                 output, entry->d_name, manifest.step, manifest.step);
         }
     }
@@ -8159,8 +8482,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
     ResumeChoice choice = {-1, 0};
     CheckpointList list = checkpoint_list(o->output, "");
     if (list.count && !o->resume) {
-        die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
-            "starts anew", o->output);
+        die("--output (-o): %s already contains checkpoints; resume with --resume (-y) 1, or use "
+            "another folder", o->output);
     }
     checkpoint_sweep(o->output);
     for (int i = 0; i < list.count && choice.step < 0; i++) {
@@ -8177,7 +8500,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
-        die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove them to start a new run",
+            o->output);
     }
     free(list.steps);
     return choice;
@@ -8199,40 +8523,51 @@ static int64_t run_resume(Run *run) {
     const ResumeChoice choice = choices[0];
     free(choices);
     if (choice.step >= 0) {
-        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL};
+        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL, 0};
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
         run_say(run, "loading %s", path);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
         const int64_t most = choice.step * run->train.windows;  // at most an epoch per step
         if (run->state.step != choice.step || run->state.position > most) {
-            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; allowed is "
+            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; expected "
                 "step %" PRId64 ", position 0 to %" PRId64, path, run->state.step,
                 run->state.position, choice.step, most);
         }
     }
     const char *file = run->weights.spans ? o->model : NULL;
     if (o->resume && !o->quiet && choice.step < 0) {
-        printf("no checkpoint in %s yet: a new run%s%s\n", o->output,
-               file ? ", with the weights of --model (-e) " : "", file ? file : "");
+        printf("no checkpoint in %s: starting a new run%s%s\n", o->output,
+               file ? " from the weights of --model (-e) " : "", file ? file : "");
     } else if (o->resume && !o->quiet && file) {
-        printf("the weights are those of %s, not those of --model (-e) %s, where the run began\n",
-               path, file);
+        printf("using the weights of %s; --model (-e) %s only applied when the run started\n", path,
+               file);
     }
     return choice.step;
 }
 
-// Opens GPT-2's vocabulary if samples or checkpoints need it, or if --tokenizer names it.
+// Opens the vocabulary if samples or checkpoints need it, or if --tokenizer names it. Only GPT-2's
+// may be missing: the merges of other data are nowhere else.
 static void run_vocabulary(Run *run) {
     const Options *o = &run->o;
+    const Tokenizer *t = &run->train.tokenizer;
     char path[PATH_BYTES];
-    int gpt2 = run->train.tokenizer == TOKENIZER_GPT2;
-    if (o->tokenizer[0] && !gpt2) {
+    if (o->tokenizer[0] && t->kind == TOKENIZER_BYTES) {
         die("--tokenizer: %s has byte tokens, which need no vocabulary", o->train_data);
     }
-    if (gpt2 && (o->sample_every || o->generate || o->tokenizer[0] || o->output[0]) &&
-        bpe_find(path, o->tokenizer)) {
+    if (t->kind == TOKENIZER_BYTES || run->bpe ||
+        !(o->sample_every || o->generate || o->tokenizer[0] || o->output[0])) {
+        return;
+    }
+    const int own = t->kind == TOKENIZER_MERGES;
+    const char *shard = own ? run->train.shards[0].path : o->train_data;
+    const int found = own ? merges_find(path, o->tokenizer, shard) : bpe_find(path, o->tokenizer);
+    if (own && (!found || (!o->tokenizer[0] && access(path, R_OK) != 0))) {
+        die("%s needs its merges: %s%s--tokenizer names their file", shard, found ? path : "",
+            found ? " cannot be read; " : "");
+    }
+    if (found) {
         run->bpe = (Bpe *)alloc_zero(1, sizeof(Bpe));
-        bpe_open(run->bpe, path);
+        bpe_open(run->bpe, path, t, shard);
     }
 }
 
@@ -8265,8 +8600,10 @@ static void run_open_validation(Run *run) {
     run->has_val = o->val_data && o->val_every;
     if (run->has_val) {
         dataset_open(&run->val, o->val_data, run->s.T);
-        if (run->val.tokenizer != run->train.tokenizer) {
-            die("--val-data (-j): %s has another tokenizer than %s", o->val_data, o->train_data);
+        if (!tokenizers_equal(&run->val.tokenizer, &run->train.tokenizer)) {
+            die("--val-data (-j): %s has %s; %s has %s", o->val_data,
+                tokenizer_text(&run->val.tokenizer).s, o->train_data,
+                tokenizer_text(&run->train.tokenizer).s);
         }
     }
 }
@@ -8277,10 +8614,10 @@ static void run_prepare_samples(Run *run) {
     run_vocabulary(run);
     if (run->o.sample_every) {
         const char *prompt = run->o.prompt;
-        const int64_t count = prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
+        const int64_t count = prompt_tokens(run->inputs, run->s.T, &run->train.tokenizer, run->bpe,
                                             prompt, strlen(prompt));
         if (count > run->s.T) {
-            die("--prompt: %" PRId64 " tokens, at most %d fit", count, run->s.T);
+            die("--prompt: %" PRId64 " tokens, more than --seq-len (-t) %d", count, run->s.T);
         }
     }
 }
@@ -8375,9 +8712,10 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         run_print_engine(run);
         choice_print(&run->plan, o);
         run_flush(run);
-        stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
-                                 : "\nstopping after this micro-batch; without --output (-o) "
-                                   "nothing is saved; again to quit\n";
+        stop_line = o->output[0] ? "\nstopping after this micro-batch, then saving; "
+                                   "a second signal quits at once\n"
+                                 : "\nstopping after this micro-batch without saving, since there "
+                                   "is no --output (-o); a second signal quits at once\n";
         stop_line += !run->live;  // the newline keeps the line that a terminal rewrites
     }
     run_forecast(run, program);
@@ -8404,7 +8742,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     Mapping map;
     EvalFile f;
     EvalScore score;
-    char weights[48] = "weights of that file";
+    char weights[48] = "loaded weights";
     memset(&score, 0, sizeof score);
     if (m->V == 0) {
         model_set_vocabulary(m, GPT2_VOCABULARY);
@@ -8418,7 +8756,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     }
     settings_from_options(&run->s, o, m, program->gpu);
     if (f.longest_completion > run->s.T) {
-        die("%s: example %d: a completion has %d tokens; --seq-len (-t) %d holds as many at most",
+        die("%s: example %d: a completion has %d tokens, more than --seq-len (-t) %d",
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
     settings_forward(&run->s);
@@ -8443,22 +8781,31 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
-// Derives the tokenizer from the size of a model's vocabulary, because its data is not available
-// here. GPT-2's vocabulary is read from the folder of the weights, as in checkpoints, else from the
-// places that training searches. Any other size is refused, because its tokens cannot be guessed.
+// Sets the tokenizer of a model whose data is not available here: that of --tokenizer, else of
+// merges.txt in the folder of the weights, as in checkpoints. Without either, 257 tokens are bytes,
+// and GPT-2's vocabulary is searched where training does; any other size is refused, because its
+// tokens cannot be guessed. A model of GPT-2's size may have been trained on fewer tokens.
 static void generate_vocabulary(Run *run, const Model *m) {
     static char merges[PATH_BYTES];  // the option points to it
     Options *o = &run->o;
     const int gpt2 = m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED;
-    if (!gpt2 && m->V != BYTE_VOCABULARY) {
-        die("--generate: %s has a vocabulary of %d; text can be made of %d tokens (bytes) and of "
-            "%d (GPT-2's)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
-    }
-    run->train.tokenizer = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
     o->train_data = o->model;  // for messages: the source of the tokens
-    path_print(merges, "%s/merges.txt", o->model);
-    if (gpt2 && !o->tokenizer[0] && access(merges, F_OK) == 0) {
-        o->tokenizer = merges;
+    if (run->weights.spans && !o->tokenizer[0]) {
+        model_file_beside(merges, &run->weights, "merges.txt");
+        o->tokenizer = access(merges, F_OK) == 0 ? merges : "";
+    }
+    run->train.tokenizer = gpt2 ? gpt2_tokenizer : byte_tokenizer;
+    if (o->tokenizer[0] && (m->V != BYTE_VOCABULARY || o->tokenizer == merges)) {
+        run->bpe = (Bpe *)alloc_zero(1, sizeof(Bpe));
+        bpe_open(run->bpe, o->tokenizer, NULL, NULL);
+        run->train.tokenizer = run->bpe->tokenizer;
+        if (run->bpe->count != m->V && !(gpt2 && run->bpe->count < m->V)) {
+            die("--tokenizer: %s has %d tokens; --model (-e) %s has %d", o->tokenizer,
+                run->bpe->count, o->model, m->V);
+        }
+    } else if (!gpt2 && m->V != BYTE_VOCABULARY) {
+        die("--generate: %s has a vocabulary of %d and no merges.txt; --tokenizer names one",
+            o->model, m->V);
     }
     run_vocabulary(run);
 }
@@ -8501,7 +8848,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     Generator g;
     char weights[80] = "";
     if (!run->weights.spans) {
-        snprintf(weights, sizeof weights, ", never trained: initial weights of --seed %" PRId64,
+        snprintf(weights, sizeof weights, ", untrained: initial weights of --seed %" PRId64,
                  o->seed);
     }
     generator_open(&g, run, program, m);
@@ -8521,7 +8868,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 count_text(g.prompt_count).s,
                 count_text(tokens_per_second(g.prompt_count, g.prompt_ms)).s,
                 count_text(g.count).s, count_text(tokens_per_second(g.count, g.ms)).s,
-                g.slid ? ", a whole window each where it slides" : "");
+                g.slid ? "; beyond T positions each token recomputes the window" : "");
     }
     run_close(run);
     free(g.tokens);
@@ -8536,7 +8883,7 @@ static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
     if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // in a run the engine refuses it
-        die("--dtype bf16: the GPU at hand has no bf16; it has fp16 and fp32");
+        die("--dtype bf16: this GPU does not support bf16; use fp16 or fp32");
     }
     o->dtype = lacks && !o->dtype ? (int64_t)DTYPE_FP16 : o->dtype;
 }
@@ -8554,13 +8901,13 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         return 0;
     }
     if ((o->check || o->compare) && !program->command) {
-        die("--check and --compare are commands of the GPU program, train_gpt2cu");
+        die("--check and --compare need the GPU program, train_gpt2cu");
     }
     writes_return_errors();
     if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it
         stop_on_signals();
         run_find_ranks(run, program);
-        stop_line = o->quiet ? "" : "stopping; again to quit\n";
+        stop_line = o->quiet ? "" : "stopping; a second signal quits at once\n";
         if (!o->generate) {  // its output is text, and its checks take no time
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
@@ -8612,7 +8959,7 @@ int train_gpt2_main(int argc, char **argv) {
         .open = cpu_open,
         .available = host_memory_available,
         .built = "",
-        .alone = "it computes on the CPU; train_gpt2cu shares a run among GPUs",
+        .alone = "this program runs on the CPU; use train_gpt2cu",
     };
     return program_main(&program, argc, argv);
 }

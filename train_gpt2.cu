@@ -112,15 +112,16 @@ static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
         return strstr(call, "cudaHost") || strstr(call, "cudaMallocHost")
-                   ? "this machine has no memory left that can be pinned: see free -m and, in a "
-                     "container, a batch job or WSL, its memory limit"
-                   : "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
+                   ? "this machine cannot pin more memory: see free -m and, in a container, a "
+                     "batch job or WSL, its memory limit"
+                   : "GPU memory is exhausted: see --plan; -r block or a smaller -b need less";
     case cudaErrorNoDevice:
-        return "no NVIDIA GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); train_gpt2 needs none";
+        return "no NVIDIA GPU found: check nvidia-smi and CUDA_VISIBLE_DEVICES; train_gpt2 runs on "
+               "the CPU";
     case cudaErrorInsufficientDriver:
         return "the driver is older than this program's CUDA: nvidia-smi shows its version";
     case cudaErrorSystemDriverMismatch:
-        return "the driver was updated under a running system: reload its modules, or reboot";
+        return "the driver was updated while running: reload its kernel modules or reboot";
     case cudaErrorSystemNotReady:
         return "the GPUs of an HGX or DGX machine need nvidia-fabricmanager: is it running?";
     case cudaErrorNoKernelImageForDevice:
@@ -130,12 +131,12 @@ static const char *cuda_hint(cudaError_t error, const char *call) {
     case cudaErrorIllegalAddress:
     case cudaErrorMisalignedAddress:
     case cudaErrorLaunchFailure:
-        return "a kernel failed earlier: CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer names it";
+        return "an earlier kernel failed: run with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer";
     case cudaErrorInvalidConfiguration:
     case cudaErrorInvalidValue:
-        return "a size is beyond what this GPU takes: try a smaller model, -b or -t";
+        return "a size exceeds the limits of this GPU: try a smaller model, -b or -t";
     default:
-        return "nvidia-smi and dmesg show the state of the GPU";
+        return "check the GPU with nvidia-smi and dmesg";
     }
 }
 
@@ -150,7 +151,7 @@ static void cuda_check_at(cudaError_t error, const char *call, const char *file,
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
         cuda_check_at(cudaGetLastError(), call, file, line);  // an earlier kernel error
-        die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this product here",
+        die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this matmul",
             file, line, call, cublasLtGetStatusName(status));
     }
 }
@@ -166,7 +167,7 @@ static void cublas_check_at(cublasStatus_t status, const char *call, const char 
 #if GPT2_NCCL
 #include <nccl.h>
 #if NCCL_VERSION_CODE < 21700
-#error "NCCL before 2.17 cannot be told how many blocks to run: `make NCCL=` builds for one GPU"
+#error "NCCL before 2.17 cannot limit its blocks; `make NCCL=` builds without it, for one GPU"
 #endif
 // Returns advice on an NCCL error, because NCCL's own messages rarely name the cause (NCCL user
 // guide, Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
@@ -178,10 +179,10 @@ static const char *nccl_hint(void) {
         return "/dev/shm has less than 256 MiB: a container needs --shm-size=1g or --ipc=host";
     }
     if (this_rank.local_ranks > 1 && cudaGetDeviceCount(&count) == cudaSuccess && count == 1) {
-        return "this rank sees one GPU alone, which some versions of NCCL cannot connect to "
-               "others: under srun --gpus-per-node with --gpu-bind=none shows all";
+        return "this rank sees a single GPU, which some versions of NCCL cannot connect to "
+               "others; with srun, use --gpus-per-node and --gpu-bind=none";
     }
-    return "NCCL_DEBUG=INFO says more";
+    return "set NCCL_DEBUG=INFO for details";
 }
 
 static void nccl_check_at(ncclResult_t result, const char *call, const char *file, int line) {
@@ -200,7 +201,7 @@ static void nccl_ask(ncclComm_t comm) {
     nccl_check(ncclCommGetAsyncError(comm, &result));
     if (result != ncclSuccess && result != ncclInProgress) {
         grace_ms = rank_grace_ms();
-        die("%sNCCL: %s; %s (NCCL_DEBUG=INFO says more)", this_rank.rank ? "" : "rank 0: ",
+        die("%sNCCL: %s; %s (set NCCL_DEBUG=INFO for details)", this_rank.rank ? "" : "rank 0: ",
             ncclGetErrorString(result), ncclGetLastError(comm));
     }
 }
@@ -266,11 +267,19 @@ template <>
 constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0x1p-8, false};
 template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // otherwise 16 bits
 
-// Calls f(E()), where E is the element type named by `type`. No other function maps a run's
-// settings to C++ types. A run can train in these three types.
+// Calls f(E()), where E is the element type named by `type`. A run can train in these three types.
 template <class F> static void with_type(Type type, F f) {
-    check(type <= TYPE_FP16, "no element type %d", (int)type);
+    check(type <= TYPE_FP16, "unknown element type %d", (int)type);
     type == TYPE_FP32 ? f(float()) : type == TYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
+}
+
+// Calls f(E(), G()) for the run's types of weights and of matrix gradients. No function but these
+// two maps a run's settings to C++ types.
+template <class F> static void with_types(const Settings *s, F f) {
+    with_type(s->dtype, [&](auto element) {
+        std::conditional_t<traits<decltype(element)>.narrow, float, decltype(element)> same{};
+        s->grad_dtype == s->dtype ? f(element, same) : f(element, float());
+    });
 }
 
 // Conversion to E rounds to nearest, ties to even.
@@ -1690,12 +1699,12 @@ struct MatmulPlan {
 };
 
 // A model has about thirty distinct GEMMs: four of a transformer block and the classifier's, in
-// three passes, with gradients of weights both written and accumulated.
+// three passes, with weight gradients both overwritten and accumulated.
 constexpr int MATMUL_PLANS = 64;
 constexpr int MATMUL_ALGORITHMS = 16;  // entries of the heuristic's list considered
 // Split-K candidates: the first SPLIT_BASES entries of a weight gradient's list with the sum over k
 // in this many parts, of at least SPLIT_STEPS steps each. A weight gradient has few tiles, and the
-// heuristic lists few of the numbers that would fill a GPU with them.
+// heuristic lists few of the splits that would fill a GPU.
 constexpr int32_t SPLITS[] = {2, 3, 4, 6, 8, 12};
 constexpr int SPLIT_BASES = 4, SPLIT_STEPS = 64;
 constexpr int MATMUL_CANDIDATES =
@@ -1797,14 +1806,14 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
                                              MATMUL_ALGORITHMS, results, &found);
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
     found = *status == CUBLAS_STATUS_SUCCESS ? found : 0;
-    auto writes_beside = [](const cublasLtMatmulHeuristicResult_t &result) {
+    auto writes_out_of_place = [](const cublasLtMatmulHeuristicResult_t &result) {
         return result.state == CUBLAS_STATUS_SUCCESS && matmul_writes_out_of_place(&result.algo);
     };
     const bool select =
-        plan->key.out_of_place && std::any_of(results, results + found, writes_beside);
+        plan->key.out_of_place && std::any_of(results, results + found, writes_out_of_place);
     int usable = 0;
     for (int i = 0; i < found; i++) {
-        if (select ? writes_beside(results[i]) : results[i].state == CUBLAS_STATUS_SUCCESS) {
+        if (select ? writes_out_of_place(results[i]) : results[i].state == CUBLAS_STATUS_SUCCESS) {
             results[usable++] = results[i];
         }
     }
@@ -1911,7 +1920,7 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
     if (matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes) == 0) {
-        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s", m, k,
+        die("cuBLASLt cannot multiply (%d x %d) by (%d x %d), %s input, %s output: %s", m, k,
             k, n, input_type == CUDA_R_32F ? "fp32" : "16 bits",
             output_type == CUDA_R_32F ? "fp32" : "16 bits", cublasLtGetStatusName(status));
     }
@@ -1924,7 +1933,7 @@ static MatmulPlan *matmul_plan_find(MatmulKey key) {
             return &matmul_library.plan[i];
         }
     }
-    check(matmul_library.plans < MATMUL_PLANS, "more distinct matrix products than MATMUL_PLANS");
+    check(matmul_library.plans < MATMUL_PLANS, "more distinct matmuls than MATMUL_PLANS");
     MatmulPlan *plan = &matmul_library.plan[matmul_library.plans++];
     matmul_plan_create(plan, key);
     return plan;
@@ -1973,7 +1982,7 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     check_rows(E, a_rows, a);
     check_rows(E, b_rows, b);
     check_rows(O, m, d, bias, c);
-    check(beta == 0 || beta == 1, "a product adds to C as it is or not at all");
+    check(beta == 0 || beta == 1, "beta is %g, must be 0 or 1", beta);
     MatmulKey key = {m,         n,                    k, transpose_a, transpose_b, bias != nullptr,
                      beta != 0, beta != 0 && c != d,  traits<E>.cuda_type, traits<O>.cuda_type};
     MatmulPlan *plan = matmul_plan_find(key);
@@ -1981,8 +1990,8 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     cublasStatus_t status = matmul_launch(plan, operands, stream);
     while (status != CUBLAS_STATUS_SUCCESS && !matmul_library.settled && matmul_plan_next(plan)) {
         (void)cudaGetLastError();  // clear the failed launch's error for later checks
-        fprintf(stderr, "%s: cuBLASLt refuses its algorithm for the product %s: %s; trying its "
-                "next one\n", program_name, matmul_key_text(&key).s,
+        fprintf(stderr, "%s: cuBLASLt's algorithm for matmul %s failed: %s; trying the next "
+                "one\n", program_name, matmul_key_text(&key).s,
                 cublasLtGetStatusName(status));
         status = matmul_launch(plan, operands, stream);
     }
@@ -2588,7 +2597,7 @@ constexpr int HEAD_MAX_FP32 = 512;            // each warp keeps a row in shared
 
 // check_attention: asserts the limits of the attention kernels, for the forward and backward pass.
 template <class E> static void check_attention(int B, int T, int C, int NH) {
-    static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "a block for every four rows");
+    static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "one block per four rows");
     static_assert((uint64_t)LENGTH_MAX * 3 * CHANNELS_MAX < UINT32_MAX, "tile_load's offsets");
     check(B >= 1 && B <= GRID_YZ_MAX && T >= 1 && T <= LENGTH_MAX && NH >= 1 && C % NH == 0,
           "attention of batch %d, length %d, %d channels in %d heads", B, T, C, NH);
@@ -4071,7 +4080,7 @@ static int device_name(char name[96]) {
     }
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error == cudaErrorInsufficientDriver) {
-        snprintf(name, 96, "the driver is for CUDA %d.%d, too old for this program's CUDA %d.%d",
+        snprintf(name, 96, "the driver supports CUDA %d.%d, too old for this program's CUDA %d.%d",
                  driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
                  CUDART_VERSION % 1000 / 10);
     }
@@ -4102,12 +4111,28 @@ static int device_lacks_bf16(void) {
 static void device_select(int local_rank) {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
-        die("this machine has no NVIDIA driver: nothing here can run CUDA; train_gpt2 is the "
-            "program without "
-            "a GPU");
+        die("no NVIDIA driver found; train_gpt2 runs on the CPU");
     }
     cuda_check(cudaGetDeviceCount(&count));
     cuda_check(cudaSetDevice(local_rank % count));
+}
+
+// Returns how the GPUs of `ranks` ranks on this machine are connected. NVLink between every two of
+// them, which with more than four GPUs means NVSwitch, is what makes one GPU's atomic operations in
+// the memory of another native (CUDA Runtime API, cudaDeviceP2PAttr).
+static Link device_link(int ranks) {
+    int count = 0, all = 1;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count < ranks) {
+        return LINK_UNKNOWN;
+    }
+    for (int b = 1; b < ranks; b++) {
+        for (int a = 0, native; a < b; a++) {
+            cuda_check(cudaDeviceGetP2PAttribute(&native, cudaDevP2PAttrNativeAtomicSupported, a,
+                                                 b));
+            all &= native;
+        }
+    }
+    return all && ranks > 1 ? LINK_NVLINK : LINK_PCIE;
 }
 
 // Selects this rank's GPU as the current device and returns its free bytes.
@@ -4117,8 +4142,8 @@ static size_t device_available(void) {
     cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &total_bytes));
     if (!available_limit[0]) {  // on later calls this run's own memory would be included
         snprintf(available_limit, sizeof available_limit,
-                 " (at the start %s of this GPU's %s were in use, by this program's CUDA context "
-                 "and by other processes, which nvidia-smi lists)",
+                 " (%s of %s were in use at start-up by this program's CUDA context and by "
+                 "other processes; see nvidia-smi)",
                  bytes_text((double)(total_bytes - device_memory.free_bytes)).s,
                  bytes_text((double)total_bytes).s);
     }
@@ -4149,9 +4174,9 @@ static void memory_near(void *memory, size_t bytes, int node) {
     }
 }
 
-// Returns true if host memory registered by the program has the same address on the GPU, which it
-// has not under WSL (from sgl-project/sglang#40232). Memory allocated by CUDA itself has the same
-// address everywhere.
+// Returns true if host memory registered by the program has the same address on the GPU, which is
+// not the case under WSL (from sgl-project/sglang#40232). Memory allocated by CUDA itself has the
+// same address everywhere.
 static bool pinned_in_place(void) {
     int device, same;
     cuda_check(cudaGetDevice(&device));
@@ -4171,10 +4196,8 @@ static int device_node(const char *root) {
 // Allocates `bytes` of zeroed, pinned host memory. Without pinning, copies would not overlap with
 // kernels and kernels could not access it. If pinned_in_place(), the memory is mapped, touched by
 // all threads and then registered: cudaMallocHost, which clears every page in one thread, takes
-// five times as long (0.49 s per GiB, from rapidsai/cudf#23457). Ends the run if that much cannot
-// be pinned.
-// On a machine with two processors, the GPU accesses the memory of its own processor, `node`,
-// faster.
+// five times as long (0.49 s per GiB, from rapidsai/cudf#23457). The GPU accesses memory of its own
+// NUMA node, `node`, faster. Ends the run if that much cannot be pinned.
 static char *pinned_open(size_t bytes, int node) {
     constexpr int64_t PART = 2 << 20;  // a huge page
     const bool in_place = pinned_in_place();
@@ -4278,7 +4301,7 @@ static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t e
 static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
                          size_t bytes) {
     const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
-    cudaEvent_t ready = s->ready[v->what][v->slot], gone = s->gone[v->what][v->slot];
+    cudaEvent_t ready = s->ready[v->kind][v->slot], gone = s->gone[v->kind][v->slot];
     if (phase == FETCH && store) {
         stream_after(s->up, s->compute, s->now);
         cuda_check(cudaMemcpyAsync(slot, store, bytes, cudaMemcpyHostToDevice, s->up));
@@ -4294,12 +4317,12 @@ static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
     }
 }
 
-// Calls `what` for every event.
-template <class What> static void offload_each_event(OffloadStreams *s, What what) {
-    what(&s->now);
+// Calls f for every event.
+template <class F> static void offload_each_event(OffloadStreams *s, F f) {
+    f(&s->now);
     for (int i = 0; i < KINDS * SLOTS; i++) {
-        what(&s->ready[i / SLOTS][i % SLOTS]);
-        what(&s->gone[i / SLOTS][i % SLOTS]);
+        f(&s->ready[i / SLOTS][i % SLOTS]);
+        f(&s->gone[i / SLOTS][i % SLOTS]);
     }
 }
 
@@ -4307,7 +4330,6 @@ template <class What> static void offload_each_event(OffloadStreams *s, What wha
 // the stream `compute`, which the caller continues to own.
 static void offload_open(OffloadStreams *s, Plan *p, cudaStream_t compute, const RankComm *ranks) {
     p->transfer_context = s;
-    p->transfer = gpu_transfer;
     s->compute = compute;
     s->ranks = ranks;
     cuda_check(cudaStreamCreateWithFlags(&s->up, cudaStreamNonBlocking));
@@ -4998,7 +5020,7 @@ static uint64_t fingerprint_program(void) {
 
 // The handshake: compares the RankInfo of all ranks. Ends the run, with an error printed by rank 0,
 // if they cannot train together. Otherwise rank_info receives the NCCL id of rank 0 and the
-// smallest device and host memory of any rank.
+// smallest memory and number of thread blocks of any rank.
 static void ranks_handshake(void) {
     const size_t n = (size_t)this_rank.ranks;
     static const struct {
@@ -5019,6 +5041,7 @@ static void ranks_handshake(void) {
     for (size_t r = 1; r < n; r++) {
         cards[0].device = cards[r].device < cards[0].device ? cards[r].device : cards[0].device;
         cards[0].host = cards[r].host < cards[0].host ? cards[r].host : cards[0].host;
+        cards[0].ctas = cards[r].ctas < cards[0].ctas ? cards[r].ctas : cards[0].ctas;
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
             if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,
                        sizeof(uint64_t)) != 0) {
@@ -5037,6 +5060,7 @@ static void ranks_handshake(void) {
     memcpy(rank_info.id, cards[0].id, RANK_ID);
     rank_info.device = cards[0].device;
     rank_info.host = cards[0].host;
+    rank_info.ctas = cards[0].ctas;
     free(cards);
 }
 
@@ -5070,13 +5094,14 @@ static void rank_handshake(char gpu[RANK_TEXT], char id[RANK_ID]) {
 }
 
 // Program.ranks_start: this process becomes one of the ranks that launcher `l` has started, or
-// forks `gpus` ranks.
+// forks `gpus` ranks. CUDA is first used after that.
 static void ranks_start(const Launcher *l, int gpus) {
     if (l->copies > 1) {
         ranks_join(l, device_select);
     } else {
         ranks_fork(gpus);
     }
+    machine_link = device_link(this_rank.local_ranks);
 }
 
 // Program.ranks_handshake: fills in this rank's GPU and, on rank 0, the id of the communicator,
@@ -5276,11 +5301,11 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
             store = own;
         }
         rank_gather_from(c, slot, store, part);
-        cuda_check(cudaEventRecord(s->ready[v->what][v->slot], c->stream));
+        cuda_check(cudaEventRecord(s->ready[v->kind][v->slot], c->stream));
     } else if (phase == STORE && v->out & PLACE_SHARD) {
         stream_after(c->stream, s->compute, s->now);
         rank_reduce<G>(c, (G *)store, (const G *)slot, part / sizeof(G), p->adds != 0);
-        cuda_check(cudaEventRecord(s->gone[v->what][v->slot], c->stream));
+        cuda_check(cudaEventRecord(s->gone[v->kind][v->slot], c->stream));
     } else {
         gpu_transfer(p, phase, v, slot, store, bytes);
     }
@@ -5331,12 +5356,12 @@ static void rank_open(RankComm *c, const Settings *s) {
 }
 
 // Creates the NCCL communicator, which waits for all ranks. NCCL's buffers grow with its number of
-// thread blocks, which is therefore kept small: see nccl_estimate_bytes.
-static void rank_connect(RankComm *c) {
+// thread blocks, which is therefore limited: see settings_nccl.
+static void rank_connect(RankComm *c, int ctas) {
 #if GPT2_NCCL
     ncclUniqueId id;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.maxCTAs = NCCL_CHANNELS;
+    config.maxCTAs = ctas;
     memcpy(&id, rank_info.id, sizeof id);
     // Other ranks may arrive minutes later, if they have more kernels to compile: the watchdog must
     // see that this rank waits for them.
@@ -5396,8 +5421,9 @@ struct GpuBatch {
 static GpuBatch batch_at(int *memory, int N) { return {memory, memory + N, memory + 2 * N}; }
 
 // The GPU engine: the plan, the compute stream, and the host memory that feeds it.
-template <class E, class G> struct GpuNetwork {
+struct GpuNetwork {
     Plan *plan;
+    void (*stage)(void *pass, int stage, int layer);  // gpu_stage in the run's types
     cudaStream_t stream;
     GpuBatch pinned[2];       // one is filled while the other is uploaded
     cudaEvent_t uploaded[2];  // recorded when a slot may be refilled
@@ -5415,7 +5441,7 @@ template <class E, class G> struct GpuNetwork {
 
 // Returns buffer `id` (BUF_*), of which the plan has only one, as an array of type N, or null if
 // this run's plan lacks it. BUF_GRADS holds only matrices, BUF_GRADS_1D only vectors.
-template <class N, class E, class G> static N *gpu_buffer(const GpuNetwork<E, G> *net, int id) {
+template <class N> static N *gpu_buffer(const GpuNetwork *net, int id) {
     return net->plan->single[id] < 0 ? nullptr : (N *)plan_single(net->plan, id);
 }
 
@@ -5423,7 +5449,7 @@ template <class N, class E, class G> static N *gpu_buffer(const GpuNetwork<E, G>
 // blocks. There everything has one type; here weights and activations are E, statistics fp32,
 // matrix gradients G and vector gradients fp32.
 template <class E, class G> struct GpuBlock {
-    const GpuNetwork<E, G> *net;
+    const GpuNetwork *net;
     int layer;
     E *act(int id) const { return (E *)plan_act(net->plan, id, layer); }
     float *stat(int id) const { return (float *)plan_act(net->plan, id, layer); }
@@ -5443,8 +5469,8 @@ template <class E, class G> struct GpuBlock {
 };
 
 // The arguments of one run_stages call, like Pass in chapter The network.
-template <class E, class G> struct GpuPass {
-    GpuNetwork<E, G> *net;
+struct GpuPass {
+    GpuNetwork *net;
     GpuBatch batch;  // on the device; targets null: only the logits after input `row`
     int segments;    // distinct tokens of the batch
     int row, B, T;
@@ -5457,7 +5483,7 @@ template <class E, class G> struct GpuPass {
 // Runs one forward stage of transformer block `l`, in the forward pass or as recomputation, like
 // block_forward in chapter The network.
 template <class E, class G>
-static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
+static void gpu_block_forward(const GpuPass *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
     const Model *m = &pass->net->plan->settings.model;
     const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
@@ -5508,7 +5534,7 @@ static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
 // Bias gradients are summed where the values are in registers anyway: fc's in GELU's backward,
 // qkv's in attention's, attproj's in LN2's, and fcproj's in that of the LayerNorm after the block.
 template <class E, class G>
-static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
+static void gpu_block_backward(const GpuPass *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
     const Model *m = &pass->net->plan->settings.model;
     const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
@@ -5575,8 +5601,8 @@ static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, b
 
 // Runs the classifier in chunks of rows, like network_head in chapter The network. The sum of
 // losses stays on the device: returning it here would make the host wait in every micro-step.
-template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
-    const GpuNetwork<E, G> *net = pass->net;
+template <class E, class G> static void gpu_head(const GpuPass *pass) {
+    const GpuNetwork *net = pass->net;
     const GpuBlock<E, G> b = {net, 0};
     const Settings *s = &net->plan->settings;
     const int C = s->model.C, V = s->model.V, Vp = s->model.Vp;
@@ -5608,7 +5634,7 @@ template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
 // Sums bucket `bucket` of the gradients, which is complete on the compute stream, over all ranks:
 // an in-place reduce-scatter on the ranks' stream, which overlaps with compute. Without ZeRO every
 // rank updates all parameters, so an all-gather follows.
-template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, int bucket) {
+template <class G> static void gpu_reduce(const GpuNetwork *net, int bucket) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
     const Bucket b = bucket_at(&s->model, s->ranks, bucket);
@@ -5636,37 +5662,37 @@ template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, 
 // Reduces the remaining buckets, which all blocks share, at the end of a step's last micro-step.
 // They are complete only now: wte's gradient is written by the classifier and by the embedding, the
 // vectors' by every layer. Compute waits until every sum is complete.
-template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
+template <class G> static void gpu_join(const GpuNetwork *net) {
     for (int bucket : {BUCKET_WTE, BUCKET_WPE, BUCKET_VECTORS}) {
-        gpu_reduce(net, bucket);
+        gpu_reduce<G>(net, bucket);
     }
     stream_after(net->stream, net->ranks.stream, net->ranks.event);
 }
 
 // All-gathers the weights after an update, in which each rank has updated only its own shards.
 // Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
-// gathered in the staging buffer, because NCCL gets no pinned memory. Vectors, which all ranks have
-// updated alike, need no gathering: the same operations on the same numbers give the same bits.
-template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
+// gathered in the staging buffer, because NCCL is not given pinned memory. Every rank has updated
+// the vectors itself, with the same operations on the same numbers.
+static void gpu_gather_weights(const GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
     const int placement = s->placement[KIND_WEIGHTS], stay = placement ? 0 : s->model.L;
+    const size_t bytes = type_bytes(s->dtype);
     stream_after(c->stream, net->stream, c->event);
     for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + stay; bucket++) {
         const Bucket b = bucket_at(&s->model, s->ranks, bucket);
-        rank_gather(c, gpu_buffer<E>(net, BUF_WEIGHTS) + b.offset, (size_t)b.part * sizeof(E));
+        rank_gather(c, gpu_buffer<char>(net, BUF_WEIGHTS) + b.offset * bytes, b.part * bytes);
     }
     // Skipped if `on` is 0: nothing is gathered then, and the other ranks' parts, including
     // padding, would be copied from whatever the staging buffer held.
     for (int l = 0; placement == PLACE_HOST && c->on && l < s->model.L; l++) {
         const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
-        E *whole = gpu_buffer<E>(net, BUF_WEIGHTS_STORE) + l * b.count;
-        E *staging = (E *)(void *)c->staging;
-        const size_t own = (size_t)c->rank * b.part, part = (size_t)b.part * sizeof(E);
-        cuda_check(cudaMemcpyAsync(staging + own, whole + own, part, cudaMemcpyHostToDevice,
+        char *whole = gpu_buffer<char>(net, BUF_WEIGHTS_STORE) + l * b.count * bytes;
+        const size_t part = b.part * bytes, own = c->rank * part;
+        cuda_check(cudaMemcpyAsync(c->staging + own, whole + own, part, cudaMemcpyHostToDevice,
                                    c->stream));
-        rank_gather(c, staging, part);
-        cuda_check(cudaMemcpyAsync(whole, staging, s->ranks * part, cudaMemcpyDeviceToHost,
+        rank_gather(c, c->staging, part);
+        cuda_check(cudaMemcpyAsync(whole, c->staging, s->ranks * part, cudaMemcpyDeviceToHost,
                                    c->stream));
     }
     stream_after(net->stream, c->stream, c->event);
@@ -5674,8 +5700,8 @@ template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G
 
 // Computes one stage of a GpuPass: the function that run_stages calls.
 template <class E, class G> static void gpu_stage(void *self, int stage, int layer) {
-    const GpuPass<E, G> *pass = (const GpuPass<E, G> *)self;
-    const GpuNetwork<E, G> *net = pass->net;
+    const GpuPass *pass = (const GpuPass *)self;
+    const GpuNetwork *net = pass->net;
     const GpuBlock<E, G> b = {net, 0};
     const Model *m = &net->plan->settings.model;
     const int B = pass->B, T = pass->T, C = m->C;
@@ -5691,7 +5717,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
                                  b.weight(LNFW), b.weight(LNFB), B * T, C, stream);
         break;
     case HEAD:
-        gpu_head(pass);
+        gpu_head<E, G>(pass);
         break;
     case D_LNF:
         gpu_layernorm_backward<E>(
@@ -5709,14 +5735,14 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
         break;
     case JOIN:  // run_stages has waited for all stores
         if (pass->last && net->plan->settings.ranks > 1) {
-            gpu_join(net);
+            gpu_join<G>(net);
         }
         break;
     default:  // a stage of a block
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
         if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1 &&
             !net->plan->settings.placement[KIND_GRADIENTS]) {
-            gpu_reduce(net, BUCKET_BLOCKS + layer);  // its matrix gradients are complete
+            gpu_reduce<G>(net, BUCKET_BLOCKS + layer);  // its matrix gradients are complete
         }
     }
 }
@@ -5732,9 +5758,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 
 // Queues the upload of a batch through the next pinned slot, and makes it the batch of the pass. If
 // gradients are wanted, the tokens sorted for the embedding's backward are uploaded with it.
-template <class E, class G>
-static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *targets) {
-    GpuNetwork<E, G> *net = pass->net;
+static void gpu_upload(GpuPass *pass, const Token *inputs, const Token *targets) {
+    GpuNetwork *net = pass->net;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T, slot = 1 - net->slot;
     GpuBatch host = net->pinned[slot];
@@ -5759,24 +5784,22 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
 
 // Engine.prepare: prefetches a batch. The copy is queued after the micro-step that still reads the
 // previous batch.
-template <class E, class G>
 static void gpu_prepare(Engine *e, const Token *inputs, const Token *targets) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    GpuPass<E, G> pass = {net, {}, 0, 0, 0, 0, 1.0f, false, 0, false};
+    GpuNetwork *net = (GpuNetwork *)e->self;
+    GpuPass pass = {net, {}, 0, 0, 0, 0, 1.0f, false, 0, false};
     gpu_upload(&pass, inputs, targets);
     net->prepared = pass.segments;
 }
 
 // Engine.micro_step: forward and backward; gradients are accumulated on the device.
-template <class E, class G>
 static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
                            int accum_steps) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     Plan *p = net->plan;
     const Settings *s = &p->settings;
     const float dloss = (float)(1.0 / ((double)(s->B * s->T) * accum_steps * s->ranks));
     const bool last = accum_step + 1 == accum_steps;
-    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0, 0, last};
+    GpuPass pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0, 0, last};
     net->accum_steps = accum_steps;
     if (net->prepared) {
         pass.batch = batch_at(gpu_buffer<int>(net, BUF_BATCH), s->B * s->T);
@@ -5789,13 +5812,13 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
         cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
                                    p->buffers[p->single[BUF_GRADS_1D]].bytes, net->stream));
     }
-    run_stages(p, tick_join(s), accum_step > 0, gpu_stage<E, G>, &pass);
+    run_stages(p, tick_join(s), accum_step > 0, net->stage, &pass);
 }
 
 // Runs AdamW with M as the type of the moments and, if SPLIT, fp32 master weights stored as two
 // 16-bit halves. `updates`: the number of updates before this one.
 template <class E, class G, class M, bool SPLIT>
-static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Options *o,
+static void gpu_adamw_all(GpuNetwork *net, const AdamW &adamw, const Options *o,
                           int64_t updates) {
     UpdateRandom key = {(uint64_t)o->seed, (uint32_t)updates};
     gpu_adamw<E, G, M, SPLIT>(
@@ -5809,10 +5832,9 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
 
 // Engine.update. Norm, clip factor and the decision to skip are computed on the device, where AdamW
 // reads them. The host waits once, for the values it reports.
-template <class E, class G>
 static StepResult gpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     plan_tick(net->plan, tick_update(s));
     transfers_forget_weights(net->plan);
@@ -5820,11 +5842,14 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     const ParamRange *ranges = gpu_buffer<ParamRange>(net, BUF_TENSORS);
     // With several ranks, each sums only its own shards at every ZeRO stage, so the norm is bitwise
     // identical across stages.
-    gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
-                           gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
-                           gpu_buffer<G>(net, BUF_GRADS_STORE),
-                           s->ranks > 1 ? ranges + net->range_count : ranges, net->norm_count,
-                           net->norm_chunks, net->stream);
+    with_types(s, [&](auto, auto grad) {
+        using G = decltype(grad);
+        gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
+                               gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
+                               gpu_buffer<G>(net, BUF_GRADS_STORE),
+                               s->ranks > 1 ? ranges + net->range_count : ranges, net->norm_count,
+                               net->norm_chunks, net->stream);
+    });
     if (s->ranks > 1) {
         rank_statuses(&net->ranks, &state->all, &state->update,
                       gpu_buffer<char>(net, BUF_RANK_STATUS), &state->loss_sum, net->stream);
@@ -5832,16 +5857,20 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is applied on the device, so the host passes a gradient scale of 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
-    if constexpr (is_fp32<E> || traits<E>.narrow) {
-        gpu_adamw_all<E, G, float, traits<E>.narrow>(net, adamw, o, updates);
-    } else {
-        auto update = [&](auto moment) {
-            using M = decltype(moment);
-            s->split_master ? gpu_adamw_all<E, G, M, true>(net, adamw, o, updates)
-                            : gpu_adamw_all<E, G, M, false>(net, adamw, o, updates);
-        };
-        s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
-    }
+    with_types(s, [&](auto element, auto grad) {
+        using E = decltype(element);
+        using G = decltype(grad);
+        if constexpr (is_fp32<E> || traits<E>.narrow) {
+            gpu_adamw_all<E, G, float, traits<E>.narrow>(net, adamw, o, updates);
+        } else {
+            auto update = [&](auto moment) {
+                using M = decltype(moment);
+                s->split_master ? gpu_adamw_all<E, G, M, true>(net, adamw, o, updates)
+                                : gpu_adamw_all<E, G, M, false>(net, adamw, o, updates);
+            };
+            s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
+        }
+    });
     // After AdamW and before the next forward: compute waits for the gathered weights.
     if (s->placement[KIND_MOMENTS] & PLACE_SHARD) {
         gpu_gather_weights(net);
@@ -5867,8 +5896,8 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
 // Engine.replica: returns a hash of the weights, master weights (or their low halves) and moments,
 // except sharded parts, so all ranks must get the same value. Buffers are in bucket order: vectors
 // first, the matrices of blocks last.
-template <class E, class G> static uint64_t gpu_replica(Engine *e) {
-    const GpuNetwork<E, G> *net = (const GpuNetwork<E, G> *)e->self;
+static uint64_t gpu_replica(Engine *e) {
+    const GpuNetwork *net = (const GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int64_t vectors = bucket_at(&s->model, s->ranks, BUCKET_VECTORS).count;
     const int64_t singles = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS).offset;
@@ -5897,16 +5926,15 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
 }
 
 // Engine.forward_loss: runs the stages up to the head, without gradients.
-template <class E, class G>
 static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
-    static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    static_assert(sizeof(real) == sizeof(float), "losses are copied without conversion");
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
     // `first` resets the sum of losses; a step's own sum has been read by then.
-    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
+    GpuPass pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
     gpu_upload(&pass, inputs, targets);
-    run_stages(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
+    run_stages(net->plan, tick_head(&s->model), 0, net->stage, &pass);
     const float *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->loss_sum;
     cuda_check(cudaMemcpyAsync(&net->result->loss_sum, sum, sizeof(float), cudaMemcpyDeviceToHost,
                                net->stream));
@@ -5918,33 +5946,35 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     return net->result->loss_sum / (double)N;
 }
 
-// Reads the logits in the first row of BUF_LOGITS as floats. Waits for the stages before: the token
-// sampled from the logits is the next input.
-template <class E, class G> static void gpu_read_logits(const GpuNetwork<E, G> *net, real *out) {
+// Reads the logits in the first row of BUF_LOGITS as floats, waiting for the stages that compute
+// them: the next input is the token sampled from the logits.
+static void gpu_read_logits(const GpuNetwork *net, real *out) {
     const int V = net->plan->settings.model.V;
-    E *host = (E *)alloc_zero((size_t)V, sizeof(E));
-    copy_wait(host, gpu_buffer<E>(net, BUF_LOGITS), V * sizeof(E), net->stream);
-    for (int v = 0; v < V; v++) {
-        out[v] = to_float(host[v]);
-    }
-    free(host);
+    with_type(net->plan->settings.dtype, [&](auto element) {
+        using E = decltype(element);
+        E *host = (E *)alloc_zero((size_t)V, sizeof(E));
+        copy_wait(host, gpu_buffer<E>(net, BUF_LOGITS), V * sizeof(E), net->stream);
+        for (int v = 0; v < V; v++) {
+            out[v] = to_float(host[v]);
+        }
+        free(host);
+    });
 }
 
 // Engine.extend. Tokens are processed in chunks of s->T, the rows of the plan, and the remainder
 // one by one. So each matmul has only two shapes, and the warm-up has run both.
-template <class E, class G>
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     Token *padded = (Token *)alloc_zero(2 * (size_t)s->T, sizeof(Token));
     for (int i = 0, rows; i < n; i += rows) {
         rows = n - i >= s->T ? s->T : 1;
         const int end = i + rows == n ? tick_head(&s->model) : tick_lnf(&s->model) - 1;
-        GpuPass<E, G> pass = {net, {}, 0, rows - 1, 1, rows, 0.0f, true, first + i, false};
+        GpuPass pass = {net, {}, 0, rows - 1, 1, rows, 0.0f, true, first + i, false};
         memcpy(padded, tokens + i, (size_t)rows * sizeof(Token));
         gpu_upload(&pass, padded, padded + s->T);
         pass.batch.targets = nullptr;  // as in gpu_logits
-        run_stages(net->plan, end, 0, gpu_stage<E, G>, &pass);
+        run_stages(net->plan, end, 0, net->stage, &pass);
     }
     free(padded);
     gpu_read_logits(net, out);
@@ -5952,17 +5982,16 @@ static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int
 
 // Engine.logits. Always runs one sequence of T tokens, so that no matmul has a new shape. The
 // tokens after the first n are padding, which the causal mask hides from the first n.
-template <class E, class G>
 static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
-    GpuPass<E, G> pass = {net, {}, 0, n - 1, 1, s->T, 0.0f, true, 0, false};
+    GpuPass pass = {net, {}, 0, n - 1, 1, s->T, 0.0f, true, 0, false};
     Token *padded = (Token *)alloc_zero(2 * (size_t)N, sizeof(Token));
     memcpy(padded, tokens, (size_t)n * sizeof(Token));
     gpu_upload(&pass, padded, padded + N);
     pass.batch.targets = nullptr;  // uploaded with the batch, but not used
-    run_stages(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
+    run_stages(net->plan, tick_head(&s->model), 0, net->stage, &pass);
     free(padded);
     gpu_read_logits(net, out);
 }
@@ -6435,8 +6464,7 @@ static int state_buffer(int state) {
 
 // Returns a view of a span (a range of elements of one tensor) of `state` (STATE_*) in its backing
 // store, the place where it is stored between uses.
-template <class E, class G>
-static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorSpan *span) {
+static StateView gpu_state(const GpuNetwork *net, int state, const TensorSpan *span) {
     const Plan *p = net->plan;
     const Settings *s = &p->settings;
     const Kind kind = state == STATE_MASTER ? KIND_MASTER : state_kinds[state];
@@ -6546,8 +6574,7 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &
 // Reads the elements of a span into `host` from the ranks that hold them. The ranks broadcast their
 // elements one after another, so all ranks must make the same call. With `own`, the elements are
 // read from this rank, which must hold all of them.
-template <class E, class G>
-static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSpan &span, bool own,
+static void rank_fetch(GpuNetwork *net, const RankState &b, const TensorSpan &span, bool own,
                        char *host) {
     Settings s = net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -6571,7 +6598,7 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(capacity / b.bytes));
-            if (q == c->rank) {  // staged, because NCCL gets no pinned memory
+            if (q == c->rank) {  // staged, because NCCL is not given pinned memory
                 cuda_check(cudaMemcpyAsync(staging, rank_state_at(net->plan, b, span, r, at),
                                            (size_t)n * b.bytes, cudaMemcpyDefault, c->stream));
             }
@@ -6587,9 +6614,7 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
 
 // Reads a span of weights or moments on several ranks, as state_read does on one. Buffers are in
 // bucket order, and other ranks' shards are fetched unless all of the span is this rank's `own`.
-template <class E, class G>
-static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, bool own,
-                      real *out) {
+static void rank_read(GpuNetwork *net, int state, const TensorSpan &span, bool own, real *out) {
     const Settings *s = &net->plan->settings;
     const StateView v = gpu_state(net, state, &span);
     const bool sharded = (s->placement[KIND_MOMENTS] & PLACE_SHARD) != 0;
@@ -6610,9 +6635,7 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
 
 // Writes the elements of a span that this rank holds, from values that every rank has: all ranks
 // read initial weights, files and checkpoints, so nothing needs to be sent.
-template <class E, class G>
-static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
-                       const real *values) {
+static void rank_write(GpuNetwork *net, int state, const TensorSpan &span, const real *values) {
     const Plan *p = net->plan;
     const TensorRange own = tensor_update_range(&p->settings, span.tensor, span.layer);
     const TensorRange all = tensor_range(&p->settings, span.tensor, span.layer, 1);
@@ -6637,9 +6660,9 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
 // Returns the divisor that unscales the gradients: the loss scale they were computed with, or 1 if
 // the run has no loss scale. Do not call it between an update and the next step, because the update
 // may have changed the loss scale.
-template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *net) {
+static float gpu_loss_scale(const GpuNetwork *net) {
     float scale = 1;
-    if constexpr (traits<E>.narrow) {
+    if (net->plan->settings.dtype == TYPE_FP16) {
         copy_wait(&scale, &gpu_buffer<GpuState>(net, BUF_STATE)->update.loss_scale, sizeof scale,
                   net->stream);
     }
@@ -6649,18 +6672,17 @@ template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *
 // Engine.scale_loss: sets the loss scale to 2^log2, after `good_steps` steps with finite gradients.
 // Sets all other fields of UpdateState to 0, such as the number of skipped updates, except
 // scale_grows.
-template <class E, class G>
 static void gpu_scale_loss(Engine *e, int log2, int64_t good_steps) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const UpdateState state = {0, 0, 0, 0, 0, ldexpf(1, log2), (int)good_steps,
-                               traits<E>.narrow ? LOSS_SCALE_GROWS : 0, 0};
+                               e->scale_loss ? LOSS_SCALE_GROWS : 0, 0};
     copy_wait(&gpu_buffer<GpuState>(net, BUF_STATE)->update, &state, sizeof state, net->stream);
 }
 
 // Engine.read and Engine.read_own; gpu_write below is Engine.write. Gradients can only be read.
-template <class E, class G, bool OWN>
+template <bool OWN>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     TensorSpan span = {};
     progress();
     const real scale = state == STATE_GRADS ? gpu_loss_scale(net) : 1;
@@ -6679,15 +6701,14 @@ static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
     }
 }
 
-template <class E, class G>
 static void gpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     TensorSpan span = {};
     progress();
     transfers_forget_weights(net->plan);
     e->zero = 0;
     if (state == STATE_WEIGHTS && has_whole_master(&net->plan->settings)) {
-        gpu_write<E, G>(e, STATE_MASTER, offset, values, count);
+        gpu_write(e, STATE_MASTER, offset, values, count);
     }
     while (span_next(&net->plan->settings.model, offset, count, &span)) {
         if (net->ranks.ranks > 1) {
@@ -6700,9 +6721,8 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
 
 // Engine.gather: an all-gather of `mine` on the ranks' stream, in pieces of RANK_STATUS_BYTES. It
 // carries the few numbers on which ranks agree between steps, so the host may wait for it.
-template <class E, class G>
 static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
-    const GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const GpuNetwork *net = (GpuNetwork *)e->self;
     const RankComm *c = &net->ranks;
     char *words = gpu_buffer<char>(net, BUF_RANK_STATUS);
     char *host = (char *)alloc_zero((size_t)c->ranks, RANK_STATUS_BYTES);
@@ -6724,8 +6744,8 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
 // and runs every kernel and collective once as a warm-up. Also closes the network again.
 
 // Frees everything except the plan. Queued work must finish first, because it uses the memory.
-template <class E, class G> static void gpu_close(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+static void gpu_close(Engine *e) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     stream_wait(net->stream);
     gpu_matmul_close();
     if (net->ranks.ranks > 1) {
@@ -6773,7 +6793,7 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
 
 // Builds the tables of ranges for AdamW and for the norm, which gpu_begin copies to BUF_TENSORS; on
 // a single rank they are one table.
-template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
+static void gpu_ranges_open(GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     net->ranges = (ParamRange *)alloc_zero(2 * (size_t)model_tensors(&s->model) + 1,
                                            sizeof(ParamRange));
@@ -6788,7 +6808,7 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
 // Initialises device memory for the first step: uploads the table of tensor ranges, and zeroes
 // weights, master weights and moments. The warm-up leaves them at zero: its weights are zero, so
 // every gradient is. Pinned memory is zero already, except in test builds, which fill it with NaN.
-template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
+static void gpu_begin(GpuNetwork *net) {
     // With several ranks the norm has its own table, after AdamW's.
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
@@ -6804,11 +6824,10 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
 }
 
 // Chooses the matmuls' algorithms (chapter Matmul, 5) after the warm-up has run every matmul once.
-// Timing uses the larger part of the arena before or after the workspace, which contains nothing
-// yet that gpu_begin would not restore. So it needs no memory of its own, and has as much as the
-// run's own operands.
-template <class E, class G> static void gpu_tune(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+// Timing uses the part of the arena before or after the workspace, whichever is larger, and no
+// other memory; gpu_begin restores the contents.
+static void gpu_tune(Engine *e) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     Plan *p = net->plan;
     if (p->settings.tune && matmul_can_time() && matmul_choices_load() > 0) {
         const Buffer *workspace = &p->buffers[p->single[BUF_MATMUL]];
@@ -6835,30 +6854,30 @@ template <class E, class G> static void gpu_tune(Engine *e) {
 // Runs a step of two micro-steps, an evaluation and a sample on all-zero inputs. There are two
 // micro-steps because an accumulating matmul (beta = 1) may use a different cuBLASLt kernel from
 // one that overwrites its output (beta = 0).
-template <class E, class G> static void gpu_warm_up_step(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+static void gpu_warm_up_step(Engine *e) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     Token *zeros = (Token *)alloc_zero(2 * (size_t)s->B * s->T, sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)s->model.V, sizeof(real));
     Options o;
     options_default(&o);
     if (s->cache) {  // a chunk of a prompt, then one token
-        gpu_extend<E, G>(e, logits, zeros, 0, s->T);
-        gpu_extend<E, G>(e, logits, zeros, s->T - 1, 1);
+        gpu_extend(e, logits, zeros, 0, s->T);
+        gpu_extend(e, logits, zeros, s->T - 1, 1);
     } else {
         if (!s->forward) {
-            gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
-            gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
-            gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
+            gpu_micro_step(e, zeros, zeros, 0, 2);
+            gpu_micro_step(e, zeros, zeros, 1, 2);
+            gpu_update(e, &o, 0, HUGE_VAL, 0);
         }
-        gpu_forward_loss<E, G>(e, nullptr, zeros, zeros);
-        gpu_logits<E, G>(e, logits, zeros, 1);
+        gpu_forward_loss(e, nullptr, zeros, zeros);
+        gpu_logits(e, logits, zeros, 1);
     }
     if (s->ranks > 1) {
-        gpu_replica<E, G>(e);
+        gpu_replica(e);
     }
     if (s->ranks > 1 && !s->forward) {  // as saving does: NCCL connects and allocates for it
-        gpu_read<E, G, false>(e, STATE_M, tensor_offset(&s->model, WTE, 0), logits, 1);
+        gpu_read<false>(e, STATE_M, tensor_offset(&s->model, WTE, 0), logits, 1);
     }
     free(zeros);
     free(logits);
@@ -6866,15 +6885,15 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
 
 // Engine.set_algorithms. With several ranks, each rank first runs the newly chosen kernels by
 // itself: see 3 of chapter Exchange between ranks. The other ranks wait no longer than this takes.
-template <class E, class G> static int gpu_set_algorithms(Engine *e, const char *choices) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+static int gpu_set_algorithms(Engine *e, const char *choices) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const bool taken = matmul_choices_import(choices);
     if (net->ranks.ranks > 1) {
         gpu_begin(net);  // or the data last gathered would be read as step statuses
         net->ranks.on = 0;
-        gpu_warm_up_step<E, G>(e);
+        gpu_warm_up_step(e);
         net->ranks.on = 1;
-        gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // gpu_begin has cleared the loss scale
+        gpu_scale_loss(e, LOSS_SCALE_LOG2, 0);  // gpu_begin has cleared the loss scale
     }
     return taken;
 }
@@ -6883,13 +6902,12 @@ template <class E, class G> static int gpu_set_algorithms(Engine *e, const char 
 // resumed from it must have the bits of an uninterrupted one. Timings differ slightly between GPUs,
 // so ranks that choose for themselves may choose differently. Even if no rank has timed any,
 // choices loaded from the file have not been run yet, and each rank must first run them by itself.
-template <class E, class G> static void rank_choices_share(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+static void rank_choices_share(Engine *e) {
+    GpuNetwork *net = (GpuNetwork *)e->self;
     char *all = (char *)alloc_zero((size_t)net->ranks.ranks, MATMUL_TEXT);
-    gpu_gather<E, G>(e, all, matmul_library.choices, MATMUL_TEXT);
+    gpu_gather(e, all, matmul_library.choices, MATMUL_TEXT);
     const bool met = !net->plan->settings.tune || !matmul_can_time();
-    if ((!met || strcmp(all, matmul_library.choices) != 0) &&
-        !gpu_set_algorithms<E, G>(e, all)) {
+    if ((!met || strcmp(all, matmul_library.choices) != 0) && !gpu_set_algorithms(e, all)) {
         fprintf(stderr, "%s: rank 0's matmul algorithms are for another GPU or cuBLASLt: this rank "
                 "keeps its own, and a resumed run may differ in rounding\n", program_name);
     }
@@ -6900,24 +6918,23 @@ template <class E, class G> static void rank_choices_share(Engine *e) {
 // can be measured and failures occur before the run. With several ranks, each does this once by
 // itself, so that no kernel is loaded while a collective waits for other ranks, and once together
 // with the others, so that NCCL has allocated all of its memory.
-template <class E, class G>
 static void gpu_warm_up(Engine *e) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     static size_t before;  // free bytes before the first engine; libraries outlive engines
     size_t free_bytes, with_nccl, total_bytes;
     before = before ? before : device_memory.free_bytes;
     gpu_begin(net);
-    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);
-    gpu_warm_up_step<E, G>(e);
-    gpu_tune<E, G>(e);  // before memory is measured: timing loads kernels too
+    gpu_scale_loss(e, LOSS_SCALE_LOG2, 0);
+    gpu_warm_up_step(e);
+    gpu_tune(e);  // before memory is measured: timing loads kernels too
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     if (s->ranks > 1) {
-        rank_connect(&net->ranks);
-        rank_choices_share<E, G>(e);
-        gpu_warm_up_step<E, G>(e);
+        rank_connect(&net->ranks, s->ctas);
+        rank_choices_share(e);
+        gpu_warm_up_step(e);
     }
-    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // resets the counters that the warm-up advanced
+    gpu_scale_loss(e, LOSS_SCALE_LOG2, 0);  // resets the counters that the warm-up advanced
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
@@ -6926,23 +6943,28 @@ static void gpu_warm_up(Engine *e) {
 
 // Opens the engine and allocates the plan on the current GPU. The plan is the caller's and outlives
 // the engine.
-template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
-    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)alloc_zero(1, sizeof *net);
+static void gpu_open(Engine *e, Plan *p) {
+    GpuNetwork *net = (GpuNetwork *)alloc_zero(1, sizeof *net);
     const Settings *s = &p->settings;
     const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
     net->plan = p;
-    // train_gpt2.c plans without knowing the kernels; here the plan is checked against them.
-    size_t partials = net->plan->buffers[net->plan->single[BUF_PARTIALS]].bytes;
-    check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
-              gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
-              gpu_attention_backward_bytes<E>(s->B, s->T, (int)C, s->model.NH) <= partials &&
-              gpu_grad_square_sum_bytes() <= partials,
-          "the plan's partial sums are too few for the kernels");
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
     // Not the default stream, nor synchronised with it, so that no library's work runs in between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
     offload_open(&net->transfers, net->plan, net->stream, &net->ranks);
+    with_types(s, [&](auto element, auto grad) {
+        using E = decltype(element);
+        net->stage = gpu_stage<E, decltype(grad)>;
+        p->transfer = rank_transfer<decltype(grad)>;  // on one rank like gpu_transfer
+        // train_gpt2.c plans without knowing the kernels; here the plan is checked against them.
+        const size_t partials = p->buffers[p->single[BUF_PARTIALS]].bytes;
+        check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
+                  gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
+                  gpu_attention_backward_bytes<E>(s->B, s->T, (int)C, s->model.NH) <= partials &&
+                  gpu_grad_square_sum_bytes() <= partials,
+              "the plan's buffer for partial sums is too small");
+    });
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), (size_t)s->workspace);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
     check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N), "a batch's length");
@@ -6959,30 +6981,29 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
         rank_open(&net->ranks, s);
         net->ranks.staging = gpu_buffer<char>(net, BUF_EXCHANGE);
         net->ranks.capacity = p->buffers[p->single[BUF_EXCHANGE]].bytes;
-        p->transfer = rank_transfer<G>;
-        e->gather = gpu_gather<E, G>;
-        e->replica = gpu_replica<E, G>;
+        e->gather = gpu_gather;
+        e->replica = gpu_replica;
     }
     e->self = net;
     e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
     e->zero = 1;  // gpu_begin
-    e->micro_step = gpu_micro_step<E, G>;
-    e->prepare = gpu_prepare<E, G>;
-    e->update = gpu_update<E, G>;
-    e->forward_loss = gpu_forward_loss<E, G>;
-    e->logits = gpu_logits<E, G>;
-    e->extend = gpu_extend<E, G>;
-    if constexpr (traits<E>.narrow) {
-        e->scale_loss = gpu_scale_loss<E, G>;
+    e->micro_step = gpu_micro_step;
+    e->prepare = gpu_prepare;
+    e->update = gpu_update;
+    e->forward_loss = gpu_forward_loss;
+    e->logits = gpu_logits;
+    e->extend = gpu_extend;
+    if (s->dtype == TYPE_FP16) {
+        e->scale_loss = gpu_scale_loss;
         e->weight_most = FP16_MOST;
     }
-    e->read = gpu_read<E, G, false>;
-    e->read_own = gpu_read<E, G, true>;
-    e->write = gpu_write<E, G>;
-    e->close = gpu_close<E, G>;
-    e->set_algorithms = gpu_set_algorithms<E, G>;
+    e->read = gpu_read<false>;
+    e->read_own = gpu_read<true>;
+    e->write = gpu_write;
+    e->close = gpu_close;
+    e->set_algorithms = gpu_set_algorithms;
     // Last, when all methods are set: failures occur here, before the run begins.
-    gpu_warm_up<E, G>(e);
+    gpu_warm_up(e);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -7017,8 +7038,8 @@ static void device_describe(Engine *e, const Settings *s) {
     cuda_check(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, device));
     const int capability = 10 * properties.major + properties.minor;
     if (capability < type.capability) {
-        die("--dtype %s: %s (compute capability %d.%d) has no %s; use --dtype %s", type.name,
-            properties.name, properties.major, properties.minor, type.name,
+        die("--dtype %s: %s (compute capability %d.%d) does not support it; use --dtype %s",
+            type.name, properties.name, properties.major, properties.minor,
             capability < traits<__half>.capability ? "fp32" : "fp16");
     }
     for (const PeakRow &row : peak_rows) {
@@ -7027,8 +7048,8 @@ static void device_describe(Engine *e, const Settings *s) {
         }
     }
     e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount * s->ranks;
-    e->peak_source = peak ? "this GPU's dense products at its highest clock"
-                          : "this program's table of peaks does not know this GPU";
+    e->peak_source = peak ? "dense matmuls at this GPU's maximum clock"
+                          : "this GPU is not in the table of peaks";
     snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
              properties.minor, type.name);
 }
@@ -7160,7 +7181,7 @@ static int command_compare(Run *run, const Program *program) {
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
                middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
-    printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
+    printf("-r %s: %.1f %% of the memory, %.2f x the time (median of %d steps)\n",
            recompute_text(&run->s).s, 100.0 * (double)bytes[1] / (double)bytes[0],
            middle[1] / middle[0], STEPS);
     plan_free(&run->plan);
@@ -7176,16 +7197,12 @@ static int gpu_command(Run *run, const Program *program) {
 // The program of train_gpt2.c with the GPU engine and two commands of its own: --check compares one
 // batch with the CPU reference, --compare runs the same steps with and without recomputation.
 
-// Opens the engine compiled for the run's types: E of weights and activations, G of gradients.
+// Opens the engine and completes its description.
 static void gpu_engine_open(Engine *e, Plan *p) {
     const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
     device_describe(e, s);
-    with_type(s->dtype, [&](auto element) {
-        using E = decltype(element);
-        using G = std::conditional_t<traits<E>.narrow, float, E>;
-        s->grad_dtype == s->dtype ? gpu_open<E, G>(e, p) : gpu_open<E, float>(e, p);
-    });
+    gpu_open(e, p);
     size_t length = strlen(e->device);
     snprintf(e->device + length, sizeof e->device - length,
              "; cuBLASLt %zu; libraries took about %s", cublasLtGetVersion(),
@@ -7204,20 +7221,19 @@ static void gpu_settings_check(const Settings *s) {
     const int HS = m->C / m->NH;
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
         (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
-        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
-            "%d, at most %d, in heads of at most %d; in 16 bits of at most %d, a multiple of %d",
+        die("--model (-e): %d channels in %d heads: on a GPU, channels must be a multiple of %d, "
+            "at most %d, in heads of at most %d; with 16 bits of at most %d, a multiple of %d",
             m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
     }
     if ((int64_t)m->maxT * m->C > POSITIONS_MAX) {
-        die("--model (-e): %d positions of %d channels: a GPU takes at most %d numbers in that "
-            "table", m->maxT, m->C, POSITIONS_MAX);
+        die("--model (-e): %d positions x %d channels, more than the %d elements supported on a "
+            "GPU", m->maxT, m->C, POSITIONS_MAX);
     }
     if (s->T > LENGTH_MAX) {
-        die("--seq-len (-t): %d: a GPU takes at most %d tokens in a sequence", s->T, LENGTH_MAX);
+        die("--seq-len (-t): %d tokens, more than the %d supported on a GPU", s->T, LENGTH_MAX);
     }
     if (s->B > GRID_YZ_MAX) {
-        die("--batch (-b): %d: a GPU takes at most %d sequences in a micro-batch", s->B,
-            GRID_YZ_MAX);
+        die("--batch (-b): %d sequences, more than the %d supported on a GPU", s->B, GRID_YZ_MAX);
     }
 }
 
@@ -7242,7 +7258,8 @@ int train_gpt2cu_main(int argc, char **argv) {
         .lacks_bf16 = device_lacks_bf16,
         .ranks_start = GPT2_NCCL ? ranks_start : nullptr,
         .ranks_handshake = ranks_shake_hands,
-        .alone = "it was built without NCCL",
+        .alone = "this program was built without NCCL",
+        .link = device_link,
         .starts = CUDA_CPU ? "emulated: try -e l2h2c64t64" : "starting CUDA",
     };
     return program_main(&program, argc, argv);

@@ -18,8 +18,11 @@
 //                                    run's type; for bf16 weights also ranges of the low halves of
 //                                    their fp32 masters; counters and options
 //   manifest.json                    size and SHA-256 of every other file
+//   README.md                        only for bytes: how to use ids that are bytes; not in the
+//                                    manifest, because nothing reads it
 //   merges.txt, vocab.json, tokenizer_config.json
-//                                    only for GPT-2's tokens, and only if the vocabulary was found
+//                                    not for bytes; for GPT-2's tokens only if the vocabulary was
+//                                    found
 //
 //     step-N.tmp --(files and folders synced, renamed)--> step-N
 //         ^                                                  |
@@ -53,7 +56,7 @@
 
 // The files of a checkpoint. There is one state file for each rank of the run that saved it.
 enum {
-    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
+    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_CARD, FILE_MANIFEST,
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
@@ -62,7 +65,7 @@ enum {
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
-        "manifest.json"};
+        "README.md", "manifest.json"};
     if (file < FILE_STATE) {
         snprintf(name, FILE_NAME, "%s", names[file]);
     } else {
@@ -177,15 +180,15 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
         if (option_rows[i].on_resume == SAME) {
             n = text_add(identity, IDENTITY_BYTES, n, " %s %s", option_rows[i].name,
                          option_text(text, o, &option_rows[i]));
-            check(n < IDENTITY_BYTES - 1, "the options that a resume must match are too many");
+            check(n < IDENTITY_BYTES - 1, "too many options must match on resume");
         }
     }
 }
 
-static void config_save(const Model *m, Writer *w) {
+// Writes config.json. `bpe` is the vocabulary; NULL: of bytes, or GPT-2's, which was not found.
+static void config_save(const Model *m, const Bpe *bpe, Writer *w) {
     char text[1024];
-    int end = m->V == BYTE_VOCABULARY ? (int)BYTE_END_OF_TEXT
-                                      : min_int(m->V - 1, GPT2_END_OF_TEXT);
+    const int end = bpe ? bpe->count - 1 : min_int(m->V - 1, GPT2_END_OF_TEXT);
     int n = snprintf(text, sizeof text,
                      "{\"architectures\": [\"GPT2LMHeadModel\"], \"model_type\": \"gpt2\",\n"
                      "\"n_layer\": %d, \"n_head\": %d, \"n_embd\": %d, \"n_positions\": %d,\n"
@@ -197,64 +200,19 @@ static void config_save(const Model *m, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// Writes a token in GPT-2's byte-to-Unicode mapping (chapter Tokenizer), encoded as UTF-8. Returns
-// the number of bytes written.
-static size_t token_in_alphabet(char out[2 * BPE_LONGEST], const char *bytes, int n) {
-    size_t length = 0;
-    for (int i = 0; i < n; i++) {
-        const int b = (unsigned char)bytes[i];
-        const int c = b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127
-                    : b == 173 ? 323 : b;
-        if (c >= 128) {
-            out[length++] = (char)(192 | c >> 6);
-        }
-        out[length++] = (char)(c < 128 ? c : 128 | (c & 63));
-    }
-    return length;
-}
-
-// Returns the number of bytes of the first of the two tokens that merge `id` joins: applying all
-// earlier merges to the bytes of token `id` leaves these two.
-static int merge_left(const Bpe *bpe, int id) {
-    const char *bytes;
-    int start[BPE_LONGEST + 1] = {0}, parts = bpe_bytes(bpe, id, &bytes);
-    for (int i = 0; i <= parts; i++) {
-        start[i] = i;
-    }
-    for (; parts > 2; parts--) {
-        int best = INT_MAX, at = 0;
-        for (int i = 0; i + 2 <= parts; i++) {
-            int merged = bpe_id(bpe, bytes + start[i], (size_t)(start[i + 2] - start[i]));
-            at = merged >= 0 && merged < best ? i : at;
-            best = merged >= 0 ? min_int(best, merged) : best;
-        }
-        memmove(start + at + 1, start + at + 2, (size_t)(parts - at - 1) * sizeof *start);
-    }
-    return start[1];
-}
-
-// Writes merges.txt, vocab.json or tokenizer_config.json (special tokens) for GPT-2, as
-// transformers expects them next to the weights.
-static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
+// Returns the contents, of *size bytes, of vocab.json or tokenizer_config.json (special tokens), as
+// transformers expects them next to the weights. The caller frees them.
+static char *tokenizer_json(const Bpe *bpe, const Model *m, int file, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
-    size_t size;
-    FILE *f = open_memstream(&text, &size);
+    FILE *f = open_memstream(&text, size);
     check(f, "no memory for a vocabulary");
-    fputs(file == FILE_MERGES ? "#version: 0.2\n" : "{", f);
-    for (int id = file == FILE_MERGES ? 256 : 0; file != FILE_TOKENIZER && id < bpe->count; id++) {
-        int n = bpe_bytes(bpe, id, &bytes);
-        if (file == FILE_VOCABULARY) {
-            fputs(id ? ", \"" : "\"", f);
-            json_text(f, word, token_in_alphabet(word, bytes, n));
-            fprintf(f, "\": %d", id);
-        } else if (id != GPT2_END_OF_TEXT) {
-            int left = merge_left(bpe, id);
-            fwrite(word, 1, token_in_alphabet(word, bytes, left), f);
-            fputc(' ', f);
-            fwrite(word, 1, token_in_alphabet(word, bytes + left, n - left), f);
-            fputc('\n', f);
-        }
+    fputs("{", f);
+    for (int id = 0; file == FILE_VOCABULARY && id < bpe->count; id++) {
+        const int n = bpe_bytes(bpe, id, &bytes);
+        fputs(id ? ", \"" : "\"", f);
+        json_text(f, word, token_characters(word, bytes, n));
+        fprintf(f, "\": %d", id);
     }
     if (file == FILE_TOKENIZER) {
         fprintf(f, "\"tokenizer_class\": \"GPT2Tokenizer\", \"model_max_length\": %d, "
@@ -262,10 +220,34 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
                    "\"eos_token\": \"<|endoftext|>\", \"unk_token\": \"<|endoftext|>\"",
                 m->maxT);
     }
-    fputs(file == FILE_MERGES ? "" : "}\n", f);
+    fputs("}\n", f);
     check(fclose(f) == 0, "no memory for a vocabulary");
+    return text;
+}
+
+// Writes merges.txt, vocab.json or tokenizer_config.json.
+static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
+    size_t size;
+    char *text = file == FILE_MERGES ? bpe_merges_text(bpe, &size)
+                                     : tokenizer_json(bpe, m, file, &size);
     writer_put(w, text, size);
     free(text);
+}
+
+// Writes README.md, the model card of a model whose tokens are bytes.
+static void card_save(Writer *w) {
+    static const char text[] =
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+        "# A GPT-2 of bytes\n\n"
+        "Token ids are bytes: id b is the byte b of a text in UTF-8, and 256 ends a text. There is "
+        "no tokenizer to\nload; `list(text.encode())` makes ids of a text, and "
+        "`bytes(i for i in ids if i < 256).decode()` text of ids.\n\n"
+        "    import torch, transformers\n"
+        "    model = transformers.GPT2LMHeadModel.from_pretrained(folder)\n"
+        "    ids = torch.tensor([[256] + list(b\"Once\")])\n"
+        "    made = model.generate(ids, max_new_tokens=100, do_sample=True)[0].tolist()\n"
+        "    print(bytes(i for i in made if i < 256).decode(errors=\"replace\"))\n";
+    writer_put(w, text, sizeof text - 1);
 }
 
 // The parts of a run that a checkpoint is written from.
@@ -275,7 +257,8 @@ typedef struct {
     const Options *options;
     const char *identity;  // run_identity
     const RunState *state;
-    const Bpe *bpe;  // GPT-2's vocabulary; NULL: not found, or the run uses byte tokens
+    const Bpe *bpe;  // the vocabulary; NULL: of bytes, or GPT-2's, which was not found
+    int bytes;       // 1: tokens are bytes
 } Snapshot;
 
 // Elements first .. first + count - 1 of one bucket of a state, and their location in a file.
@@ -488,16 +471,17 @@ static void save_file(Saving *save, int file) {
             model_file_save(snapshot->engine, &s->model,
                             s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, &w);
             break;
-        case FILE_CONFIG: config_save(&s->model, &w); break;
+        case FILE_CONFIG: config_save(&s->model, snapshot->bpe, &w); break;
         case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
             tokenizer_save(snapshot->bpe, &s->model, file, &w);
             break;
+        case FILE_CARD: card_save(&w); break;
         case FILE_MANIFEST: manifest_save(&save->manifest, snapshot->state->step, &w); break;
         default: state_save(snapshot, &w);
     }
     writer_close(&w);
     row->bytes = w.bytes;
-    memcpy(row->sha256, w.hash, SHA256_TEXT);
+    memcpy(row->sha256, file == FILE_CARD ? "" : w.hash, file == FILE_CARD ? 1 : SHA256_TEXT);
     if (w.error) {
         save_problem(save, "cannot write %s: %s; the previous checkpoint is kept", w.file,
                      strerror(w.error));
@@ -520,7 +504,7 @@ static void save_agree(Saving *save) {
     looks_interrupt(1);                    // a stalled reader of stderr must not block the message
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
-        die("rank %d cannot save, and says why", fault - 1);
+        die("rank %d cannot save; see its message", fault - 1);
     }
     die("%s", save->problem);
 }
@@ -572,6 +556,9 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
         for (int k = FILE_MERGES; snapshot->bpe && k <= FILE_TOKENIZER; k++) {
             save_file(&save, k);
         }
+        if (snapshot->bytes) {
+            save_file(&save, FILE_CARD);
+        }
         save_finish(&save, output, path);
     }
     save_agree(&save);
@@ -603,7 +590,7 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
             if ((list.count & (list.count - 1)) == 0) {  // full at every power of two
                 const size_t capacity = 2 * ((size_t)list.count + 1);
                 list.steps = (int64_t *)realloc(list.steps, capacity * sizeof(int64_t));
-                check(list.steps, "no memory for a list of checkpoints");
+                check(list.steps, "out of memory for a list of checkpoints");
             }
             list.steps[list.count++] = step;
         }
@@ -661,7 +648,7 @@ static const char *manifest_files(Manifest *manifest, Json *j) {
         const int file = file_find(key, &ranks);
         if (file < 0 || file == FILE_MANIFEST || manifest->files[file].sha256[0] ||
             (ranks && manifest->ranks && ranks != manifest->ranks)) {
-            return "it names a file twice, or one that is not of a checkpoint";
+            return "duplicate or unknown file name";
         }
         ManifestRow *row = &manifest->files[file];
         manifest->ranks = ranks ? ranks : manifest->ranks;
@@ -701,9 +688,38 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     }
     manifest->ranks = manifest->ranks ? manifest->ranks : 1;  // its state file is reported missing
     if (!wrong && (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0)) {
-        return "it is damaged";
+        return "damaged";
     }
-    return !wrong && version != 3 ? "its version is not 3, the one this program reads" : wrong;
+    return !wrong && version != 3 ? "unsupported version, expected 3" : wrong;
+}
+
+// Copies the value of an option in a checkpoint's first state file to `out`. Returns 0 if it cannot
+// be read; whether the checkpoint is complete is verified later.
+static int checkpoint_option(char out[PATH_BYTES], const char *folder, const char *name) {
+    char path[PATH_BYTES], key[64];
+    struct dirent *entry;
+    int ranks, found = 0;
+    DIR *files = opendir(folder);
+    const int length = snprintf(key, sizeof key, "\"--%s\":", name);
+    while (files && !found && (entry = readdir(files)) != NULL) {
+        Mapping map;
+        path_print(path, "%s/%s", folder, entry->d_name);
+        if (file_find(entry->d_name, &ranks) == FILE_STATE && mapping_open(&map, path) == 0) {
+            const size_t most = map.size < 1 << 16 ? map.size : 1 << 16;  // the header's beginning
+            const unsigned char *at =
+                (const unsigned char *)memmem(map.bytes, most, key, (size_t)length);
+            if (at) {
+                Json j = {map.bytes, (size_t)(at - map.bytes) + (size_t)length, most, NULL};
+                json_string(&j, out, PATH_BYTES);
+                found = !j.fault;
+            }
+            mapping_close(&map);
+        }
+    }
+    if (files) {
+        closedir(files);
+    }
+    return found;
 }
 
 // Opens and parses a manifest file. Returns NULL on success, otherwise an error message, also if
@@ -724,8 +740,7 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
 static int64_t weights_step(const ModelFile *f) {
     static Manifest manifest;
     char path[PATH_BYTES];
-    const char *slash = strrchr(f->name, '/');
-    path_print(path, "%.*smanifest.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
+    model_file_beside(path, f, "manifest.json");
     return manifest_open(&manifest, path) ? 0 : manifest.step;
 }
 
@@ -738,7 +753,7 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     int64_t size = 0, count = 0;
     const int fd = file_open(path, &size);
     const char *wrong = fd < 0                ? "cannot be read"
-                        : size != row->bytes ? "has not its manifest's size"
+                        : size != row->bytes ? "does not have the size given in manifest.json"
                                               : NULL;
     unsigned char *piece = (unsigned char *)alloc_zero(PIECE, 1);
     sha256_start(&sha);
@@ -752,7 +767,7 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
         close(fd);
     }
     sha256_end(&sha, text);
-    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is damaged: its SHA-256 is another";
+    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is damaged: SHA-256 mismatch";
 }
 
 // Verifies every file of a checkpoint against its manifest. Returns the number of ranks that saved
@@ -772,7 +787,7 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     for (int i = 0; i < files; i++) {
         char file[PATH_BYTES], name[FILE_NAME];
         const ManifestRow *row = &manifest.files[i];
-        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // optional
+        const int vocabulary = i >= FILE_MERGES && i <= FILE_CARD;  // optional
         const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
         file_name(name, i, manifest.ranks);
         path_print(file, "%s/%s", folder, name);
@@ -807,18 +822,18 @@ static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t
                                 memcmp(range_names[r.state], t->name, length) != 0)) {
         r.state++;
     }
-    file_require(r.state < STATES, name, t->name, "is unknown");
+    file_require(r.state < STATES, name, t->name, "unknown");
     sscanf(t->name + length, ".%6d.%16" SCNd64, &r.bucket, &r.first);
     range_name(text, &r);
-    file_require(strcmp(text, t->name) == 0, name, t->name, "is unknown");
+    file_require(strcmp(text, t->name) == 0, name, t->name, "unknown");
     const int64_t limit = range_limit(m, &r);
     file_require(r.first >= 0 && r.count > 0 && r.first + r.count <= limit, name, t->name,
-                 "is not part of this model's states");
+                 "outside the states of this model");
     file_require(r.state == STATE_WEIGHTS ? t->type == FILE_U16 : t->type <= FILE_BF16, name,
-                 t->name, "has not the type of this state");
+                 t->name, "wrong dtype");
     if ((out->count & (out->count - 1)) == 0) {  // full at every power of two
         out->ranges = (StateRange *)realloc(out->ranges, 2 * ((size_t)out->count + 1) * sizeof r);
-        check(out->ranges, "no memory for the ranges of a state");
+        check(out->ranges, "out of memory for the ranges of a state");
     }
     out->ranges[out->count++] = r;
 }
@@ -840,15 +855,15 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
             continue;
         }
         file_require(t.type == FILE_F64 && t.count == NORM_WINDOW && !norms++, name, t.name,
-                     "has another type or size, or appears in the file twice");
+                     "wrong dtype or size, or duplicate");
         memcpy(run.norms.values, t.data, sizeof run.norms.values);
         for (int i = 0; i < NORM_WINDOW; i++) {
             if (!isfinite(run.norms.values[i]) || run.norms.values[i] < 0) {
-                die("%s: norms: element %d is %g: no norm", name, i, run.norms.values[i]);
+                die("%s: norms: element %d is %g, not a norm", name, i, run.norms.values[i]);
             }
         }
     }
-    file_require(norms, name, "norms", "is missing");
+    file_require(norms, name, "norms", "missing");
     safetensors_text(&f, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
@@ -860,7 +875,7 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
         const int64_t least = row == AS_UPDATES ? updates : 0, value = strtoll(text, &end, 10);
         const int64_t most = row == AS_UPDATES ? updates : row == AS_STEP ? run.step : row;
         if (end == text || *end != 0 || value < least || value > most) {
-            die("%s: '%s' is '%s' in its metadata, allowed is %" PRId64 " to %" PRId64, name,
+            die("%s: metadata '%s' is '%s', expected %" PRId64 " to %" PRId64, name,
                 counter_rows[i].name, text, least, most);
         }
         *counter(&run, i) = value;
@@ -871,7 +886,7 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
         memcpy(out->identity, identity, sizeof identity);
     } else if (memcmp((const void *)&run, (const void *)&out->run, sizeof run) != 0 ||
                strcmp(identity, out->identity) != 0) {  // padding is 0 in both RunStates
-        die("%s is of another run or step than %s", name, out->header.name);
+        die("%s and %s are from different runs or steps", name, out->header.name);
     }
 }
 
@@ -907,14 +922,14 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
                 if (order > 0) {
                     const int64_t part = bucket_at(m, ranks, bucket).part;
                     file_name(file, FILE_STATE + (int)(want.first / part), ranks);
-                    die("checkpoint %s: its state files lack %s, which should be in %s", folder,
+                    die("checkpoint %s: its state files lack %s, expected in %s", folder,
                         name, file);
                 }
             }
         }
         if (i < f->count && f->ranges[i].state == state) {
             range_name(name, &f->ranges[i]);
-            die("checkpoint %s: its state files hold elements of %s twice, in %s and %s", folder,
+            die("checkpoint %s: elements of %s are stored twice, in %s and %s", folder,
                 name, f->ranges[i - 1].file, f->ranges[i].file);
         }
     }
@@ -992,7 +1007,7 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
 
 // Compares the options with those of a checkpoint. `saying` 0: ends the run if an option differs
 // that must be the same; 1: prints the other options that differ, since the new values apply from
-// here on. Version 2 of the format kept all options in one text, which is not read.
+// here on.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
@@ -1004,7 +1019,7 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
             continue;
         }
         if (row->on_resume == SAME) {
-            die("checkpoint %s is of another run: it has --%s %s; here: --%s %s", folder,
+            die("checkpoint %s is from a different run: it has --%s %s, this run --%s %s", folder,
                 row->name, was, row->name, now);
         }
         if (saying) {
@@ -1043,10 +1058,11 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
         printf("moments were fp32 in %s and are bf16 from here on\n", folder);
     }
     if (other_matmul) {
-        printf("matmul algorithms are not those of %s: losses may differ in rounding\n", folder);
+        printf("matmul algorithms differ from those of %s: losses may differ by rounding\n",
+               folder);
     }
     if (f->run.loss_scale_log2 && s->dtype != TYPE_FP16) {
-        printf("the loss scale of %s, 2^%" PRId64 ", is for fp16 and dropped\n", folder,
+        printf("ignoring the fp16 loss scale of %s, 2^%" PRId64 "\n", folder,
                f->run.loss_scale_log2);
     }
 }
@@ -1078,8 +1094,15 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
             spaces += f.identity[i] == ' ';
             at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
         }
-        die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity + at,
-            run->identity + at);
+        const char *first = f.identity + at;
+        if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
+            char was[PATH_BYTES];
+            option_was(was, &f, option_find("train-data"));
+            die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
+                folder, was, run->options->train_data);
+        }
+        die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
+            f.identity + at, run->identity + at);
     }
     const int other_matmul = !checkpoint_matmul(run->engine, &f);
     model_file_load(run->engine, &model);

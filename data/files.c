@@ -1,9 +1,7 @@
-// data/files.c -- errors, checked memory, reading and writing files, and the containers of files.
+// data/files.c -- errors, checked memory, file I/O, SHA-256, UTF-8, JSON and safetensors.
 //
-// Basic services: one-line errors, checked allocation, file reads, durable writes, SHA-256, UTF-8,
-// JSON and the safetensors container. Knows nothing about models, options or engines. Header fields
-// are checked against the file length before they are used. An error is one line that names the
-// file.
+// Knows nothing about models, options or engines. Header fields are checked against the file length
+// before they are used. An error is one line that names the file.
 //
 // train_gpt2.c and data/tokenize.c include this file. It is also valid C++17, because nvcc compiles
 // it too.
@@ -70,7 +68,7 @@ static int grace_ms;
 // what is allowed.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
     enum { LONGEST = 3 * PATH_BYTES, END = 300 };
-    char text[LONGEST] = "no memory for a message", *whole = NULL;
+    char text[LONGEST] = "out of memory for an error message", *whole = NULL;
     va_list args;
     va_start(args, format);
     int n = vasprintf(&whole, format, args);
@@ -324,11 +322,11 @@ static void folder_lock(const char *folder) {
     } else if (errno == EAGAIN || errno == EACCES) {
         const ssize_t n = pread(fd, holder, sizeof holder - 1, 0);
         holder[n > 0 ? strcspn(holder, "\n") : 0] = 0;
-        die("--output (-o): %s: another run writes there%s%s (%s is locked)", folder,
+        die("--output (-o): %s is in use by another run%s%s (%s is locked)", folder,
             holder[0] ? ": " : "", holder, path);
     } else {
-        fprintf(stderr, "%s: warning: %s cannot be locked: %s; a second run in the same folder "
-                "would damage this one's checkpoints\n", program_name, path, strerror(errno));
+        fprintf(stderr, "%s: warning: cannot lock %s: %s; a second run in this folder would "
+                "damage the checkpoints\n", program_name, path, strerror(errno));
     }
 }
 
@@ -387,7 +385,7 @@ static int file_open(const char *path, int64_t *size) {
 }
 
 static const char *file_error(void) {
-    return errno == EINVAL ? "it is not a regular file" : strerror(errno);
+    return errno == EINVAL ? "not a regular file" : strerror(errno);
 }
 
 // Reads `bytes` bytes at offset `at` of a file. Returns NULL on success, otherwise an error
@@ -401,7 +399,7 @@ static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
             continue;
         }
         if (n <= 0) {
-            return n == 0 ? "it became shorter while it was in use" : strerror(errno);
+            return n == 0 ? "the file was truncated while in use" : strerror(errno);
         }
         to += n;
         at += n;
@@ -452,8 +450,8 @@ static const struct {
     const char *name;
     int32_t magic, versions[2];
 } llmc_files[] = {{"a token file", 20240520, {1, 1}},
-                  {"a model of llm.c", 20240326, {3, 5}},
-                  {"a tokenizer of llm.c", 20240328, {2, 2}},
+                  {"an llm.c model", 20240326, {3, 5}},
+                  {"an llm.c tokenizer", 20240328, {2, 2}},
                   {"an evaluation file", 20240522, {1, 1}}};
 typedef struct {
     int32_t words[8];  // magic number, version, then fields that depend on the kind of file
@@ -473,12 +471,12 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
     const int32_t *versions = llmc_files[kind].versions;
     LlmcHeader h;
     if (size < LLMC_HEADER_BYTES) {
-        die("%s: %zu bytes are too few for %s: its header alone has %d", name, size, what,
+        die("%s: %zu bytes is too short for %s, whose header has %d", name, size, what,
             LLMC_HEADER_BYTES);
     }
     memcpy(h.words, bytes, sizeof h.words);
     if (h.words[0] != llmc_files[kind].magic) {
-        die("%s: not %s: it starts with %d, not %d", name, what, h.words[0],
+        die("%s: not %s: the first word is %d, expected %d", name, what, h.words[0],
             llmc_files[kind].magic);
     }
     if (h.words[1] != versions[0] && h.words[1] != versions[1]) {
@@ -714,7 +712,7 @@ static int json_escape(Json *j) {
     if (letter) {
         return values[letter - letters];
     }
-    return code > 0 ? code : json_fail(j, "an unknown escape in a string");
+    return code > 0 ? code : json_fail(j, "unknown escape in a string");
 }
 
 // Reads a string into `out`, truncated to capacity - 1 bytes. \uXXXX is converted to UTF-8, each
@@ -730,7 +728,7 @@ static void json_string(Json *j, char *out, size_t capacity) {
             break;
         }
         if (c < 32) {
-            json_fail(j, "a string does not end");
+            json_fail(j, "unterminated string");
         }
         if (c == '\\') {
             c = json_escape(j);
@@ -789,7 +787,7 @@ static int64_t json_count(Json *j) {
     json_scalar(j, text);
     int64_t value = strtoll(text, &end, 10);
     if (*end != 0 || !json_is_scalar(text) || value < 0 || value > (int64_t)1 << 53) {
-        json_fail(j, "not a whole number from 0 to 2^53");
+        json_fail(j, "expected an integer from 0 to 2^53");
     }
     return j->fault ? 0 : value;
 }
@@ -825,7 +823,7 @@ static void json_skip_to(Json *j, int depth) {
     } else if (c != '{' && c != '[') {
         json_scalar(j, text);
         if (!json_is_scalar(text)) {
-            json_fail(j, "neither a number nor true, false or null");
+            json_fail(j, "expected a number, true, false or null");
         }
     } else if (depth == 0) {
         json_fail(j, "values nested deeper than 64");
@@ -841,10 +839,10 @@ static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 // Ends the run on an error, or if more text follows the JSON value.
 static void json_end(Json *j, const char *name) {
     if (json_peek(j) >= 0) {
-        json_fail(j, "more text after the end");
+        json_fail(j, "unexpected text after the end");
     }
     if (j->fault) {
-        die("%s: not JSON as it should be: %s at byte %zu", name, j->fault, j->at);
+        die("%s: invalid JSON: %s at byte %zu", name, j->fault, j->at);
     }
 }
 
@@ -914,7 +912,7 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
     f->name = name;
     memcpy(&length, bytes, size < 8 ? 0 : 8);
     if (size > 15 && memcmp(bytes, "version https://", 16) == 0) {
-        die("%s: a pointer of Git LFS, not the file itself: git lfs pull gets it", name);
+        die("%s: a Git LFS pointer, not the file itself; run git lfs pull", name);
     }
     if (length < 2 || length > 100000000 || length > size - 8) {
         die("%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", name,
@@ -949,7 +947,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
             k++;
         }
         if (k == 3 || seen[k]++) {
-            json_fail(j, "a member twice, or other than dtype, shape and data_offsets");
+            json_fail(j, "duplicate key, or other than dtype, shape and data_offsets");
         } else if (k == 0) {
             json_string(j, type, sizeof type);
         } else {
@@ -958,7 +956,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
                 if (k == 2 && offsets++ < 2) {
                     offset[offsets - 1] = (uint64_t)value;
                 } else if (k == 1 && value > 0 && t->count > ((int64_t)1 << 46) / value) {
-                    json_fail(j, "a shape of more than 2^46 elements");
+                    json_fail(j, "shape has more than 2^46 elements");
                 } else if (k == 1) {
                     t->count *= value;
                     if (t->dims++ < 2) {
@@ -976,12 +974,12 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
         t->type++;
     }
     file_require(seen[0] && seen[1] && seen[2] && offsets == 2, f->name, t->name,
-                 "dtype, shape and data_offsets of two numbers must be in the header");
-    file_require(t->type < FILE_TYPES, f->name, t->name, "an unknown dtype");
+                 "dtype, shape and two data_offsets are required");
+    file_require(t->type < FILE_TYPES, f->name, t->name, "unknown dtype");
     file_require(offset[0] <= offset[1] && offset[1] <= f->size, f->name, t->name,
-                 "its data_offsets lie outside the file");
+                 "data_offsets are outside the file");
     file_require((int64_t)(offset[1] - offset[0]) == t->count * file_types[t->type].bytes, f->name,
-                 t->name, "its data_offsets do not span its shape");
+                 t->name, "data_offsets do not match the shape");
     t->data = f->data + offset[0];
     f->tiling += hash_u64(offset[1]) - hash_u64(offset[0]);
 }
@@ -999,19 +997,19 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
             return 1;
         }
         if (f->metadata) {
-            json_fail(j, "__metadata__ twice");
+            json_fail(j, "duplicate __metadata__");
         }
         f->metadata = j->at;
         for (int n = 0; json_next(j, &n, '{', NULL, 0);) {
             json_string(j, NULL, 0);
         }
         if (j->fault) {
-            die("%s: __metadata__, an object of texts: %s at byte %zu", f->name, j->fault, j->at);
+            die("%s: __metadata__, an object of strings: %s at byte %zu", f->name, j->fault, j->at);
         }
     }
     json_end(j, f->name);
     if (f->tiling != hash_u64(f->size) - hash_u64(0)) {
-        die("%s: its tensors overlap, or leave some of its %" PRIu64 " bytes of data out", f->name,
+        die("%s: tensors overlap or do not cover its %" PRIu64 " bytes of data", f->name,
             f->size);
     }
     return 0;
@@ -1107,8 +1105,8 @@ static void writer_close(Writer *w) {
     enum { STRIP = 64 << 20, HOW = SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER };
     slow_begin();
     for (int64_t at = 0; at < w->bytes && w->fd >= 0; at += STRIP) {
-        // fsync does not report an error again that is reported here. If this call is not
-        // supported, fsync does all the work.
+        // An error returned here is not returned again by fsync, so it must be kept. Any other
+        // failure means that the file system lacks this call; fsync then does all the work.
         if (sync_file_range(w->fd, at, STRIP, HOW) != 0 && (errno == EIO || errno == ENOSPC)) {
             writer_fail(w);
         }
@@ -1135,7 +1133,7 @@ typedef struct {
 static void header_start(HeaderText *h) {
     h->offset = 0;
     h->file = open_memstream(&h->text, &h->bytes);
-    check(h->file, "no memory for a header");
+    check(h->file, "out of memory for a header");
     fputs("{\"__metadata__\":{\"format\":\"pt\"", h->file);
 }
 
@@ -1156,7 +1154,7 @@ static void header_tensor(HeaderText *h, const char *name, int type, int64_t row
 static void header_write(HeaderText *h, Writer *w) {
     long length = ftell(h->file);
     fprintf(h->file, "}%*s", (int)(63 - (length + 8) % 64), "");
-    check(fclose(h->file) == 0, "no memory for a header");
+    check(fclose(h->file) == 0, "out of memory for a header");
     uint64_t bytes = h->bytes;
     writer_put(w, &bytes, sizeof bytes);
     writer_put(w, h->text, h->bytes);

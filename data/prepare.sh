@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# Prepares a corpus in data/; a second call does what is missing, nothing when all is there.
+# Prepares a corpus in data/; does nothing if it is already there.
 #
-#   data/prepare.sh [tinyshakespeare]   byte tokens, and GPT-2's when its vocab.bpe can be had
+#   data/prepare.sh [tinyshakespeare]   byte tokens, and GPT-2 tokens if vocab.bpe is available
 #   data/prepare.sh tinystories         TinyStories V2 (GPT-4) as GPT-2 tokens; 2.3 GB of text
 #   data/prepare.sh fineweb-edu [N]     llm.c's shards of GPT-2 tokens as published, 200 MB each:
-#                                       for validation one, for training the first N (default 3)
+#                                       one for validation, the first N (default 3) for training
+#   data/prepare.sh hellaswag           llm.c's hellaswag_val.bin, for --eval; 10,042 questions
 #
-# Files come from $DATA_MIRROR when that variable is set, else from the net; in place of
-# tinyshakespeare, where it can be had from neither, stand the stories that data/stories writes.
-# What is downloaded stands beside its final name (.part) until it is complete and checked: by
-# SHA-256 where it is known, always by the length that the server announced, shards by their header.
-# An interrupted download goes on where it stopped. Without a net a call looks for one file, 5 s at
-# most. DATA_URL=http://localhost:8000 stands in for https://HOST of every address:
-# dev/test/tools.sh runs all this against a server of its own. tinystories and fineweb-edu were
-# never run against the real servers.
+# Files are copied from $DATA_MIRROR if it is set, otherwise downloaded. If tinyshakespeare is not
+# available, the stories written by data/stories replace it. A download has the suffix .part until
+# it is complete and verified: by the length that the server reports, and by SHA-256 or a shard's
+# header. An interrupted download is continued. Without a network, a call tries one file, for at
+# most 5 s. DATA_URL=http://localhost:8000 replaces https://HOST in every address, for
+# dev/test/tools.sh. tinystories and fineweb-edu have not been tried with the real servers.
 set -u
-unset CDPATH    # else cd may go elsewhere and print where
+unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
 
 text_sha256=86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed
@@ -24,7 +23,7 @@ github=${DATA_URL:-https://raw.githubusercontent.com}
 openai=${DATA_URL:-https://openaipublic.blob.core.windows.net}
 huggingface=${DATA_URL:-https://huggingface.co}
 part=
-again=      # set when a corpus to train on is there already: a download that fails is no news
+again=      # set if there is a corpus to train on already: a failed download is not reported
 trap '[ -z "$part" ] || rm -f "$part"; rm -f data/*.headers.part' EXIT
 trap 'exit 130' INT TERM
 
@@ -33,7 +32,7 @@ die() { echo "prepare.sh: $*" >&2; exit 1; }
 
 size() { if [ -f "$1" ]; then wc -c < "$1" | tr -d ' '; else echo 0; fi; }
 
-# known SHA256 FILE: is it that file?
+# known SHA256 FILE: true if the file has this hash.
 known() {
     [ -f "$2" ] &&
         [ "$({ sha256sum "$2" 2> /dev/null || shasum -a 256 "$2"; } | cut -d' ' -f1)" = "$1" ]
@@ -46,20 +45,20 @@ int32() {
     }
 }
 
-# whole FILE: is it a token shard whose length is what its header says?
+# whole FILE: true for a token shard whose length agrees with its header.
 whole() {
     [ "$(size "$1")" -gt 1024 ] && [ "$(int32 "$1" 0)" = 20240520 ] && [ "$(int32 "$1" 1)" = 1 ] &&
         [ "$(size "$1")" -eq $((1024 + 2 * $(int32 "$1" 2))) ]
 }
 
-# prepared PREFIX: are both of its shards there?
+# prepared PREFIX: true if both of its shards exist.
 prepared() { whole "data/$1_train.bin" && whole "data/$1_val.bin"; }
 
-# --- From mirror or net to data/ ------------------------------------------------------------------
+# --- Copying and downloading ----------------------------------------------------------------------
 
-# transfer URL PART HEADERS: adds to PART what it lacks. No limit of time, but one of stalling:
-# 5 s for a connection, 30 s without a byte; wget's limit is for each address of the host, and these
-# hosts have four or more.
+# transfer URL PART HEADERS: appends the missing bytes to PART. Gives up after 5 s without a
+# connection or 30 s without a byte; wget's limit is lower because it applies to each address of a
+# host, of which these hosts have four or more.
 transfer() {
     local loud=--silent
     [ -t 2 ] && [ -z "$again" ] && loud=--progress-bar
@@ -74,7 +73,7 @@ transfer() {
     fi
 }
 
-# announced HEADERS: bytes of the whole file, by the last answer's headers; empty: it said nothing.
+# announced HEADERS: size of the whole file according to the last response; empty if unknown.
 announced() {
     tr -d '\r' < "$1" | awk '
         { name = tolower($1) }
@@ -84,8 +83,8 @@ announced() {
         END { print whole != "" ? whole : total }'
 }
 
-# download URL FILE CHECK...: FILE, when the command CHECK accepts it; else status 1. Asks for the
-# rest as long as more comes, and once more for the whole where the server cannot go on.
+# download URL FILE CHECK...: downloads FILE, which the command CHECK must accept; else status 1.
+# Requests the rest as long as bytes arrive, and the whole file once if the server cannot continue.
 download() {
     local url=$1 file=$2 most restarted=0 status now total
     local body=$file.part headers=$file.headers.part
@@ -98,7 +97,7 @@ download() {
         status=$? now=$(size "$body") total=$(announced "$headers")
         if [ "$now" -gt 0 ] && [ "$now" = "${total:-$now}" ]; then
             [ $status -eq 0 ] && break
-            grep -q '^ *HTTP/[0-9.]* 416' "$headers" && break    # nothing was lacking
+            grep -q '^ *HTTP/[0-9.]* 416' "$headers" && break    # it was complete
         fi
         if [ $restarted -eq 0 ] && [ "$now" -gt 0 ] &&
             { [ $status -eq 0 ] || [ $status -eq 33 ] ||
@@ -108,7 +107,7 @@ download() {
         elif [ "$now" -le "$most" ]; then
             [ "$now" -gt 0 ] || rm -f "$body"
             [ -n "$again" ] ||
-                echo "prepare.sh: $url: no download${total:+, $now of $total bytes are there}" >&2
+                echo "prepare.sh: $url: download failed${total:+ after $now of $total bytes}" >&2
             return 1
         else
             most=$now
@@ -117,13 +116,13 @@ download() {
     rm -f "$headers"
     if ! "$@" "$body"; then
         rm -f "$body"
-        echo "prepare.sh: what $url sent is not what it should be ($*)" >&2
+        echo "prepare.sh: $url: wrong content ($*)" >&2
         return 1
     fi
     mv "$body" "$file"
 }
 
-# obtain NAME MIRRORED URL CHECK...: data/NAME, from $DATA_MIRROR/MIRRORED or URL, or status 1.
+# obtain NAME MIRRORED URL CHECK...: gets data/NAME from $DATA_MIRROR/MIRRORED or URL, or status 1.
 obtain() {
     local file=data/$1 mirrored=${DATA_MIRROR:-}/$2 url=$3
     shift 3
@@ -133,18 +132,18 @@ obtain() {
         return
     fi
     [ -r "$mirrored" ] ||
-        die "DATA_MIRROR=$DATA_MIRROR holds no ${mirrored#"$DATA_MIRROR"/}; unset it to download it"
+        die "DATA_MIRROR=$DATA_MIRROR has no ${mirrored#"$DATA_MIRROR"/}; unset it to download it"
     part=$file.$$.part
     cat "$mirrored" > "$part" || die "cannot write in data/"
-    "$@" "$part" || { rm -f "$part" && die "$mirrored is not the known ${file##*/} ($*)"; }
+    "$@" "$part" || { rm -f "$part" && die "$mirrored: not the expected ${file##*/} ($*)"; }
     mv "$part" "$file" && part=
 }
 
-# vocabulary: data/vocab.bpe, or status 1, said.
+# vocabulary: gets data/vocab.bpe, or prints why not and returns status 1.
 vocabulary() {
     if [ -n "${DATA_MIRROR:-}" ] && [ ! -r "$DATA_MIRROR/gpt2/vocab.bpe" ]; then
         known $vocab_sha256 data/vocab.bpe && return
-        [ -n "$again" ] || say "DATA_MIRROR=$DATA_MIRROR holds no gpt2/vocab.bpe"
+        [ -n "$again" ] || say "DATA_MIRROR=$DATA_MIRROR has no gpt2/vocab.bpe"
         return 1
     fi
     obtain vocab.bpe gpt2/vocab.bpe "$openai/gpt-2/encodings/main/vocab.bpe" known $vocab_sha256
@@ -152,7 +151,7 @@ vocabulary() {
 
 # --- The corpora ----------------------------------------------------------------------------------
 
-# tokenize PREFIX OPTION... FILE: data/PREFIX_*.bin
+# tokenize PREFIX OPTION... FILE: writes data/PREFIX_*.bin.
 tokenize() {
     local prefix=$1
     shift
@@ -160,7 +159,7 @@ tokenize() {
     data/tokenize -o "data/$prefix" "$@" || exit 1
 }
 
-# small CORPUS TOKENIZER: its two shards, from data/CORPUS.txt. So short a run starts over.
+# small CORPUS TOKENIZER: writes its two shards from data/CORPUS.txt, always from the start.
 small() {
     prepared "$1_$2" && return
     rm -f "data/$1_$2.state"
@@ -180,7 +179,7 @@ tinyshakespeare() {
         if prepared ${name}_gpt2 || vocabulary; then
             small $name gpt2
         elif [ -z "$again" ]; then
-            say "no GPT-2 tokens without vocab.bpe: byte tokens alone"
+            say "no vocab.bpe: byte tokens only"
         fi
     elif ! prepared ${name}_bytes; then
         stories
@@ -188,7 +187,7 @@ tinyshakespeare() {
 }
 
 stories() {
-    echo "data: stories made here, since tinyshakespeare could not be had"
+    echo "data: tinyshakespeare is not available; using generated stories"
     prepared stories_bytes && return
     [ -x data/stories ] || die "data/stories is not built: make data"
     part=data/stories.txt.$$.part
@@ -198,7 +197,7 @@ stories() {
     tokenize stories_bytes --bytes --documents data/stories.txt
 }
 
-# The validation shard is the last that tokenize finishes, before it removes its state.
+# tokenize finishes the validation shard last, then removes its state.
 tinystories() {
     local name=tinystories_gpt2 file said
     whole data/${name}_val_000000.bin && [ ! -f data/$name.state ] && return
@@ -216,7 +215,7 @@ tinystories() {
 fineweb_edu() {
     local i file
     [[ "$1" =~ ^[0-9]{1,4}$ ]] && [ "$((10#$1))" -ge 1 ] && [ "$((10#$1))" -le 1001 ] ||
-        die "fineweb-edu $1: training shards are a number from 1 to 1001"
+        die "fineweb-edu $1: expected a number of training shards from 1 to 1001"
     for ((i = 0; i <= 10#$1; i++)); do
         file=edu_fineweb_$([ $i = 0 ] && echo val || echo train)_$(printf %06d $i).bin
         obtain "$file" "$file" \
@@ -225,11 +224,20 @@ fineweb_edu() {
     done
 }
 
+# questions FILE: is it an evaluation file of llm.c?
+questions() { [ "$(size "$1")" -gt 1024 ] && [ "$(int32 "$1" 0)" = 20240522 ]; }
+
+hellaswag() {
+    local file=hellaswag_val.bin
+    obtain $file $file "$huggingface/datasets/karpathy/llmc-starter-pack/resolve/main/$file" \
+        questions || exit 1
+}
+
 corpus=${1:-tinyshakespeare}
 [ $# -le 1 ] || [ "$corpus $#" = "fineweb-edu 2" ] || die "one corpus at a time"
 [ -w data ] || die "cannot write in data/"
 case $corpus in
-    tinyshakespeare | tinystories) $corpus ;;
+    tinyshakespeare | tinystories | hellaswag) $corpus ;;
     fineweb-edu) fineweb_edu "${2:-3}" ;;
-    *) die "unknown corpus '$corpus'; known: tinyshakespeare tinystories fineweb-edu" ;;
+    *) die "unknown corpus '$corpus'; known: tinyshakespeare tinystories fineweb-edu hellaswag" ;;
 esac

@@ -2,10 +2,12 @@
 //
 //     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin, data/mine_val.bin
 //     cat *.txt | data/tokenize --bytes --val-tokens 100000 --shard-tokens 100000000 -o data/mine -
+//     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
 //
 // One thread reads blocks of text and writes their tokens in order; other threads encode the blocks
 // in a ring between the two. Memory use depends on the number of threads, not on the length of the
-// text.
+// text. With --train-bpe the text passes through the ring twice: the first time its pre-tokens are
+// counted, in a table of limited size, and the merges are learned from the counts.
 //
 // 1. The shards are a function of the text and the arguments; they do not depend on the number of
 //    threads or on interruptions. The end of a block depends only on its start and on the text, and
@@ -31,17 +33,22 @@ enum {
     REST_TOKENS = 65536,       // a rest of at most so many tokens is added to the last shard
     MOST_THREADS = 1024,
     SYNC_MS = 60000,           // minimum time between syncs, because shards may be small
+    MOST_WORDS = 1 << 22,      // distinct pre-tokens that are counted, and their bytes in total
+    MOST_WORD_BYTES = 32 << 20,
     MARKER_BYTES = 13
 };
 static const char marker[] = "<|endoftext|>";
 
 static const char *const usage_text =
-    "usage: data/tokenize --bpe|--bytes [options] -o PREFIX FILE...|-\n\n"
+    "usage: data/tokenize --bpe|--bytes|--train-bpe N [options] -o PREFIX FILE...|-\n\n"
     "Writes the text of the FILEs (-: standard input) to shards PREFIX_train.bin and\n"
-    "PREFIX_val.bin. Interrupted, it goes on after the last finished shard when it is called\n"
+    "PREFIX_val.bin. Interrupted, it continues after the last finished shard when it is called\n"
     "again in the same way.\n\n"
-    "  --bpe               GPT-2's tokens\n"
-    "  --bytes             one token a byte\n"
+    "  --bpe               GPT-2's tokens, or those of --tokenizer\n"
+    "  --bytes             one token per byte\n"
+    "  --train-bpe N       learn a vocabulary of N tokens (257 to 65535) from the training text:\n"
+    "                      256 bytes, N - 257 merges and end of text; writes PREFIX_merges.txt.\n"
+    "                      Reads the FILEs twice\n"
     "  -o PREFIX           start of the names of the shards\n"
     "  --documents         every FILE, and every part between <|endoftext|> in one, is a\n"
     "                      document: an end-of-text token stands before it, whitespace at its\n"
@@ -52,14 +59,15 @@ static const char *const usage_text =
     "  --val-file FILE     this text validates instead, all others train\n"
     "  --shard-tokens N    several shards, of N tokens: PREFIX_train_000000.bin, ...; a rest of\n"
     "                      up to 65,536 (or half a shard) goes into the shard before it\n"
-    "  --tokenizer FILE    GPT-2's vocab.bpe or llm.c's gpt2_tokenizer.bin; default: the one in\n"
-    "                      data/\n"
-    "  --threads N         that encode; default: all cores\n";
+    "  --tokenizer FILE    GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt, which\n"
+    "                      is copied to PREFIX_merges.txt; default: GPT-2's in data/\n"
+    "  --threads N         encoder threads; default: all cores\n";
 
 typedef struct {
     const char **files;          // in order, --val-file last
     const char *prefix, *tokenizer, *val_file;
     int file_count, bpe, bytes, documents, threads;
+    int train_bpe;               // size of the vocabulary to learn; 0: none
     double val_fraction;         // negative: not given
     int64_t val_tokens;          // negative: not given
     int64_t shard_tokens;        // 0: one shard
@@ -91,7 +99,7 @@ static int set_argument(Arguments *a, const char *option, const char *value) {
     static const char *const names[] = {"--bpe",     "--bytes",        "--documents",
                                         "-o",        "--tokenizer",    "--val-file",
                                         "--threads", "--val-fraction", "--val-tokens",
-                                        "--shard-tokens"};
+                                        "--train-bpe", "--shard-tokens"};
     int which = 0, count = (int)(sizeof names / sizeof names[0]);
     while (which < count && strcmp(option, names[which]) != 0) {
         which++;
@@ -111,6 +119,8 @@ static int set_argument(Arguments *a, const char *option, const char *value) {
         a->val_fraction = fraction(option, value);
     } else if (which == 8) {
         a->val_tokens = whole_number(option, value, 0, INT64_MAX);
+    } else if (which == 9) {
+        a->train_bpe = (int)whole_number(option, value, MIN_VOCABULARY, MAX_VOCABULARY);
     } else {
         a->shard_tokens = whole_number(option, value, 1, INT32_MAX - REST_TOKENS);
     }
@@ -136,20 +146,22 @@ static Arguments parse_arguments(int argc, char **argv) {
             i += set_argument(&a, argv[i], i + 1 < argc ? argv[i + 1] : NULL);
         }
     }
-    if (!a.file_count || !a.prefix || a.bpe + a.bytes == 0) {
+    const int ways = a.bpe + a.bytes + (a.train_bpe > 0);
+    if (!a.file_count || !a.prefix || ways == 0) {
         die("%s is missing; --help shows how to call it",
-            a.bpe + a.bytes == 0 ? "--bpe or --bytes"
-                                 : !a.prefix ? "-o PREFIX" : "the input, FILE or -,");
+            ways == 0 ? "--bpe, --bytes or --train-bpe"
+                      : !a.prefix ? "-o PREFIX" : "the input, FILE or -,");
     }
     const char *slash = strrchr(a.prefix, '/'), *name = slash ? slash + 1 : a.prefix;
     if (name[0] == 0 || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) {
         die("-o '%s': a PREFIX ends in the start of a file's name, as in data/mine", a.prefix);
     }
-    if (a.bpe && a.bytes) {
-        die("--bpe and --bytes contradict each other: give one");
+    if (ways > 1) {
+        die("--bpe, --bytes and --train-bpe contradict each other: give one");
     }
-    if (a.bytes && a.tokenizer) {
-        die("--bytes and --tokenizer contradict each other: bytes need no tokenizer's file");
+    if (a.tokenizer && !a.bpe) {
+        die("%s and --tokenizer contradict each other: %s", a.bytes ? "--bytes" : "--train-bpe",
+            a.bytes ? "bytes need no tokenizer's file" : "the merges are learned here");
     }
     if ((a.val_fraction >= 0) + (a.val_tokens >= 0) + (a.val_file != NULL) > 1) {
         die("--val-fraction, --val-tokens and --val-file contradict each other: give one");
@@ -202,7 +214,7 @@ static void input_open(Input *in, const Arguments *a) {
         in->is_stream = in->is_stdin || !S_ISREG(status.st_mode);
         if (in->is_stream && !in->is_stdin) {
             die("cannot read %s: %s; - reads standard input", file->name,
-                S_ISDIR(status.st_mode) ? strerror(EISDIR) : "it is not a regular file");
+                S_ISDIR(status.st_mode) ? strerror(EISDIR) : "not a regular file");
         }
         if (in->is_stream && in->count > 1) {
             die("%s is not a file: a stream is the only input, or none", file->name);
@@ -305,6 +317,511 @@ static size_t input_fill(Input *in, size_t n) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// Distinct pre-tokens
+// --train-bpe needs to know how often each pre-token ("word") occurs. Every block has a table of
+// its own words, which are added to the table of the text in the order of the blocks, so that the
+// result does not depend on the number of threads, even if the table is full.
+
+typedef struct {
+    int64_t count;
+    uint32_t at, bytes;    // its bytes: text[at .. at + bytes)
+    uint32_t hash;
+} Word;
+typedef struct {
+    Word *words;           // in the order of their first occurrence
+    uint32_t *slots;       // hash table: index of a word + 1; 0: free
+    char *text;
+    uint32_t word_count, word_capacity, slot_count;
+    size_t text_bytes, text_capacity;
+    int64_t dropped;       // occurrences of words that are no longer in the table
+} WordTable;
+
+static void words_free(WordTable *t) {
+    free(t->words);
+    free(t->slots);
+    free(t->text);
+    memset(t, 0, sizeof *t);
+}
+
+// Makes the hash table of slot_count (a power of two) entries anew.
+static void words_index(WordTable *t, uint32_t slot_count) {
+    if (slot_count != t->slot_count) {
+        free(t->slots);
+        t->slots = (uint32_t *)alloc_zero(slot_count, sizeof *t->slots);
+        t->slot_count = slot_count;
+    }
+    memset(t->slots, 0, slot_count * sizeof *t->slots);
+    for (uint32_t i = 0; i < t->word_count; i++) {
+        uint32_t at = t->words[i].hash & (slot_count - 1);
+        while (t->slots[at]) {
+            at = (at + 1) & (slot_count - 1);
+        }
+        t->slots[at] = i + 1;
+    }
+}
+
+// Removes all words and keeps the memory.
+static void words_clear(WordTable *t) {
+    t->word_count = 0;
+    t->text_bytes = 0;
+    words_index(t, t->slot_count ? t->slot_count : 1 << 12);
+}
+
+static uint32_t word_hash(const char *bytes, size_t n) {
+    uint64_t hash = n * 0x9E3779B97F4A7C15u, piece = 0;
+    for (; n >= 8; n -= 8, bytes += 8) {
+        memcpy(&piece, bytes, 8);
+        hash = (hash ^ piece) * 0xD6E8FEB86659FD93u;
+        hash ^= hash >> 32;
+    }
+    piece = 0;
+    memcpy(&piece, bytes, n);
+    hash = (hash ^ piece) * 0xD6E8FEB86659FD93u;
+    return (uint32_t)(hash >> 32);
+}
+
+// Adds `count` occurrences of the word of n bytes.
+static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, int64_t count) {
+    uint32_t at = hash & (t->slot_count - 1);
+    for (; t->slots[at]; at = (at + 1) & (t->slot_count - 1)) {
+        Word *w = &t->words[t->slots[at] - 1];
+        if (w->hash == hash && w->bytes == n && memcmp(t->text + w->at, bytes, n) == 0) {
+            w->count += count;
+            return;
+        }
+    }
+    if (t->word_count == t->word_capacity) {
+        t->word_capacity = t->word_capacity ? 2 * t->word_capacity : 1 << 11;
+        t->words = (Word *)grow(t->words, t->word_capacity * sizeof(Word));
+    }
+    if (t->text_bytes + n > t->text_capacity) {
+        t->text_capacity = 2 * t->text_capacity + n;
+        t->text = (char *)grow(t->text, t->text_capacity);
+    }
+    const Word w = {count, (uint32_t)t->text_bytes, (uint32_t)n, hash};
+    memcpy(t->text + t->text_bytes, bytes, n);
+    t->text_bytes += n;
+    t->words[t->word_count++] = w;
+    t->slots[at] = t->word_count;
+    if (t->word_count > t->slot_count / 2) {
+        words_index(t, 2 * t->slot_count);
+    }
+}
+
+// Orders words by falling count, then by first occurrence; and by first occurrence alone.
+static int word_compare_at(const void *a, const void *b) {
+    const Word *x = (const Word *)a, *y = (const Word *)b;
+    return (x->at > y->at) - (x->at < y->at);
+}
+static int word_compare(const void *a, const void *b) {
+    const Word *x = (const Word *)a, *y = (const Word *)b;
+    return x->count != y->count ? (x->count < y->count ? 1 : -1) : word_compare_at(a, b);
+}
+
+// Keeps the most frequent words that fill half of the limits.
+static void words_prune(WordTable *t, uint32_t most_words, size_t most_bytes) {
+    uint32_t kept = 0;
+    size_t bytes = 0;
+    qsort(t->words, t->word_count, sizeof(Word), word_compare);
+    while (kept < t->word_count && kept < most_words / 2 &&
+           bytes + t->words[kept].bytes <= most_bytes / 2) {
+        bytes += t->words[kept++].bytes;
+    }
+    for (uint32_t i = kept; i < t->word_count; i++) {
+        t->dropped += t->words[i].count;
+    }
+    qsort(t->words, kept, sizeof(Word), word_compare_at);
+    t->word_count = kept;
+    t->text_bytes = 0;
+    for (uint32_t i = 0; i < kept; i++) {
+        Word *w = &t->words[i];
+        memmove(t->text + t->text_bytes, t->text + w->at, w->bytes);
+        w->at = (uint32_t)t->text_bytes;
+        t->text_bytes += w->bytes;
+    }
+    words_index(t, t->slot_count);
+}
+
+// Adds all words of `more` to a table with these limits.
+static void words_merge(WordTable *t, const WordTable *more, uint32_t most_words,
+                        size_t most_bytes) {
+    for (uint32_t i = 0; i < more->word_count; i++) {
+        const Word *w = &more->words[i];
+        words_add(t, more->text + w->at, w->bytes, w->hash, w->count);
+        if (t->word_count > most_words || t->text_bytes > most_bytes) {
+            words_prune(t, most_words, most_bytes);
+        }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Learning merges
+// Byte-pair encoding: again and again the most frequent pair of adjacent tokens in the words
+// becomes a token. Of equally frequent pairs the one with the lower ids is taken (first of the left
+// tokens, then of the right ones), as BpeTrainer of Hugging Face's tokenizers does, so that the
+// merges are the same.
+// 1. All words are one array of symbols, one per byte, with BREAKs between them. A token of n bytes
+//    is n symbols; the first and the last hold its id, so that both of a token's neighbours are
+//    found from its position and the lengths of tokens.
+// 2. Every pair has the exact number of its occurrences, where overlapping ones (aa in aaa) all
+//    count, and a list of places, in ascending order, some of which may be outdated: the symbols
+//    tell. A symbol that a merge moves to the inside of a token is overwritten if it began a token,
+//    so an outdated place never looks valid.
+// 3. A pair comes into being with the merge that makes its newer token; after that it only becomes
+//    rarer. So the heap's counts are too high at worst, and an entry is put back if its is.
+
+enum { BREAK = 0xFFFF, INSIDE = 0xFFFE };
+typedef struct {
+    uint32_t key;          // id of the left token << 16 | id of the right one
+    uint32_t place_count;
+    int64_t count;
+    uint32_t *places;      // symbols at which the left token begins
+} Pair;
+typedef struct {
+    int64_t count;
+    uint32_t key;
+} PairEntry;
+typedef struct {
+    uint16_t *symbols;
+    uint32_t symbol_count;
+    // The words are sorted by count: those that end before symbol step_end[s], and not before
+    // step_end[s - 1], occur step_count[s] times. step_of[i]: step of symbol 64 i.
+    uint32_t *step_end, *step_of;
+    int64_t *step_count;
+    Pair *pairs;
+    uint32_t *slots;       // hash table: index of a pair + 1; 0: free
+    uint32_t pair_count, slot_count;
+    PairEntry *heap;
+    size_t heap_count, heap_capacity;
+    uint16_t lengths[MAX_VOCABULARY];    // bytes of each token
+} Learner;
+
+// A pair of the token that a merge makes with another token, on its left or right: occurrences.
+typedef struct {
+    int64_t lost, gained;  // of the pair with the old token, and with the new one
+    uint32_t places, filled;
+    uint32_t *into;
+} Neighbour;
+typedef struct {
+    Neighbour of[MAX_VOCABULARY + 1];
+    uint16_t met[MAX_VOCABULARY];    // ids with an entry
+    int count;
+} Neighbours;
+
+static Neighbour *neighbour(Neighbours *all, int id) {
+    Neighbour *n = &all->of[id];
+    if (!n->lost && !n->gained) {
+        all->met[all->count++] = (uint16_t)id;
+    }
+    return n;
+}
+
+// Returns how often the word that contains this symbol occurs.
+static int64_t symbol_count(const Learner *l, uint32_t at) {
+    uint32_t step = l->step_of[at >> 6];
+    while (l->step_end[step] <= at) {
+        step++;
+    }
+    return l->step_count[step];
+}
+
+static uint32_t pair_slot(const Learner *l, uint32_t key) {
+    uint32_t at = (uint32_t)((key * 0x9E3779B97F4A7C15u) >> 40) & (l->slot_count - 1);
+    while (l->slots[at] && l->pairs[l->slots[at] - 1].key != key) {
+        at = (at + 1) & (l->slot_count - 1);
+    }
+    return at;
+}
+
+// Returns the pair, or NULL if it does not occur.
+static Pair *pair_find(const Learner *l, uint32_t key) {
+    const uint32_t index = l->slots[pair_slot(l, key)];
+    return index ? &l->pairs[index - 1] : NULL;
+}
+
+// Removes pairs that no longer occur, and makes the hash table anew, at most half full.
+static void pairs_index(Learner *l) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < l->pair_count; i++) {
+        if (l->pairs[i].count > 0) {
+            l->pairs[kept++] = l->pairs[i];
+        } else {
+            free(l->pairs[i].places);
+        }
+    }
+    l->pair_count = kept;
+    if (kept > l->slot_count / 4) {
+        l->slot_count *= 2;
+        l->slots = (uint32_t *)grow(l->slots, l->slot_count * sizeof *l->slots);
+        l->pairs = (Pair *)grow(l->pairs, l->slot_count / 2 * sizeof(Pair));
+    }
+    memset(l->slots, 0, l->slot_count * sizeof *l->slots);
+    for (uint32_t i = 0; i < kept; i++) {
+        l->slots[pair_slot(l, l->pairs[i].key)] = i + 1;
+    }
+}
+
+// True if pair `a` is merged before pair `b`.
+static int entry_before(const PairEntry *a, const PairEntry *b) {
+    return a->count != b->count ? a->count > b->count : a->key < b->key;
+}
+
+static void entry_push(Learner *l, PairEntry entry) {
+    if (l->heap_count == l->heap_capacity) {
+        l->heap_capacity = 2 * l->heap_capacity + 1024;
+        l->heap = (PairEntry *)grow(l->heap, l->heap_capacity * sizeof *l->heap);
+    }
+    size_t at = l->heap_count++;
+    for (; at > 0 && entry_before(&entry, &l->heap[(at - 1) / 2]); at = (at - 1) / 2) {
+        l->heap[at] = l->heap[(at - 1) / 2];
+    }
+    l->heap[at] = entry;
+}
+
+static PairEntry entry_pop(Learner *l) {
+    const PairEntry top = l->heap[0], last = l->heap[--l->heap_count];
+    size_t at = 0, child;
+    while ((child = 2 * at + 1) < l->heap_count) {
+        child += child + 1 < l->heap_count && entry_before(&l->heap[child + 1], &l->heap[child]);
+        if (!entry_before(&l->heap[child], &last)) {
+            break;
+        }
+        l->heap[at] = l->heap[child];
+        at = child;
+    }
+    l->heap[at] = last;
+    return top;
+}
+
+// Adds a pair that has just come into being. Returns its list of places, to be filled.
+static uint32_t *pair_add(Learner *l, uint32_t key, int64_t count, uint32_t places) {
+    if (l->pair_count == l->slot_count / 2) {
+        pairs_index(l);
+    }
+    const PairEntry entry = {count, key};
+    const Pair pair = {key, places, count, (uint32_t *)grow(NULL, places * sizeof(uint32_t))};
+    l->slots[pair_slot(l, key)] = ++l->pair_count;
+    l->pairs[l->pair_count - 1] = pair;
+    entry_push(l, entry);
+    return pair.places;
+}
+
+// Adds all pairs of bytes.
+static void learner_add_pairs(Learner *l, const uint16_t *symbols) {
+    Neighbour *pairs = (Neighbour *)alloc_zero(256 * 256, sizeof *pairs);
+    for (int fill = 0; fill < 2; fill++) {
+        for (uint32_t at = 1; at + 1 < l->symbol_count; at++) {
+            if (symbols[at] != BREAK && symbols[at + 1] != BREAK) {
+                Neighbour *n = &pairs[symbols[at] << 8 | symbols[at + 1]];
+                if (fill) {
+                    n->into[n->filled++] = at;
+                } else {
+                    n->gained += symbol_count(l, at);
+                    n->places++;
+                }
+            }
+        }
+        for (uint32_t i = 0; i < 256 * 256 && !fill; i++) {
+            if (pairs[i].places) {
+                const uint32_t key = i >> 8 << 16 | (i & 255);
+                pairs[i].into = pair_add(l, key, pairs[i].gained, pairs[i].places);
+            }
+        }
+    }
+    free(pairs);
+}
+
+// Makes the array of symbols and all pairs of bytes. Sorts the words.
+static void learner_open(Learner *l, const Bpe *bpe, WordTable *t) {
+    uint32_t steps = 0, at = 1;
+    qsort(t->words, t->word_count, sizeof(Word), word_compare);
+    const size_t symbols = 2 + t->text_bytes + t->word_count;
+    l->symbols = (uint16_t *)grow(NULL, symbols * sizeof(uint16_t));
+    l->step_of = (uint32_t *)alloc_zero(symbols / 64 + 1, sizeof(uint32_t));
+    l->step_end = (uint32_t *)alloc_zero((size_t)t->word_count + 1, sizeof(uint32_t));
+    l->step_count = (int64_t *)alloc_zero((size_t)t->word_count + 1, sizeof(int64_t));
+    l->symbols[0] = BREAK;
+    for (uint32_t i = 0; i < t->word_count; i++) {
+        const Word *w = &t->words[i];
+        for (uint32_t k = 0; k < w->bytes; k++) {
+            l->symbols[at++] = (uint16_t)bpe_id(bpe, t->text + w->at + k, 1);
+        }
+        l->symbols[at++] = BREAK;
+        steps += steps == 0 || l->step_count[steps - 1] != w->count;
+        l->step_count[steps - 1] = w->count;
+        l->step_end[steps - 1] = at;
+    }
+    l->symbol_count = at;
+    for (uint32_t i = 0, step = 0; i < at / 64 + 1 && steps; i++) {
+        while (step + 1 < steps && l->step_end[step] <= 64 * i) {
+            step++;
+        }
+        l->step_of[i] = step;
+    }
+    for (int id = 0; id < 256; id++) {
+        l->lengths[id] = 1;
+    }
+    l->slot_count = 1 << 18;
+    l->slots = (uint32_t *)alloc_zero(l->slot_count, sizeof(uint32_t));
+    l->pairs = (Pair *)grow(NULL, l->slot_count / 2 * sizeof(Pair));
+    learner_add_pairs(l, l->symbols);
+}
+
+static void learner_close(Learner *l) {
+    for (uint32_t i = 0; i < l->pair_count; i++) {
+        free(l->pairs[i].places);
+    }
+    free(l->symbols);
+    free(l->step_end);
+    free(l->step_of);
+    free(l->step_count);
+    free(l->pairs);
+    free(l->slots);
+    free(l->heap);
+}
+
+// Returns the most frequent pair and removes it from the heap, or NULL if no pair occurs.
+static Pair *learner_best(Learner *l) {
+    while (l->heap_count > 0) {
+        PairEntry entry = entry_pop(l);
+        Pair *pair = pair_find(l, entry.key);
+        if (pair && pair->count == entry.count && pair->count > 0) {
+            return pair;
+        }
+        if (pair && pair->count > 0) {
+            entry.count = pair->count;
+            entry_push(l, entry);
+        }
+    }
+    return NULL;
+}
+
+// Replaces every occurrence of a pair by the token `id`, and counts the pairs with the neighbours
+// that are lost. Keeps the places of the new token in pair->places. Returns their number.
+static uint32_t learner_replace(Learner *l, Pair *pair, int id, Neighbours *left,
+                                Neighbours *right) {
+    uint16_t *s = l->symbols;
+    const int a = (int)(pair->key >> 16), b = (int)(pair->key & 0xFFFF);
+    const uint32_t a_bytes = l->lengths[a], b_bytes = l->lengths[b];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < pair->place_count; i++) {
+        const uint32_t at = pair->places[i], second = at + a_bytes, after = second + b_bytes;
+        if (s[at] != a || s[second] != b) {
+            continue;
+        }
+        const int64_t times = symbol_count(l, at);
+        if (s[at - 1] != BREAK && s[at - 1] != id) {    // id: already lost on the right of that one
+            neighbour(left, s[at - 1])->lost += times;
+        }
+        if (s[after] != BREAK) {
+            neighbour(right, s[after])->lost += times;
+        }
+        s[second] = INSIDE;
+        s[at] = s[after - 1] = (uint16_t)id;
+        pair->places[count++] = at;
+    }
+    return count;
+}
+
+// Counts the pairs that the token `id` at `places` forms with its neighbours; with `fill`, fills in
+// their places. A pair of two such tokens counts as one of its left token.
+static void learner_count(const Learner *l, const uint32_t *places, uint32_t count, int id,
+                          Neighbours *left, Neighbours *right, int fill) {
+    const uint16_t *s = l->symbols;
+    const uint32_t bytes = l->lengths[id];
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t at = places[i];
+        const int ids[2] = {s[at - 1] == id ? BREAK : s[at - 1], s[at + bytes]};
+        for (int side = 0; side < 2; side++) {
+            if (ids[side] == BREAK || l->lengths[ids[side]] + bytes > BPE_LONGEST) {
+                continue;
+            }
+            Neighbour *n = side ? &right->of[ids[side]] : &left->of[ids[side]];
+            if (fill) {
+                n->into[n->filled++] = side ? at : at - l->lengths[ids[side]];
+            } else {
+                neighbour(side ? right : left, ids[side])->gained += symbol_count(l, at);
+                n->places++;
+            }
+        }
+    }
+}
+
+// Subtracts `lost` occurrences of a pair.
+static void pair_lose(const Learner *l, uint32_t key, int64_t lost) {
+    Pair *pair = lost ? pair_find(l, key) : NULL;
+    if (pair) {
+        pair->count -= lost;
+        if (pair->count <= 0) {
+            free(pair->places);
+            pair->places = NULL;
+        }
+    }
+}
+
+// Merges a pair into the token `id`.
+static void learner_merge(Learner *l, Pair *pair, int id, Neighbours *left, Neighbours *right) {
+    const uint32_t a = pair->key >> 16, b = pair->key & 0xFFFF;
+    const uint32_t count = learner_replace(l, pair, id, left, right);
+    uint32_t *places = pair->places;
+    pair->places = NULL;
+    pair->count = 0;
+    learner_count(l, places, count, id, left, right, 0);
+    for (int side = 0; side < 2; side++) {
+        Neighbours *all = side ? right : left;
+        for (int i = 0; i < all->count; i++) {
+            const uint32_t other = all->met[i];
+            Neighbour *n = &all->of[other];
+            pair_lose(l, side ? b << 16 | other : other << 16 | a, n->lost);
+            if (n->places) {
+                const uint32_t key = side ? (uint32_t)id << 16 | other : other << 16 | (uint32_t)id;
+                n->into = pair_add(l, key, n->gained, n->places);
+            }
+        }
+    }
+    learner_count(l, places, count, id, left, right, 1);
+    for (int side = 0; side < 2; side++) {
+        Neighbours *all = side ? right : left;
+        for (; all->count > 0; all->count--) {
+            memset(&all->of[all->met[all->count - 1]], 0, sizeof(Neighbour));
+        }
+    }
+    free(places);
+}
+
+// Learns `merges` merges from the words of a text and adds them to the bytes of a vocabulary.
+// Returns their number, which is less if no pair is left or after a signal.
+static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
+    Learner *l = (Learner *)alloc_zero(1, sizeof *l);
+    Neighbours *sides = (Neighbours *)alloc_zero(2, sizeof *sides);
+    int done = 0;
+    Pair *pair;
+    learner_open(l, bpe, words);
+    for (; done < merges && !stop_signal && (pair = learner_best(l)) != NULL; done++) {
+        char both[BPE_LONGEST];
+        const char *bytes;
+        size_t n = 0;
+        for (int side = 0; side < 2; side++) {
+            const int part = (int)(side ? pair->key & 0xFFFF : pair->key >> 16);
+            const size_t length = (size_t)bpe_bytes(bpe, part, &bytes);
+            memcpy(both + n, bytes, length);
+            n += length;
+        }
+        const int id = bpe->count;
+        if (!bpe_add(bpe, both, n)) {
+            die("--train-bpe: the first %d merges make tokens of %u bytes in total; at most %d fit",
+                done, bpe->start[id], BPE_TEXT);
+        }
+        l->lengths[id] = (uint16_t)n;
+        learner_merge(l, pair, id, &sides[0], &sides[1]);
+    }
+    learner_close(l);
+    free(l);
+    free(sides);
+    return done;
+}
+
+// -------------------------------------------------------------------------------------------------
 // Blocks
 // Cutting the text into blocks, and encoding a block.
 
@@ -314,13 +831,16 @@ typedef struct {
     uint16_t *tokens;
     size_t size, capacity;     // bytes of text; `tokens` has space for capacity + 1
     int64_t count;         // number of tokens
+    WordTable words;       // instead of tokens, if they are counted
     int starts_document, ends_document;
     int done;              // 1: encoded
 } Block;
 
 typedef struct {
     Bpe bpe;
-    int tokenizer, documents;
+    Tokenizer tokenizer;
+    int documents;
+    int counts;            // 1: pre-tokens are counted, for a vocabulary that is not known yet
 } Coder;
 
 static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
@@ -336,8 +856,8 @@ static size_t marker_begun(const char *text, size_t n) {
 }
 
 // The last offset in text[0..n] at which a cut does not change the tokens; 0: none.
-static size_t token_cut(int tokenizer, const char *text, size_t n) {
-    return tokenizer == TOKENIZER_BYTES ? n : bpe_cut(text, n);
+static size_t token_cut(const Coder *coder, const char *text, size_t n) {
+    return coder->tokenizer.kind == TOKENIZER_BYTES ? n : bpe_cut(text, n);
 }
 
 // Size of the next block, for text[0..n) after which the text continues; 0: there is no safe cut.
@@ -346,7 +866,7 @@ static size_t token_cut(int tokenizer, const char *text, size_t n) {
 // document's end, and not by what may be the beginning of a marker.
 static size_t block_cut(const Coder *coder, const char *text, size_t n) {
     if (!coder->documents) {
-        return token_cut(coder->tokenizer, text, n);
+        return token_cut(coder, text, n);
     }
     for (size_t i = n; i >= MARKER_BYTES; i--) {
         if (text[i - 1] == '>' && memcmp(text + i - MARKER_BYTES, marker, MARKER_BYTES) == 0) {
@@ -354,7 +874,7 @@ static size_t block_cut(const Coder *coder, const char *text, size_t n) {
         }
     }
     size_t end = n - marker_begun(text, n), place = end;
-    while ((place = token_cut(coder->tokenizer, text, place)) > 0) {
+    while ((place = token_cut(coder, text, place)) > 0) {
         size_t after = place;
         while (after < end && is_blank(text[after])) {
             after++;
@@ -378,16 +898,32 @@ static size_t unsafe_cut(const Coder *coder, const char *text, size_t n) {
     return place;
 }
 
-// Encodes a part of a document or of plain text. Returns the number of tokens.
-static int64_t encode_text(const Coder *coder, BpeEncoder *encoder, uint16_t *tokens,
-                           const char *text, size_t n) {
-    if (coder->tokenizer == TOKENIZER_GPT2) {
-        return bpe_encode(encoder, text, n, tokens);
+// Counts the pre-tokens of a text.
+static void count_text_words(const Bpe *bpe, WordTable *words, const char *text, size_t n) {
+    const unsigned char *p = (const unsigned char *)text, *end = p + n;
+    for (const unsigned char *next; p < end; p = next) {
+        next = pretoken_end(bpe, p, end);
+        const size_t length = (size_t)(next - p);
+        words_add(words, (const char *)p, length, word_hash((const char *)p, length), 1);
+    }
+}
+
+// Adds the tokens, or pre-tokens, of a part of a document or of plain text to a block.
+static void encode_text(const Coder *coder, BpeEncoder *encoder, Block *b, const char *text,
+                        size_t n) {
+    uint16_t *tokens = b->tokens + b->count;
+    if (coder->counts) {
+        count_text_words(&coder->bpe, &b->words, text, n);
+        return;
+    }
+    if (coder->tokenizer.kind != TOKENIZER_BYTES) {
+        b->count += bpe_encode(encoder, text, n, tokens);
+        return;
     }
     for (size_t i = 0; i < n; i++) {
         tokens[i] = (unsigned char)text[i];
     }
-    return (int64_t)n;
+    b->count += (int64_t)n;
 }
 
 // Encodes a block. Documents that contain only blanks are dropped.
@@ -395,6 +931,9 @@ static void block_encode(const Coder *coder, BpeEncoder *encoder, Block *b) {
     const char *text = b->text, *end = b->text + b->size;
     int starts = b->starts_document;
     b->count = 0;
+    if (coder->counts) {
+        words_clear(&b->words);
+    }
     while (text) {
         const char *found = NULL, *until = end;
         if (coder->documents) {
@@ -408,9 +947,9 @@ static void block_encode(const Coder *coder, BpeEncoder *encoder, Block *b) {
             until--;
         }
         if (starts && text < until) {
-            b->tokens[b->count++] = (uint16_t)end_of_text(coder->tokenizer);
+            b->tokens[b->count++] = (uint16_t)end_of_text(&coder->tokenizer);
         }
-        b->count += encode_text(coder, encoder, b->tokens + b->count, text, (size_t)(until - text));
+        encode_text(coder, encoder, b, text, (size_t)(until - text));
         text = found ? found + MARKER_BYTES : NULL;
         starts = 1;
     }
@@ -431,7 +970,8 @@ typedef struct {
     const Arguments *arguments;
     const char *split;
     char path[PATH_BYTES], part[PATH_BYTES];
-    int tokenizer, fd;           // fd: descriptor of `part`; -1: no shard is open
+    Tokenizer tokenizer;
+    int fd;                      // descriptor of `part`; -1: no shard is open
     int64_t finished, finished_tokens;    // complete shards, and the tokens in them
     int64_t shard_tokens, tokens;         // tokens in the open shard, and in all shards
     Place full;                  // the end of the open shard, once it is full
@@ -439,8 +979,8 @@ typedef struct {
     uint16_t held[REST_TOKENS];
 } Sink;
 
-static Sink train = {NULL, "train", "", "", 0, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
-static Sink val = {NULL, "val", "", "", 0, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
+static Sink train = {NULL, "train", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
+static Sink val = {NULL, "val", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
 
 // Name of the shard with this index; it has a number if --shard-tokens is given.
 static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
@@ -518,9 +1058,11 @@ static void sink_finish(Sink *s) {
     if (s->fd < 0) {
         return;
     }
+    const Tokenizer *t = &s->tokenizer;
     const int32_t header[LLMC_HEADER_BYTES / 4] = {
-        llmc_files[LLMC_TOKENS].magic, 1, (int32_t)s->shard_tokens,
-        tokenizer_vocabulary(s->tokenizer), s->tokenizer};
+        llmc_files[LLMC_TOKENS].magic, 1, (int32_t)s->shard_tokens, t->vocabulary, t->kind,
+        (int32_t)__builtin_bswap32((uint32_t)(t->hash >> 32)),
+        (int32_t)__builtin_bswap32((uint32_t)t->hash)};
     if (lseek(s->fd, 0, SEEK_SET) != 0) {
         die("cannot rewind %s: %s", s->part, strerror(errno));
     }
@@ -639,15 +1181,18 @@ __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, c
     return fnv1a(hash, line, strlen(line));
 }
 
-// The initial state of this run. The path of the vocabulary is not part of the hash, because all
-// accepted files give the same tokens.
-static State state_new(const Arguments *a, const Input *in) {
+// The initial state of this run. The path of the vocabulary is not part of the hash: all accepted
+// files give GPT-2's tokens, and own merges have a hash themselves.
+static State state_new(const Arguments *a, const Input *in, const Tokenizer *t) {
     State state;
     memset(&state, 0, sizeof state);
     state.input = fnv1a_start;
     state.arguments = hash_line(fnv1a_start, "%d %d %a %" PRId64 " %d %" PRId64, a->bpe,
                                 a->documents, a->val_fraction, a->val_tokens, a->val_file != NULL,
                                 a->shard_tokens);
+    if (t->kind == TOKENIZER_MERGES) {
+        state.arguments = hash_line(state.arguments, "%d %" PRIx64, t->vocabulary, t->hash);
+    }
     for (int i = 0; i < in->count; i++) {
         state.input = hash_line(state.input, "%s %" PRId64 " %" PRId64, in->files[i].name,
                                 in->files[i].end, in->files[i].time_ns);
@@ -739,7 +1284,8 @@ typedef struct {
     Input in;
     Coder coder;
     State state;
-    char state_path[PATH_BYTES];
+    char state_path[PATH_BYTES], merges_path[PATH_BYTES];
+    WordTable words;             // of the text, while they are counted
     Sink *sinks[2];              // in the order of the text
     int64_t first_tokens;        // for the first sink; INT64_MAX: all before `in.split`
     int64_t skip;                // tokens of the next block that are in finished shards
@@ -750,6 +1296,7 @@ typedef struct {
     pthread_mutex_t lock;        // protects `read`, `taken`, `ended` and Block.done
     pthread_cond_t work, done;
     int live;                    // stdout is a terminal
+    int warned;                  // 1: the input does not look like text, and this was said
     double began_ms, drawn_ms, synced_ms;
     int unsaved;                 // 1: PREFIX.state does not count all finished shards
     int64_t began;               // position at which this run began
@@ -757,9 +1304,9 @@ typedef struct {
 
 static void *encode_blocks(void *argument) {
     Job *job = (Job *)argument;
-    BpeEncoder encoder;  // without --bpe nothing is in it
+    BpeEncoder encoder;  // empty for bytes and while counting
     memset(&encoder, 0, sizeof encoder);
-    if (job->a.bpe) {
+    if (job->coder.tokenizer.kind != TOKENIZER_BYTES && !job->coder.counts) {
         bpe_encoder_open(&encoder, &job->coder.bpe);
     }
     pthread_mutex_lock(&job->lock);
@@ -819,9 +1366,15 @@ static void save_state(Job *job, int now) {
     job->unsaved = 0;
 }
 
-// Writes the tokens of a block. If a shard was finished, records where a later run continues.
+// Writes the tokens of a block, or adds its pre-tokens to those of the text. If a shard was
+// finished, records where a later run continues.
 static void block_write(Job *job, const Block *b) {
     Sink **sinks = job->sinks;
+    if (job->coder.counts) {
+        words_merge(&job->words, &b->words, MOST_WORDS, MOST_WORD_BYTES);
+        draw_progress(job, b->position + (int64_t)b->size);
+        return;
+    }
     Place from = {b->position, min_i64(job->skip, b->count), b->starts_document}, place = from;
     int64_t rest = b->count - from.skip, finished = 0;
     int64_t first = job->first_tokens < INT64_MAX
@@ -851,6 +1404,13 @@ static void block_write(Job *job, const Block *b) {
     draw_progress(job, b->position + (int64_t)b->size);
 }
 
+static void block_free(Block *b) {
+    free(b->text);
+    free(b->tokens);
+    words_free(&b->words);
+    memset(b, 0, sizeof *b);
+}
+
 // Writes the next block of the ring if it is encoded; with `wait`, waits until it is. Returns 1 if
 // a block was written.
 static int write_next(Job *job, int wait) {
@@ -866,11 +1426,7 @@ static int write_next(Job *job, int wait) {
         b->done = 0;
         job->written++;
         if (b->capacity > BLOCK_BYTES) {
-            free(b->text);
-            free(b->tokens);
-            b->text = NULL;
-            b->tokens = NULL;
-            b->capacity = 0;
+            block_free(b);
         }
     }
     return done;
@@ -886,6 +1442,9 @@ static int read_block(Job *job, Block *b) {
         int64_t border = in->position < in->split ? min_i64(in->split, in->total) : in->total;
         if (in->documents) {
             border = min_i64(border, in->files[input_file(in, in->position)].end);
+        }
+        if (job->coder.counts && in->position >= in->split) {
+            return 0;  // merges are learned from the training part only
         }
         size_t wanted = (size_t)min_i64((int64_t)window, border - in->position);
         have = input_fill(in, wanted);
@@ -912,6 +1471,11 @@ static int read_block(Job *job, Block *b) {
         b->tokens = (uint16_t *)grow(b->tokens, (b->capacity + 1) * sizeof *b->tokens);
     }
     memcpy(b->text, in->text + in->from, size);
+    if (job->a.bytes && !job->warned && memchr(b->text, 0, size)) {
+        fprintf(stderr, "tokenize: %s contains zero bytes: is it text? --bytes encodes any file\n",
+                in->files[input_file(in, in->position)].name);
+        job->warned = 1;
+    }
     b->size = size;
     b->position = in->position;
     b->starts_document = in->starts_document;
@@ -928,8 +1492,13 @@ static int read_block(Job *job, Block *b) {
     return 1;
 }
 
-// Reads, encodes and writes the whole text, or the part before a signal.
+// Reads, encodes and writes the whole text, or the part before a signal; or counts its pre-tokens.
 static void encode_all(Job *job) {
+    job->read = job->taken = job->written = 0;
+    job->ended = 0;
+    job->live = isatty(STDOUT_FILENO);
+    job->began_ms = now_ms();
+    job->began = job->in.position;
     pthread_t *threads = (pthread_t *)alloc_zero((size_t)job->a.threads, sizeof *threads);
     sigset_t signals, before;    // signals must interrupt only the thread that reads
     sigemptyset(&signals);
@@ -1042,58 +1611,145 @@ static int64_t split_offset(Input *in, const Arguments *a) {
     return offset;
 }
 
-// Prepares a run up to its first block; continues an interrupted run.
-static void tokenize_open(Job *job) {
+// Writes the merges of the vocabulary as PREFIX_merges.txt, which replaces an existing file
+// atomically. Sets the vocabulary's hash.
+static void merges_write(Job *job) {
+    Bpe *bpe = &job->coder.bpe;
+    char part[PATH_BYTES];
+    size_t size;
+    char *text = bpe_merges_text(bpe, &size);
+    const Tokenizer t = {TOKENIZER_MERGES, bpe->count, merges_hash(text, size)};
+    bpe->tokenizer = t;
+    path_print(part, "%s.part", job->merges_path);
+    const int fd = open(part, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    if (fd < 0) {
+        die("cannot create %s: %s", part, strerror(errno));
+    }
+    const int failed = write_all(fd, text, size) != 0 || fsync(fd) != 0;
+    int error = failed ? errno : 0;
+    if ((close(fd) != 0 || failed || rename(part, job->merges_path) != 0)) {
+        error = error ? error : errno;
+        unlink(part);
+        die("cannot write %s: %s", job->merges_path, strerror(error));
+    }
+    free(text);
+}
+
+// Learns the vocabulary of --train-bpe from the training part of the text, unless an interrupted
+// run has done so: its state refers to its merges. Returns 0 after a signal.
+static int learn_vocabulary(Job *job) {
+    Bpe *bpe = &job->coder.bpe;
+    const int wanted = job->a.train_bpe - MIN_VOCABULARY;
+    int byte_of[BYTE_CHARACTERS];
+    if (access(job->state_path, F_OK) == 0 && access(job->merges_path, F_OK) == 0) {
+        bpe_open(bpe, job->merges_path, NULL, NULL);
+        return 1;
+    }
+    bpe_begin_bytes(bpe, byte_of);
+    words_clear(&job->words);
+    job->coder.counts = 1;
+    encode_all(job);
+    job->coder.counts = 0;
+    input_seek(&job->in, 0);
+    job->in.starts_document = job->in.documents;
+    if (stop_signal) {
+        return 0;
+    }
+    const uint32_t words = job->words.word_count;
+    const int64_t dropped = job->words.dropped;
+    const int merges = bpe_learn(bpe, &job->words, wanted);
+    words_free(&job->words);
+    if (stop_signal) {
+        return 0;
+    }
+    if (merges < wanted) {
+        die("--train-bpe %d: this text has only %d merges, which make a vocabulary of %d",
+            job->a.train_bpe, merges, merges + MIN_VOCABULARY);
+    }
+    if (!bpe_add(bpe, marker, MARKER_BYTES)) {
+        die("--train-bpe %d: the tokens have more than %d bytes in total", job->a.train_bpe,
+            BPE_TEXT);
+    }
+    merges_write(job);
+    printf("%s  %s merges from %s distinct pre-tokens\n", job->merges_path,
+           count_text(merges).s, count_text(words).s);
+    if (dropped) {
+        printf("%s occurrences of rare pre-tokens were left out: the table holds %s\n",
+               count_text(dropped).s, count_text(MOST_WORDS).s);
+    }
+    return 1;
+}
+
+// Sets the tokenizer: of bytes, of --train-bpe, of --tokenizer, or GPT-2's. Returns 0 after a
+// signal.
+static int tokenizer_open(Job *job) {
+    const Arguments *a = &job->a;
+    char path[PATH_BYTES];
+    if (a->train_bpe && !learn_vocabulary(job)) {
+        return 0;
+    }
+    if (a->bpe) {
+        if (!bpe_find(path, a->tokenizer ? a->tokenizer : "")) {
+            die("--bpe needs GPT-2's vocab.bpe: data/prepare.sh gets it, --tokenizer names it");
+        }
+        bpe_open(&job->coder.bpe, path, a->tokenizer ? NULL : &gpt2_tokenizer, "--bpe");
+        if (job->coder.bpe.tokenizer.kind == TOKENIZER_MERGES) {
+            merges_write(job);
+        }
+    }
+    job->coder.tokenizer = a->bytes ? byte_tokenizer : job->coder.bpe.tokenizer;
+    train.tokenizer = val.tokenizer = job->coder.tokenizer;
+    return 1;
+}
+
+// Prepares a run up to its first block; continues an interrupted run. Returns 0 after a signal.
+static int tokenize_open(Job *job) {
     const Arguments *a = &job->a;
     Input *in = &job->in;
-    char tokenizer[PATH_BYTES] = "";
     input_open(in, a);
+    if (in->is_stream && a->train_bpe) {
+        die("--train-bpe reads its input twice: it needs files, not %s", in->files[0].name);
+    }
     lock_prefix(a->prefix);
     if (in->is_stream && a->val_fraction > 0) {
         die("--val-fraction needs a file, whose length is known; for %s give --val-tokens",
             in->files[0].name);
     }
-    if (a->bpe) {
-        if (!bpe_find(tokenizer, a->tokenizer ? a->tokenizer : "")) {
-            die("--bpe needs GPT-2's vocab.bpe: data/prepare.sh gets it, --tokenizer names it");
-        }
-        bpe_open(&job->coder.bpe, tokenizer);
-    }
+    path_print(job->state_path, "%s.state", a->prefix);
+    path_print(job->merges_path, "%s_merges.txt", a->prefix);
     job->coder.documents = a->documents;
-    job->coder.tokenizer = a->bpe ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
     train.arguments = val.arguments = a;
-    train.tokenizer = val.tokenizer = job->coder.tokenizer;
+    job->slots = 2 * a->threads + 2;
+    job->blocks = (Block *)alloc_zero((size_t)job->slots, sizeof(Block));
+    job->synced_ms = -SYNC_MS;  // the first finished shard is saved at once
+    pthread_mutex_init(&job->lock, NULL);
+    pthread_cond_init(&job->work, NULL);
+    pthread_cond_init(&job->done, NULL);
     int val_first = in->is_stream || a->val_tokens >= 0;
     job->sinks[0] = val_first ? &val : &train;
     job->sinks[1] = val_first ? &train : &val;
     job->first_tokens = val_first ? max_i64(a->val_tokens, 0) : INT64_MAX;
     in->split = val_first ? INT64_MAX : split_offset(in, a);
-    job->state = state_new(a, in);
-    path_print(job->state_path, "%s.state", a->prefix);
+    if (!tokenizer_open(job)) {
+        return 0;
+    }
+    job->state = state_new(a, in, &job->coder.tokenizer);
     if (state_read(&job->state, in, job->state_path)) {
         input_seek(in, job->state.place.position);
         in->starts_document = job->state.place.starts_document;
         job->skip = job->state.place.skip;
-        printf("goes on behind %" PRId64 " finished shards, at %s of the text\n",
+        printf("continues after %" PRId64 " finished shards, at %s of the text\n",
                train.finished + val.finished, bytes_text((double)in->position).s);
     }
-    job->slots = 2 * a->threads + 2;
-    job->blocks = (Block *)alloc_zero((size_t)job->slots, sizeof(Block));
-    job->live = isatty(STDOUT_FILENO);
-    job->began_ms = now_ms();
-    job->synced_ms = -SYNC_MS;  // the first finished shard is saved at once
-    job->began = in->position;
-    pthread_mutex_init(&job->lock, NULL);
-    pthread_cond_init(&job->work, NULL);
-    pthread_cond_init(&job->done, NULL);
+    return 1;
 }
 
 // After a signal: reports the finished shards and how to continue. Returns the exit status.
 static int interrupted(const Job *job) {
     fprintf(stderr, "tokenize: interrupted; finished shards: %" PRId64 "; %s\n",
             train.finished + val.finished,
-            job->in.is_stream ? "a stream cannot go on: remove them and start over"
-            : train.finished + val.finished > 0 ? "the same command goes on behind them"
+            job->in.is_stream ? "a stream cannot be continued: remove them and start over"
+            : train.finished + val.finished > 0 ? "the same command continues after them"
                                                 : "the same command starts over");
     return 130;
 }
@@ -1116,8 +1772,7 @@ static void nothing_to_train(const Job *job) {
 
 static void tokenize_close(Job *job) {
     for (int i = 0; i < job->slots; i++) {
-        free(job->blocks[i].text);
-        free(job->blocks[i].tokens);
+        block_free(&job->blocks[i]);
     }
     free(job->blocks);
     free(job->in.text);
@@ -1137,8 +1792,9 @@ int main(int argc, char **argv) {
     action.sa_flags = (int)SA_RESETHAND;    // a second signal ends the run at once
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
-    tokenize_open(&job);
-    encode_all(&job);
+    if (tokenize_open(&job)) {
+        encode_all(&job);
+    }
     if (stop_signal) {
         save_state(&job, 1);
         return interrupted(&job);

@@ -1,8 +1,8 @@
 // data/tokens.c -- tokenizer, token shards and multiple-choice files.
 //
-// GPT-2's byte-level BPE (encode and decode), the shards that training reads, and the files that
-// --eval scores. Knows nothing about models, options or engines. Errors end the program with one
-// line that names the file.
+// Byte-level BPE with GPT-2's split (encode and decode), the shards that training reads, and the
+// files that --eval scores. Knows nothing about models, options or engines. Errors end the program
+// with one line that names the file.
 //
 // train_gpt2.c and data/tokenize.c include this file after data/files.c. It is also valid C++17,
 // because nvcc compiles it too. data/README.md documents the formats.
@@ -15,8 +15,10 @@
 // -------------------------------------------------------------------------------------------------
 // 1. Tokenizer
 // Token files name their tokenizer, so that a model is never given ids of a different one. In the
-// byte tokenizer, token b is byte b (0 <= b < 256), and 256 is <|endoftext|>. GPT-2's tokenizer is
-// a byte-level BPE; on valid UTF-8 it gives the same tokens as tiktoken's encode_ordinary.
+// byte tokenizer, token b is byte b (0 <= b < 256), and 256 is <|endoftext|>. All others are
+// byte-level BPEs: GPT-2's, which on valid UTF-8 gives the same tokens as tiktoken's
+// encode_ordinary, and those that `data/tokenize --train-bpe` learns. The last token of every
+// vocabulary is <|endoftext|>.
 // 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). A byte that is not valid UTF-8
 //    counts as a character that is not a letter, number or space.
 // 2. Within a pre-token, the adjacent pair of tokens whose concatenation has the lowest id is
@@ -26,16 +28,37 @@
 
 typedef int32_t Token;
 
-enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1 };
-enum { BYTE_VOCABULARY = 257, BYTE_END_OF_TEXT = 256, GPT2_END_OF_TEXT = 50256 };
-enum { GPT2_VOCABULARY = 50257, GPT2_PADDED = 50304 };  // rounded up to 64: nanoGPT's files
+enum { BYTE_VOCABULARY = 257, GPT2_VOCABULARY = 50257, GPT2_END_OF_TEXT = GPT2_VOCABULARY - 1 };
+enum { GPT2_PADDED = 50304 };  // GPT-2's vocabulary rounded up to a multiple of 64: nanoGPT's files
+enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of a BPE: the bytes and <|endoftext|>
 
-static int tokenizer_vocabulary(int tokenizer) {
-    return tokenizer == TOKENIZER_BYTES ? (int)BYTE_VOCABULARY : (int)GPT2_VOCABULARY;
+// A tokenizer as token shards name it. Tokenizers of the same size are told apart by the hash of
+// their merges.
+enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1, TOKENIZER_MERGES = 2 };
+typedef struct {
+    int kind, vocabulary;
+    uint64_t hash;  // TOKENIZER_MERGES: first 8 bytes of the SHA-256 of the merges file; else 0
+} Tokenizer;
+static const Tokenizer gpt2_tokenizer = {TOKENIZER_GPT2, GPT2_VOCABULARY, 0};
+static const Tokenizer byte_tokenizer = {TOKENIZER_BYTES, BYTE_VOCABULARY, 0};
+
+static Token end_of_text(const Tokenizer *t) { return t->vocabulary - 1; }
+
+static int tokenizers_equal(const Tokenizer *a, const Tokenizer *b) {
+    return a->kind == b->kind && a->vocabulary == b->vocabulary && a->hash == b->hash;
 }
 
-static Token end_of_text(int tokenizer) {
-    return tokenizer == TOKENIZER_BYTES ? BYTE_END_OF_TEXT : GPT2_END_OF_TEXT;
+// Describes a tokenizer in an error message.
+static ShortText tokenizer_text(const Tokenizer *t) {
+    ShortText text;
+    if (t->kind == TOKENIZER_MERGES) {
+        snprintf(text.s, sizeof text.s, "%d own tokens (%08x)", t->vocabulary,
+                 (unsigned)(t->hash >> 32));
+    } else {
+        snprintf(text.s, sizeof text.s, "%s",
+                 t->kind == TOKENIZER_BYTES ? "bytes" : "GPT-2's tokens");
+    }
+    return text;
 }
 
 // Tables of the code points in Unicode's categories L (letters) and N (numbers): the lengths of
@@ -91,15 +114,16 @@ static int is_space(uint32_t c) {
            c == 0x205F || c == 0x3000;
 }
 
-// GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. It has 1.2 MiB,
-// so it must be static or allocated, not on a stack.
-enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes of all tokens, of one
+// A vocabulary: id -> bytes, bytes -> id, and the class of every character. It has 5 MiB, most of
+// them never touched, so it must be static or allocated, not on a stack.
+enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512 };  // bytes of all tokens, of one
 typedef struct {
+    Tokenizer tokenizer;                   // set by bpe_open
     int count;                             // tokens so far
-    uint32_t start[GPT2_VOCABULARY + 1];   // offset of each token's bytes in `text`
-    char text[BPE_TEXT];
+    uint32_t start[MAX_VOCABULARY + 1];    // offset of each token's bytes in `text`
     uint32_t slots[BPE_SLOTS];             // hash table: 16 bits of the hash, id + 1; 0: free
     unsigned char classes[CLASSES];
+    char text[BPE_TEXT];
 } Bpe;
 
 // FNV-1a of the offsets and the text of GPT-2's vocabulary.
@@ -138,10 +162,10 @@ static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
     return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
 }
 
-// Appends a token. Returns 0 if it would exceed the size of GPT-2's vocabulary or is a duplicate.
+// Appends a token. Returns 0 if it is too long, a duplicate, or one too many.
 static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     uint32_t at = bpe->start[bpe->count], tag;
-    if (n == 0 || n > BPE_LONGEST || bpe->count == GPT2_VOCABULARY || n > BPE_TEXT - at) {
+    if (n == 0 || n > BPE_LONGEST || bpe->count == MAX_VOCABULARY || n > BPE_TEXT - at) {
         return 0;
     }
     uint32_t *slot = &bpe->slots[bpe_slot(bpe, bytes, n, &tag)];
@@ -156,7 +180,7 @@ static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
 
 // Clears the vocabulary and fills in the character classes; both parsers call it first.
 static void bpe_begin(Bpe *bpe) {
-    memset(bpe, 0, sizeof *bpe);
+    memset(bpe, 0, offsetof(Bpe, text));
     class_runs(bpe->classes, letter_runs, CLASS_LETTER);
     class_runs(bpe->classes, number_runs, CLASS_NUMBER);
     for (uint32_t c = 0; c <= 0x3000; c++) {
@@ -164,37 +188,54 @@ static void bpe_begin(Bpe *bpe) {
     }
 }
 
+// Returns the fingerprint of a vocabulary.
+static uint64_t bpe_hash(const Bpe *bpe) {
+    const size_t count = (size_t)bpe->count;
+    return fnv1a(fnv1a(fnv1a_start, bpe->start, (count + 1) * sizeof *bpe->start), bpe->text,
+                 bpe->start[count]);
+}
+
 // Ends the run unless the fingerprint is GPT-2's: the file is damaged or from another model.
 static void bpe_require_gpt2(const Bpe *bpe, const char *name) {
-    uint64_t hash = fnv1a(fnv1a_start, bpe->start, sizeof bpe->start);
-    hash = fnv1a(hash, bpe->text, BPE_TEXT);
-    if (bpe->count != GPT2_VOCABULARY || hash != bpe_fingerprint) {
+    const uint64_t hash = bpe_hash(bpe);
+    if (hash != bpe_fingerprint) {
         die("%s: not GPT-2's vocabulary: %d tokens with fingerprint %016" PRIx64
             ", not %d with %016" PRIx64, name, bpe->count, hash, GPT2_VOCABULARY, bpe_fingerprint);
     }
 }
 
-// Parses vocab.bpe: a first line `#version`, then one merge per line, its two tokens in GPT-2's
-// byte-to-Unicode mapping (bytes_to_unicode in its encoder.py): printable characters of Latin-1 map
-// to the byte of the same value, U+0100 onwards to the other 68 bytes. Ids 0 to 255 are the bytes
-// in the order of this mapping, 256 + i is merge i, and the last id is <|endoftext|>.
-static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
-    int byte_of[256 + 68], other = 256, line = 2;
-    memset(byte_of, -1, sizeof byte_of);
+// Returns the character that stands for a byte in files (bytes_to_unicode in GPT-2's encoder.py):
+// printable characters of Latin-1 stand for themselves, U+0100 onwards for the other 68 bytes.
+enum { BYTE_CHARACTERS = 256 + 68 };
+static int byte_character(int b) {
+    return b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127 : b == 173 ? 323 : b;
+}
+
+// Begins a vocabulary with the 256 bytes, in the order of their characters. byte_of[c] receives the
+// byte that character c stands for, or -1.
+static void bpe_begin_bytes(Bpe *bpe, int byte_of[BYTE_CHARACTERS]) {
+    memset(byte_of, -1, BYTE_CHARACTERS * sizeof *byte_of);
     for (int b = 0; b < 256; b++) {
-        int printable = (b > 32 && b < 127) || (b > 160 && b != 173);
-        byte_of[printable ? b : other++] = b;
+        byte_of[byte_character(b)] = b;
     }
     bpe_begin(bpe);
-    for (int c = 0; c < 256 + 68; c++) {
+    for (int c = 0; c < BYTE_CHARACTERS; c++) {
         char byte = (char)byte_of[c];
         if (byte_of[c] >= 0) {
             bpe_add(bpe, &byte, 1);
         }
     }
-    static const char first_line[] = "#version: 0.2\n";
-    size_t at = sizeof first_line - 1;
-    if (n < at || memcmp(bytes, first_line, at) != 0) {
+}
+
+// Parses a vocab.bpe or merges.txt: a first line `#version`, then one merge per line, its two
+// tokens as characters. Ids 0 to 255 are the bytes, 256 + i is merge i, and the last id is
+// <|endoftext|>.
+static const char merges_first_line[] = "#version: 0.2\n";
+static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
+    int byte_of[BYTE_CHARACTERS], line = 2;
+    bpe_begin_bytes(bpe, byte_of);
+    size_t at = sizeof merges_first_line - 1;
+    if (n < at || memcmp(bytes, merges_first_line, at) != 0) {
         die("%s: not a vocab.bpe: its first line is not '#version: 0.2'", name);
     }
     for (; at < n; at++, line++) {
@@ -205,19 +246,24 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
             at += (size_t)utf8_decode(&c, bytes + at, n - at);
             if (c == ' ' && left == 0) {
                 left = length;
-            } else if (length == BPE_LONGEST || c >= 256 + 68 || byte_of[c] < 0) {
+            } else if (length == BPE_LONGEST || c >= BYTE_CHARACTERS || byte_of[c] < 0) {
                 die("%s:%d: not two tokens in GPT-2's alphabet for bytes, of %d bytes at most",
                     name, line, BPE_LONGEST);
             } else {
                 both[length++] = (char)byte_of[c];
             }
         }
+        if (bpe->count == MAX_VOCABULARY - 1) {
+            die("%s:%d: more than %d merges", name, line, MAX_VOCABULARY - MIN_VOCABULARY);
+        }
         if (bpe_id(bpe, both, left) < 0 || bpe_id(bpe, both + left, length - left) < 0 ||
             !bpe_add(bpe, both, length)) {
             die("%s:%d: not a merge of two tokens from above to a new one", name, line);
         }
     }
-    bpe_add(bpe, "<|endoftext|>", 13);
+    if (!bpe_add(bpe, "<|endoftext|>", 13)) {
+        die("%s: one of its merges makes <|endoftext|>, which ends a text", name);
+    }
 }
 
 // Parses llm.c's gpt2_tokenizer.bin: a header with the number of tokens and the id of
@@ -243,20 +289,8 @@ static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, con
     }
 }
 
-// Reads a vocabulary in either format; the first four bytes of the file tell which it is.
-static void bpe_open(Bpe *bpe, const char *path) {
-    Mapping file;
-    if (mapping_open(&file, path) != 0) {
-        die("cannot read vocabulary %s: %s", path, file_error());
-    }
-    (llmc_is(LLMC_TOKENIZER, file.bytes, file.size) ? bpe_parse_tokens : bpe_parse_merges)(
-        bpe, file.bytes, file.size, path);
-    mapping_close(&file);
-    bpe_require_gpt2(bpe, path);
-}
-
-// Finds the vocabulary: `asked` (--tokenizer), else a file in data/, first in the current folder
-// and then in the program's. Returns 0 if there is none. An `asked` file need not exist.
+// Finds GPT-2's vocabulary: `asked` (--tokenizer), else a file in data/, first in the current
+// folder and then in the program's. Returns 0 if there is none. An `asked` file need not exist.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
     static const char *const names[] = {"data/vocab.bpe", "data/gpt2_tokenizer.bin"};
     const char *const folders[] = {"", program_folder()};
@@ -351,6 +385,7 @@ typedef struct {
     BpeNode *nodes;  // indexed by the offset at which a token begins
     uint64_t *heap;  // merged id << 32 | offset; outdated entries are skipped when popped
     size_t capacity, heap_count;
+    int limit;       // ids from here on are not merged
 } BpeEncoder;
 
 static void bpe_encoder_open(BpeEncoder *e, const Bpe *bpe) {
@@ -393,17 +428,19 @@ static uint64_t heap_pop(BpeEncoder *e) {
 static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     uint32_t next = e->nodes[i].next;
     int id = next < n ? bpe_id(e->bpe, text + i, e->nodes[next].next - i) : -1;
+    id = id < e->limit ? id : -1;
     e->nodes[i].merged = id;
     if (id >= 0) {
         heap_push(e, (uint64_t)id << 32 | i);
     }
 }
 
-// Encodes one pre-token of n bytes into `out` and returns the number of its tokens. Every merge
-// pops an entry, removes one token and pushes at most two entries, so the total time is O(n log n)
-// and the heap has at most 2 n entries.
-static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
-    check(n < UINT32_MAX, "a piece of %zu bytes", n);
+// Encodes one pre-token of n bytes with the tokens below `limit` into `out`, and returns the number
+// of its tokens. Every merge pops an entry, removes one token and pushes at most two entries, so
+// the total time is O(n log n) and the heap has at most 2 n entries.
+static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, uint16_t *out) {
+    check(n < UINT32_MAX, "a pre-token of %zu bytes", n);
+    e->limit = limit;
     if (n > e->capacity) {
         free(e->nodes);
         free(e->heap);
@@ -462,7 +499,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
             to += word->count;
             continue;
         }
-        int64_t count = bpe_merge(e, (const char *)p, length, to);
+        int64_t count = bpe_merge(e, (const char *)p, length, MAX_VOCABULARY, to);
         if (key[3] && count <= WORD_TOKENS) {
             memcpy(word->key, key, sizeof key);
             memcpy(word->tokens, to, (size_t)count * sizeof(uint16_t));
@@ -473,18 +510,130 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     return to - out;
 }
 
+// Writes a token as characters (byte_character) in UTF-8. Returns the number of bytes written.
+static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int n) {
+    size_t length = 0;
+    for (int i = 0; i < n; i++) {
+        const int c = byte_character((unsigned char)bytes[i]);
+        if (c >= 128) {
+            out[length++] = (char)(192 | c >> 6);
+        }
+        out[length++] = (char)(c < 128 ? c : 128 | (c & 63));
+    }
+    return length;
+}
+
+// Returns a vocabulary's merges file, of *size bytes, which the caller frees: the two tokens of
+// merge `id` are what its bytes encode to without this token and those after it.
+static char *bpe_merges_text(const Bpe *bpe, size_t *size) {
+    char *text, word[2 * BPE_LONGEST];
+    const char *bytes;
+    uint16_t two[BPE_LONGEST];
+    BpeEncoder e;
+    FILE *f = open_memstream(&text, size);
+    check(f, "no memory for a vocabulary");
+    bpe_encoder_open(&e, bpe);
+    fputs(merges_first_line, f);
+    for (int id = 256; id < bpe->count - 1; id++) {
+        const int n = bpe_bytes(bpe, id, &bytes);
+        bpe_merge(&e, bytes, (size_t)n, id, two);
+        const char *left;
+        const int length = bpe_bytes(bpe, two[0], &left);
+        fwrite(word, 1, token_characters(word, bytes, length), f);
+        fputc(' ', f);
+        fwrite(word, 1, token_characters(word, bytes + length, n - length), f);
+        fputc('\n', f);
+    }
+    bpe_encoder_close(&e);
+    check(fclose(f) == 0, "no memory for a vocabulary");
+    return text;
+}
+
+// Returns the hash that token shards have of a merges file.
+static uint64_t merges_hash(const char *text, size_t size) {
+    Sha256 sha;
+    char digits[SHA256_TEXT];
+    sha256_start(&sha);
+    sha256_add(&sha, text, size);
+    sha256_end(&sha, digits);
+    digits[16] = 0;
+    return strtoull(digits, NULL, 16);
+}
+
+// Sets bpe->tokenizer. Ends the run unless `bytes`, a merges file, are those that bpe_merges_text
+// would write: a merge that the ones above it keep from ever being applied means different tokens
+// elsewhere, and a checkpoint must have the same merges as its data.
+static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name) {
+    if (bpe_hash(bpe) == bpe_fingerprint) {
+        bpe->tokenizer = gpt2_tokenizer;
+        return;
+    }
+    size_t size, at = 0;
+    int line = 1;
+    char *text = bpe_merges_text(bpe, &size);
+    for (; at < size && at < n && text[at] == bytes[at]; at++) {
+        line += text[at] == '\n';
+    }
+    const Tokenizer own = {TOKENIZER_MERGES, bpe->count, merges_hash(text, size)};
+    bpe->tokenizer = own;
+    free(text);
+    if (at < n || size - at > (n > 0 && bytes[n - 1] != '\n')) {  // the last newline may be missing
+        die("%s:%d: this merge can never be applied after those above it", name, line);
+    }
+}
+
+// Reads a vocabulary in either format; the first four bytes of the file tell which it is. Ends the
+// run if it is not the tokenizer `want` of the data `of`; NULL: any is allowed.
+static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
+    Mapping file;
+    if (mapping_open(&file, path) != 0) {
+        die("cannot read vocabulary %s: %s", path, file_error());
+    }
+    const int tokens = llmc_is(LLMC_TOKENIZER, file.bytes, file.size);
+    (tokens ? bpe_parse_tokens : bpe_parse_merges)(bpe, file.bytes, file.size, path);
+    if (tokens || (want && want->kind == TOKENIZER_GPT2)) {
+        bpe_require_gpt2(bpe, path);
+    }
+    bpe_identify(bpe, (const char *)file.bytes, file.size, path);
+    mapping_close(&file);
+    if (want && !tokenizers_equal(want, &bpe->tokenizer)) {
+        die("--tokenizer: %s has %s; %s has %s", path, tokenizer_text(&bpe->tokenizer).s, of,
+            tokenizer_text(want).s);
+    }
+}
+
+// Returns the end of PREFIX in the name of a shard, PREFIX_train*.bin or PREFIX_val*.bin, or NULL.
+static const char *shard_prefix(const char *shard) {
+    const char *slash = strrchr(shard, '/'), *end = NULL;
+    for (const char *p = slash ? slash + 1 : shard; *p; p++) {
+        end = strncmp(p, "_train", 6) == 0 || strncmp(p, "_val", 4) == 0 ? p : end;
+    }
+    return end;
+}
+
+// Finds the merges of a shard: `asked` (--tokenizer), else PREFIX_merges.txt. Returns 0 if the
+// shard has another name.
+static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
+    const char *end = shard_prefix(shard);
+    path_print(path, "%s", asked);
+    if (end && !asked[0]) {
+        path_print(path, "%.*s_merges.txt", (int)(end - shard), shard);
+    }
+    return asked[0] || end;
+}
+
 // Writes the text of one token to `out` and returns its number of bytes. Without a vocabulary
-// (bpe NULL), GPT-2's tokens are printed as numbers.
-static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Token token) {
-    if (tokenizer == TOKENIZER_BYTES) {
+// (bpe NULL), tokens that are not bytes are printed as numbers.
+static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe, Token token) {
+    if (t->kind == TOKENIZER_BYTES) {
         out[0] = (char)token;
-        return token < BYTE_END_OF_TEXT ? 1 : 0;
+        return token < end_of_text(t) ? 1 : 0;
     }
     if (!bpe) {
         return snprintf(out, BPE_LONGEST, "%d ", token);
     }
     const char *bytes = "";
-    int n = token < GPT2_VOCABULARY ? bpe_bytes(bpe, token, &bytes) : 0;  // padding has no text
+    int n = token < bpe->count ? bpe_bytes(bpe, token, &bytes) : 0;  // padding has no text
     memcpy(out, bytes, (size_t)n);
     return n;
 }
@@ -497,7 +646,7 @@ static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Toke
 typedef struct {
     char path[PATH_BYTES];
     int fd;
-    int tokenizer, vocabulary;  // from the header
+    Tokenizer tokenizer;        // from the header
     int64_t count;              // tokens
     int64_t first_window;       // number of windows in all preceding shards
 } Shard;
@@ -519,23 +668,34 @@ static void shard_open(Shard *shard, const char *path) {
     if (fault) {
         die("cannot read token file %s: %s", path, fault);
     }
+    if (first > 0 && !memchr(header, 0, (size_t)first)) {  // every header contains zeros
+        die("%s is text, not tokens: data/tokenize --train-bpe 8192 -o PREFIX %s writes token "
+            "files PREFIX_train.bin and PREFIX_val.bin", path, path);
+    }
     LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
-    int count = h.words[2], tokenizer = h.words[4];
-    int vocabulary = h.words[3] == 0 ? GPT2_VOCABULARY : h.words[3];
+    int count = h.words[2], kind = h.words[4];
+    const uint32_t first_hash = (uint32_t)h.words[5], second_hash = (uint32_t)h.words[6];
+    const uint64_t hash =
+        (uint64_t)__builtin_bswap32(first_hash) << 32 | __builtin_bswap32(second_hash);
+    const Tokenizer t = {kind, h.words[3] == 0 ? (int)GPT2_VOCABULARY : h.words[3],
+                         kind == TOKENIZER_MERGES ? hash : 0};
     int64_t bytes = LLMC_HEADER_BYTES + 2 * (int64_t)count;
     if (count < 0 || size != bytes) {
         die("%s: the header counts %d tokens, which makes %" PRId64 " bytes; the file has %" PRId64,
             path, count, bytes, size);
     }
-    if (tokenizer != TOKENIZER_GPT2 && tokenizer != TOKENIZER_BYTES) {
-        die("%s: tokenizer %d in the header; known are 0 (GPT-2) and 1 (bytes)", path, tokenizer);
+    if (kind != TOKENIZER_GPT2 && kind != TOKENIZER_BYTES && kind != TOKENIZER_MERGES) {
+        die("%s: tokenizer %d in the header; known are 0 (GPT-2), 1 (bytes) and 2 (own merges)",
+            path, kind);
     }
-    if (vocabulary != tokenizer_vocabulary(tokenizer)) {
-        die("%s: a vocabulary of %d in the header; its tokenizer has %d", path, vocabulary,
-            tokenizer_vocabulary(tokenizer));
+    const int own = kind == TOKENIZER_MERGES;
+    const int least = own ? (int)MIN_VOCABULARY
+                      : kind == TOKENIZER_BYTES ? (int)BYTE_VOCABULARY : (int)GPT2_VOCABULARY;
+    if (t.vocabulary < least || t.vocabulary > (own ? (int)MAX_VOCABULARY : least)) {
+        die("%s: a vocabulary of %d in the header; its tokenizer has %d%s", path, t.vocabulary,
+            least, own ? " to 65535" : "");
     }
-    shard->tokenizer = tokenizer;
-    shard->vocabulary = vocabulary;
+    shard->tokenizer = t;
     shard->count = count;
 }
 

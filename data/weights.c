@@ -1,8 +1,7 @@
 // data/weights.c -- GPT-2 weights in Hugging Face's and llm.c's files.
 //
 // Reads model.safetensors with config.json (also split into parts by an index) and llm.c's .bin
-// files; writes safetensors. Headers are checked against the file length and the model before
-// anything is allocated or read because of them. An error is one line that names the file.
+// files; writes safetensors.
 //
 // train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
 // because nvcc compiles it too.
@@ -15,8 +14,7 @@
 // Weights are read and written as Hugging Face's model.safetensors with its config.json, and read
 // from llm.c's .bin files.
 // 1. The files are untrusted input: header fields are checked against the file length and the
-//    model's shapes before anything is allocated or read because of them. An error is one line that
-//    names the file and the tensor.
+//    model's shapes before they are used. An error is one line that names the file and the tensor.
 // 2. Parsers work on bytes in memory and allocate nothing.
 // 3. Hugging Face stores the weight matrices of a block as (in, out), the transpose of this
 //    program's layout, and wte without its padding rows.
@@ -119,7 +117,7 @@ static int file_tensor_find(const char *name, int L, int *layer) {
 // Ends the run if a model exceeds GPT-2's limits, the same as for a shape given as an option.
 static void model_require(const Model *m, const char *name) {
     if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
-        die("%s: a model of %d layers, %d heads, %d channels, %d positions, %d tokens; allowed are "
+        die("%s: model with %d layers, %d heads, %d channels, %d positions, %d tokens; allowed are "
             "1-400 layers, 1-65536 channels in equal heads, 1-1048576 positions, 1-65536 tokens",
             name, m->L, m->NH, m->C, m->maxT, m->V);
     }
@@ -134,7 +132,7 @@ static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, co
     safetensors_start(&f, map->bytes, map->size, name);
     while (safetensors_next(&f, &t)) {
         int layer, i = file_tensor_find(t.name, m->L, &layer);
-        file_require(i >= 0, name, t.name, "GPT-2 of this many layers has none of this name");
+        file_require(i >= 0, name, t.name, "not a tensor of a GPT-2 model with this many layers");
         Span *s = file_span(spans, i, layer);
         file_require(!s->data, name, t.name, "appears twice");
         s->data = t.data;
@@ -147,10 +145,10 @@ static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, co
         int64_t want[2] = {tensor_rows(m, tensor), tensor_cols(m, tensor)};
         if (t.dims != 1 + tensor_is_matrix(tensor) || t.shape[0] != want[swap] ||
             (t.dims == 2 && t.shape[1] != want[!swap])) {
-            die("%s: tensor %s: its shape is not (%" PRId64 ", %" PRId64 "), as config.json wants",
+            die("%s: tensor %s: shape is not (%" PRId64 ", %" PRId64 ") as in config.json",
                 name, t.name, want[swap], want[!swap]);
         }
-        file_require(t.type <= FILE_F16, name, t.name, "weights are F32, BF16 or F16");
+        file_require(t.type <= FILE_F16, name, t.name, "dtype must be F32, BF16 or F16");
     }
     return count;
 }
@@ -163,7 +161,7 @@ static void spans_complete(const Span *spans, const Model *m, const char *name) 
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             file_tensor_name(tensor_name, "", tensor, l);
             file_require(spans[l * FILE_TENSORS + tensor].data != NULL, name, tensor_name,
-                         "is missing");
+                         "missing");
         }
     }
     const Span *head = &spans[FILE_HEAD], *wte = &spans[WTE];
@@ -205,13 +203,13 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
         }
         if (s < SIZES) {
             if (value[s]) {
-                json_fail(&j, "a size is given twice");
+                json_fail(&j, "duplicate size");
             }
             value[s] = json_count(&j);
         } else if (f < fact_count) {
             json_peek(&j) == '"' ? json_string(&j, text, sizeof text) : json_scalar(&j, text);
             if (!j.fault && !choice_find(facts[f].allowed, text, strlen(text))) {
-                die("%s: %s is '%.40s'; this program computes GPT-2 with %s", name, key, text,
+                die("%s: %s is '%.40s'; supported: %s", name, key, text,
                     facts[f].allowed);
             }
         } else if (strcmp(key, "n_inner") == 0 && json_peek(&j) != 'n') {
@@ -227,7 +225,7 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
         }
     }
     if (inner && inner != 4 * value[2]) {
-        die("%s: n_inner is %" PRId64 "; this program's MLP has 4 x n_embd", name, inner);
+        die("%s: n_inner is %" PRId64 "; supported: 4 x n_embd", name, inner);
     }
     m->L = (int)value[0];
     m->NH = (int)value[1];
@@ -253,7 +251,7 @@ static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const c
     model_set_vocabulary(m, m->V);
     int64_t want = LLMC_HEADER_BYTES + model_elements(m) * file_types[type].bytes;
     if (h.words[7] != m->Vp || (int64_t)size != want) {
-        die("%s: %zu bytes with %d padded rows; its shape makes %" PRId64 " bytes with %d", name,
+        die("%s: %zu bytes with %d padded rows; its shape requires %" PRId64 " with %d", name,
             size, h.words[7], want, m->Vp);
     }
     return type;
@@ -275,9 +273,9 @@ static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, 
 // these files; otherwise "".
 static const char *model_folder_hint(const char *folder) {
     static const char *const hints[][2] = {
-        {"pytorch_model.bin", "; pytorch_model.bin is not read: save_pretrained(...) of a newer "
-                              "transformers makes model.safetensors"},
-        {"log.jsonl", "; this is a run's output folder: name one of its step-NNNNNNNN"}};
+        {"pytorch_model.bin", "; pytorch_model.bin is not supported: save_pretrained() of a "
+                              "recent transformers writes model.safetensors"},
+        {"log.jsonl", "; this is a run's output folder: use one of its step-NNNNNNNN folders"}};
     char path[PATH_BYTES];
     for (size_t i = 0; i < sizeof hints / sizeof hints[0]; i++) {
         path_print(path, "%s/%s", folder, hints[i][0]);
@@ -300,12 +298,12 @@ static void index_open_part(ModelFile *f, const char *folder, const char *part) 
     }
     if (part[0] == 0 || strchr(part, '/') || strlen(part) + 1 == MODEL_FILE_NAME ||
         f->files == MODEL_FILES) {
-        die("%s: '%s': allowed are %d files, of names without a slash below %d bytes", f->name,
-            part, MODEL_FILES, MODEL_FILE_NAME - 1);
+        die("%s: '%s': at most %d files, with names of less than %d bytes and without a slash",
+            f->name, part, MODEL_FILES, MODEL_FILE_NAME - 1);
     }
     path_print(path, "%s/%s", folder, part);
     if (mapping_open(&f->maps[k], path) != 0) {
-        die("--model (-e): cannot open %s, which %s names: %s", path, f->name, file_error());
+        die("--model (-e): cannot open %s, listed in %s: %s", path, f->name, file_error());
     }
     snprintf(f->parts[k], MODEL_FILE_NAME, "%s", part);
     f->files++;
@@ -320,7 +318,8 @@ static void index_check(const ModelFile *f, const char *tensor, const char *part
     }
     const unsigned char *data = i < 0 ? NULL : f->spans[layer * FILE_TENSORS + i].data;
     if (!data || data < f->maps[k].bytes || data > f->maps[k].bytes + f->maps[k].size) {
-        die("%s: tensor %s: is not in %s, where weight_map places it", f->name, tensor, part);
+        die("%s: tensor %s: not found in %s, to which weight_map assigns it", f->name, tensor,
+            part);
     }
 }
 
@@ -348,10 +347,16 @@ static void index_parse(ModelFile *f, const char *folder, const Mapping *index) 
         }
         json_end(&j, f->name);
         if (pass && tensors != f->tensors) {
-            die("%s: weight_map names %d tensors; its %d files hold %d", f->name, tensors,
+            die("%s: weight_map lists %d tensors, but its %d files contain %d", f->name, tensors,
                 f->files, f->tensors);
         }
     }
+}
+
+// Writes the path of the file `name` in the folder of the weights.
+static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const char *name) {
+    const char *slash = strrchr(f->name, '/');
+    path_print(path, "%.*s%s", slash ? (int)(slash + 1 - f->name) : 0, f->name, name);
 }
 
 // Opens the weights that -e names: a folder with config.json and model.safetensors or the index of
@@ -381,11 +386,9 @@ static void model_file_open(ModelFile *f, const char *path) {
         llmc_spans(f->spans, &f->model, weights->bytes, type);
         return;
     }
-    const char *slash = strrchr(f->name, '/');
-    path_print(config, "%.*sconfig.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
+    model_file_beside(config, f, "config.json");
     if (mapping_open(&map, config) != 0) {
-        die("--model (-e): cannot open %s: %s; it belongs next to the weights and gives their "
-            "sizes",
+        die("--model (-e): cannot open %s: %s; it must be in the same folder as the weights",
             config, file_error());
     }
     config_parse(&f->model, map.bytes, map.size, config);
@@ -478,9 +481,9 @@ static double weight_most(const Engine *e) {
     return e->weight_most > 0 ? e->weight_most : INFINITY;
 }
 static const char *bad_reason(double value, double most) {
-    return isfinite(value) && fabs(value) > most
-               ? "fp16 ends at 65504, and --dtype bf16 or fp32 holds it"
-               : "nothing can be trained from it";
+    return !isfinite(value)      ? "not finite"
+           : fabs(value) > most ? "beyond fp16's maximum of 65504; use --dtype bf16 or fp32"
+                                : "a second moment cannot be negative";
 }
 
 // Loads the engine's weights from a file and clears its moments.

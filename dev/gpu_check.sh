@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Checks what only a GPU can show, on a machine with one: dev/gpu_check.sh
+# Runs the checks that need a GPU: dev/gpu_check.sh
 #
-# Prints one line per check: ok, FAILED or skipped (why); a failure does not stop the rest. The exit
-# status is 1 if a check of correctness failed; PyTorch's part never counts. Needs no network.
-# Stages run in order of value. Logs, verdicts and summary.md are in LOGS, and all of that is in one
-# file, ARCHIVE, which is written again after each stage. Stages that are not run again keep what
-# earlier calls found, so a machine that is available for ten minutes at a time needs two calls:
+# Prints one line per check: ok, FAILED or skipped (why), and continues after a failure. Exit status
+# 1 if a check of correctness failed; PyTorch's stage never counts. Needs no network. The most
+# important stages run first. Logs, verdicts and summary.md are in LOGS and, after each stage, in
+# one file, ARCHIVE. Stages that are not run keep the results of earlier calls, so on a machine that
+# is available for ten minutes at a time, use two calls:
 #
 #   STAGES="build check bits speed" dev/gpu_check.sh
 #   STAGES="build test sanitizer offload gpus bench torch" dev/gpu_check.sh
 #
-# Each ends after SECONDS_IN_ALL; `build` does nothing where the first call's programs are still
-# there. Variables (paths are relative to the repository's root):
+# Each ends after SECONDS_IN_ALL; `build` reuses programs of the first call. Variables (paths are
+# relative to the repository's root):
 #
 #   STAGES=                    stages to run, in this order; default: all, as in the table below
 #   LOGS=build/gpu_check       folder of logs, verdicts and summary.md; also of the program's caches
 #   ARCHIVE=$LOGS.tar.gz       all of LOGS in one file
-#   GPT2CU=./train_gpt2cu      the program; if named here it is used as it is and not built
+#   GPT2CU=./train_gpt2cu      the program; if given, it is not built
 #   TEST=build/test_gpt2cu     its tests, likewise
 #   BENCH=build/bench          the benchmark of single kernels, likewise
 #   EMULATED=./train_gpt2cu_cpu  the program without a GPU, whose losses NCCL's are compared with
@@ -37,8 +37,8 @@
 #   PYTHON=python3             the interpreter that has torch
 #   COMMIT=                    what to print if there is no git
 #
-# If nvidia-smi shows no GPU it ends at once, unless GPT2CU is given. Then everything but nvcc's
-# part can still be run, as dev/test/machines.sh does:
+# Without a GPU it ends at once, unless GPT2CU is given; then all stages except nvcc's can be run,
+# as dev/test/machines.sh does:
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
@@ -230,7 +230,7 @@ stage_machine() {
     commit=${commit:-${COMMIT:-unknown}}
     name=$(gpu name)
     if [ -z "$name$given_program" ]; then    # otherwise it would first build for minutes
-        echo "gpu_check.sh: nvidia-smi shows no GPU; a program that is named goes on without one:" \
+        echo "gpu_check.sh: nvidia-smi shows no GPU; to continue without one, name a program:" \
             "GPT2CU=./train_gpt2cu_cpu" >&2
         exit 1
     fi
@@ -291,8 +291,8 @@ CUDA
     began=$(date +%s%N)
     if logged "$seconds" "$work/context"; then
         took=$((($(date +%s%N) - began) / 1000000))
-        report context ok "$(tail -n 1 "$work/last") MiB of the GPU are taken with an empty \
-process on it, ${idle_mib:-unknown} MiB before; the process took $took ms"
+        report context ok "$(tail -n 1 "$work/last") MiB of the GPU are used with an empty \
+process, ${idle_mib:-unknown} MiB before; the process took $took ms"
     else
         report context FAILED "$(why $? "$seconds")"
     fi
@@ -336,7 +336,7 @@ stage_build() {
     done
     choose_programs
     for target in "$GPT2CU" "$TEST" "$BENCH"; do
-        [[ $target != "$CARRIED"/* ]] || report "$target" ok "taken, for it could not be built here"
+        [[ $target != "$CARRIED"/* ]] || report "$target" ok "used, because the build failed"
     done
     # The program must start without this script's LD_LIBRARY_PATH, by the RUNPATH of the toolkit
     # and of MPI. Only a machine that has these outside the system's folders can show it.
@@ -353,7 +353,7 @@ stage_build() {
 one_test() {
     local status seconds=${limit_s[$stage]}
     if [ ! -x "$1" ] && ! command -v "$1" > /dev/null; then
-        report "$1" skipped "not there"
+        report "$1" skipped "not found"
         return
     fi
     logged "$seconds" "$@"
@@ -362,7 +362,7 @@ one_test() {
         report "$1" ok "$(tail -n 1 "$work/last" | grep . || echo 'no output')"
     else
         report "$1" FAILED \
-            "$(why $status "$seconds"); FAILED stands in $(grep -c FAILED "$work/last") lines"
+            "$(why $status "$seconds"); $(grep -c FAILED "$work/last") lines with FAILED"
     fi
 }
 
@@ -434,8 +434,8 @@ kernels_in() {
 # finds_injected TOOL: true if the tool finds its part of the injected errors in what $filter
 # selects.
 finds_injected() {
-    local log=$work/$1.planted
-    sanitize "$1" "$log" "$work/planted"
+    local log=$work/$1.injected
+    sanitize "$1" "$log" "$work/injected"
     [ "$(errors_in "$log" | grep -v '^0$')" != "" ] && grep -q injected_kernel "$log"
 }
 
@@ -466,11 +466,11 @@ stage_sanitizer() {
     local tool dtype works=() pids=()
     sanitizer=$(find_tool compute-sanitizer)
     if [ -z "$sanitizer" ] || [ -z "$nvcc" ]; then
-        report all skipped "compute-sanitizer or nvcc is not there"
+        report all skipped "no compute-sanitizer or no nvcc"
         return
     fi
-    injected_bugs > "$work/planted.cu"
-    if ! logged 30 "$nvcc" -arch=native -lineinfo -o "$work/planted" "$work/planted.cu"; then
+    injected_bugs > "$work/injected.cu"
+    if ! logged 30 "$nvcc" -arch=native -lineinfo -o "$work/injected" "$work/injected.cu"; then
         report all skipped "the probe does not build: $(why $? 30)"
         return
     fi
@@ -481,7 +481,7 @@ stage_sanitizer() {
         if [ $tool = memcheck ] || finds_injected $tool; then
             works+=("$tool $DTYPE" "$tool fp32")
         fi
-        { echo "=== $tool planted"; cat "$work/$tool.planted"; echo; } >> "$LOGS/sanitizer.log"
+        { echo "=== $tool injected"; cat "$work/$tool.injected"; echo; } >> "$LOGS/sanitizer.log"
     done
     # Two layers, tiles with a remainder, two chunks of logits. Two programs at a time: nothing here
     # is timed, and each needs memory for its context and the tool.
@@ -494,7 +494,7 @@ stage_sanitizer() {
     wait "${pids[@]}"
     for tool in memcheck racecheck synccheck; do
         if [[ " ${works[*]} " != *" $tool $DTYPE "* ]]; then
-            report $tool skipped "it does not find a planted error on this machine"
+            report $tool skipped "it does not find an injected error on this machine"
             continue
         fi
         for dtype in "$DTYPE" fp32; do
@@ -686,23 +686,23 @@ timed_run() {
 # pinned memory may be on the other socket's NUMA node, and copies then take twice as long: the
 # output of `nvidia-smi topo -m` in machine.log shows the GPU's node.
 stage_offload() {
-    local homes dir ms none='' seconds=${limit_s[$stage]} status
-    for homes in none moments moments,master weights gradients residuals \
+    local states dir ms none='' seconds=${limit_s[$stage]} status
+    for states in none moments moments,master weights gradients residuals \
         weights,gradients,moments,master,residuals; do
-        dir=$work/offload.${homes//,/+}
-        timed_run "$dir" "$seconds" -e "$first_model" -b 4 -r 1 --offload "$homes"
+        dir=$work/offload.${states//,/+}
+        timed_run "$dir" "$seconds" -e "$first_model" -b 4 -r 1 --offload "$states"
         status=$?
         ms=$(steps_of "$dir" ms | tail -n +$((STEPS / 4 + 1)) | median)
         if [ $status -ne 0 ]; then
-            report "offload $homes" FAILED "$(why $status "$seconds")"
-        elif [ "$homes" = none ]; then
+            report "offload $states" FAILED "$(why $status "$seconds")"
+        elif [ "$states" = none ]; then
             none=$ms
-            report "offload $homes" ok "$ms ms"
+            report "offload $states" ok "$ms ms"
         elif same_steps "$work/offload.none" "$dir"; then
-            report "offload $homes" ok "$(awk -v ms="$ms" -v none="$none" \
+            report "offload $states" ok "$(awk -v ms="$ms" -v none="$none" \
                 'BEGIN { printf "%s ms, %.2f of none; the same bits", ms, ms / none }')"
         else
-            report "offload $homes" FAILED "other losses or norms than with all on the GPU"
+            report "offload $states" FAILED "losses or norms differ from those without offload"
         fi
     done
 }
@@ -764,9 +764,9 @@ shared_gpu() {
                 report "$ranks ranks on it, -z $zero" FAILED "$(why $status "$seconds")"
                 [ "$ranks $zero" != "2 0" ] || return    # the others would fail slowly too
             elif ! apart=$(near_steps "$work/emulated$ranks" "$dir" 1e-5 1e-4); then
-                report "$ranks ranks on it, -z $zero" FAILED "not the emulated device's: $apart"
+                report "$ranks ranks on it, -z $zero" FAILED "not the emulated losses: $apart"
             elif ! same_steps "$work/shared$ranks.0" "$dir"; then
-                report "$ranks ranks on it, -z $zero" FAILED "other losses or norms than -z 0"
+                report "$ranks ranks on it, -z $zero" FAILED "losses or norms differ from -z 0"
             else
                 report "$ranks ranks on it, -z $zero" ok "$apart of the emulated device's; the \
 same bits as -z 0${shared[4]:+; ${shared[4]}}"
@@ -813,7 +813,7 @@ stage_gpus() {
 $given bytes a GPU as planned, measured ${measured:-not} MiB; $(grep -m 1 -o \
                 'libraries took about [0-9.]* [A-Za-z]*' "$work/last")"
         else
-            report "--gpus $run" FAILED "other numbers than one GPU: $apart"
+            report "--gpus $run" FAILED "differs from one GPU: $apart"
         fi
     done
 }
@@ -912,7 +912,7 @@ stage_torch() {
         batch_0=$(found rows | awk -v m="$model" '$2 == m && $3 == 0 && !/^torch/ { print $4 }')
         batch_1=$(found rows | awk -v m="$model" '$2 == m && $3 == 1 && !/^torch/ { print $4 }')
         if [ -z "$batch_0$batch_1" ]; then
-            report "$model" skipped "no run of ours to stand beside"
+            report "$model" skipped "no run of ours to compare with"
             continue
         fi
         PYTHONUNBUFFERED=1 logged "$seconds" "$PYTHON" dev/bench/against_torch.py \
@@ -928,7 +928,7 @@ stage_torch() {
         while read -r line; do
             report "$model" skipped "${line#torch }"
         done < <(grep '^torch .* FAILED' "$work/last")
-        [ $status -eq 0 ] || report "$model" skipped "the rest: $(why $status "$seconds")"
+        [ $status -eq 0 ] || report "$model" skipped "the remaining rows: $(why $status "$seconds")"
     done
 }
 
@@ -937,7 +937,7 @@ stage_torch() {
 stage_bench() {
     local status seconds=${limit_s[$stage]}
     if [ ! -x "$BENCH" ] && ! command -v "$BENCH" > /dev/null; then
-        report "$BENCH" skipped "not there"
+        report "$BENCH" skipped "not found"
         return
     fi
     logged "$seconds" "$BENCH"
@@ -1011,7 +1011,7 @@ for stage in $STAGES; do
     if [ "$stage" = build ] || [ "$stage" = test ] || [ "$stage" = bench ] || [ -x "$GPT2CU" ]; then
         timed "stage_$stage"
     else
-        report "$GPT2CU" FAILED "there is no such program"
+        report "$GPT2CU" FAILED "no such program"
     fi
     archive
 done

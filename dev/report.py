@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""The picture of a run or of a memory plan: one page that needs nothing beside it, or an SVG file.
+"""Draws a run or a memory plan as one self-contained HTML page or an SVG file.
 
     dev/report.py runs/one                        writes runs/one/report.html
-    dev/report.py runs/one --watch                serves it to this machine while the run goes on
+    dev/report.py runs/one --watch                serves it on this machine during the run
     ./train_gpt2 --plan -e d12 --json | dev/report.py --plan - -o plan.html
     dev/report.py runs/one --svg run.svg          the charts alone; with --plan FILE: the plan alone
     dev/report.py runs/one --tensorboard DIR      the numbers for TensorBoard (package tensorboardX)
     dev/report.py runs/one --wandb PROJECT        ... for Weights & Biases (package wandb)
 
-A run is the folder that -o named. Its page shows its memory when --plan gives the plan, or when one
-of the programs built here plans, for the options in the log, exactly the bytes that the log names.
-Python's standard library is enough for all but the last two.
+A run is the folder given by -o. Its page shows memory if --plan gives the plan, or if a program
+built here plans exactly the bytes in the log for the options in the log. All but the last two need
+only Python's standard library.
 """
 import argparse
 import html
@@ -78,7 +78,7 @@ class Run:
                 event.get("step")
             except (ValueError, AttributeError, RecursionError):
                 if i + 1 < len(lines):    # only the last line may be truncated by a crash
-                    raise Refusal(f"{self.path}:{i + 1}: not an object of JSON") from None
+                    raise Refusal(f"{self.path}:{i + 1}: not a JSON object") from None
                 continue
             self.add(event, event.get("step"))
         if not self.start:
@@ -130,7 +130,7 @@ def plan_parse(text, path):
             raise ValueError("no buffers")
         return plan
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Refusal(f"{path} is not what --plan --json prints ({error!r:.80})") from None
+        raise Refusal(f"{path} is not the output of --plan --json ({error!r:.80})") from None
 
 
 def plan_of(run):
@@ -563,7 +563,7 @@ def watch(path, plan, port):
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
         raise Refusal(f"--port {port}: {error}") from None
-    print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+    print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C to stop)", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -631,10 +631,10 @@ def main():
     parser.add_argument("-o", "--output", metavar="FILE",
                         help="the page; default: report.html in the run's folder, or plan.html")
     parser.add_argument("--svg", metavar="FILE", help="write this picture and no page")
-    parser.add_argument("--watch", action="store_true", help="serve a page that keeps itself fresh")
+    parser.add_argument("--watch", action="store_true", help="serve a page that reloads itself")
     parser.add_argument("--port", type=int, default=8000, help="of --watch, on 127.0.0.1; 0: any")
     parser.add_argument("--tensorboard", metavar="DIR", help="write event files and no page")
-    parser.add_argument("--wandb", metavar="PROJECT", help="hand the run over and write no page")
+    parser.add_argument("--wandb", metavar="PROJECT", help="upload the run and write no page")
     given = parser.parse_args()
     if not given.run and (not given.plan or given.tensorboard or given.wandb):
         parser.error("name the folder of a run, or give --plan FILE")

@@ -9,8 +9,8 @@
 #
 # Runs as many programs at a time as there are cores. Each prints `N passed, N failed, N skipped` as
 # its last line; the last line here is their sum, preceded by the ten slowest tests. Exit status 1
-# on any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty:
-# none) are set by make; with BUILD_ONLY=yes nothing is run.
+# on any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), M32 (empty: no 32-bit programs), NVCC,
+# CUDA_HEADERS and GPU (empty: none) are set by make; with BUILD_ONLY=yes nothing is run.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 export OMP_WAIT_POLICY=passive    # on a busy machine, spinning threads delay the others
@@ -58,8 +58,9 @@ row main test_gpt2_double build/test_gpt2_double build/test_gpt2_double
 for driver in training options checkpoints interrupts model_files evaluate generate; do
     driver main $driver train_gpt2
 done
-driver main training train_gpt2cu_cpu micro_batches validation homes
+driver main training train_gpt2cu_cpu micro_batches validation offload
 row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
+row main "plans, 32 bits" "train_gpt2 build/plan_32" dev/test/plans.sh build/plan_32
 row main machines "" dev/test/machines.sh main
 row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
 row main style "" dev/style.sh main
@@ -80,7 +81,7 @@ row rest test_gpt2_asan build/test_gpt2_asan build/test_gpt2_asan
 for driver in options checkpoints interrupts evaluate generate model_files; do
     driver rest $driver build/train_gpt2_asan
 done
-driver rest training build/train_gpt2_asan overfit homes
+driver rest training build/train_gpt2_asan overfit offload
 driver rest training build/train_gpt2_double overfit
 row rest data_asan build/test/data_asan build/test/data_asan
 row rest test_cuda_cpu_asan build/test_cuda_cpu_asan build/test_cuda_cpu_asan
@@ -107,10 +108,10 @@ bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
     lines=$(EMU_CC=$1 build/bench_profile --tsv -n 1 -e l1h1c16t16 -b 2 | grep -v '^#' |
         awk -F'\t' 'NF == 6 && $3 + 0 > 0 && $3 + 0 < 1e9' | wc -l)
     if [ "$lines" -eq 32 ]; then
-        echo "bench_cuda  sm_$1, $lines kernels and products  ok"
+        echo "bench_cuda  sm_$1, $lines kernels and matmuls  ok"
         echo "1 passed, 0 failed, 0 skipped"
     else
-        echo "bench_cuda  sm_$1, $lines kernels and products, 32 wanted  FAILED"
+        echo "bench_cuda  sm_$1, $lines kernels and matmuls, 32 wanted  FAILED"
         echo "0 passed, 1 failed, 0 skipped"
     fi
 }
@@ -145,13 +146,14 @@ lacks() {
         *asan) [ -n "${SAN-yes}" ] || echo "${CXX:-the compiler} has no sanitizers" ;;&
         *cu_cpu* | *cuda* | build/bench_profile)
             [ -n "${CUDA_HEADERS-}" ] || echo "no headers of CUDA" ;;
+        build/plan_32) [ -n "${M32-}" ] || echo "no 32-bit libraries (gcc-multilib)" ;;
         +nvcc) [ -n "${NVCC-}" ] || echo "no nvcc" ;;
         build/sm_*)
             local arch=${1//[!0-9]/}
             if [ -z "${NVCC-}" ]; then
                 echo "no nvcc"
             elif ! "$NVCC" --list-gpu-code | grep -q "^sm_$arch"; then
-                echo "this nvcc does not know sm_$arch"
+                echo "this nvcc does not support sm_$arch"
             fi ;;
         *gpt2cu) [ -n "${NVCC-}" ] || echo "no nvcc"; [ -n "${GPU-}" ] || echo "no GPU" ;;
     esac

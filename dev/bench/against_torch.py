@@ -109,8 +109,8 @@ def device_mib(device):
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
-    beside = total - free - torch.cuda.memory_reserved()
-    return (torch.cuda.max_memory_reserved() + beside) >> 20
+    others = total - free - torch.cuda.memory_reserved()
+    return (torch.cuda.max_memory_reserved() + others) >> 20
 
 
 def measure(args, way, recompute, B, device):
@@ -147,9 +147,9 @@ def measure(args, way, recompute, B, device):
     return ms
 
 
-def beside(args, device):
-    """Times every step that dev/bench_cpu timed in PyTorch, and prints how much faster ours is."""
-    with open(args.beside, encoding="utf-8") as f:
+def compare_bench(args, device):
+    """Times in PyTorch every step that build/bench_cpu timed, and prints the ratio."""
+    with open(args.bench, encoding="utf-8") as f:
         step = r"^(\S+) B (\d+) T (\d+) (fp32|bf16): step ([0-9.]+) ms"
         ours = re.findall(step, f.read(), re.M)
     args.warm_up = 2
@@ -220,15 +220,15 @@ def main():
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not timed")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16",
                         help="bf16: autocast")
-    parser.add_argument("--beside", metavar="FILE",
-                        help="time the steps in this output of dev/bench_cpu, on the CPU")
+    parser.add_argument("--bench", metavar="FILE",
+                        help="time the steps in this output of build/bench_cpu, on the CPU")
     parser.add_argument("--generate", type=int, metavar="TOKENS",
-                        help="time transformers' generate beside ours instead, on the CPU")
+                        help="time transformers' generate and ours instead, on the CPU")
     parser.add_argument("--rounds", type=int, default=5, help="with --generate: turns of each")
     parser.add_argument("--program", default="./train_gpt2", help="with --generate: ours")
     args = parser.parse_args()
     shape(args.model)
-    cuda = torch.cuda.is_available() and not args.beside
+    cuda = torch.cuda.is_available() and not args.bench
     device = torch.device("cuda" if cuda else "cpu")
     if args.generate:
         generate(args)
@@ -236,8 +236,8 @@ def main():
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"# PyTorch {torch.__version__} on {name}, {torch.get_num_threads()} threads: "
           "fp32 weights; bf16: autocast", flush=True)
-    if args.beside:
-        beside(args, device)
+    if args.bench:
+        compare_bench(args, device)
         return 0
     failed = 0
     for recompute, way in WAYS:

@@ -306,7 +306,7 @@ static void bench_attention(int B, int T, int NH, int HS) {
 // Parses the model `name` and derives the settings of a run from it and `o`.
 static void bench_settings(Settings *s, Model *m, const Options *o, const char *name) {
     const int bpe = model_parse(m, name) == MODEL_PRESET;
-    model_set_vocabulary(m, tokenizer_vocabulary(bpe ? TOKENIZER_GPT2 : TOKENIZER_BYTES));
+    model_set_vocabulary(m, bpe ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY);
     settings_from_options(s, o, m, 0);
 }
 

@@ -48,9 +48,9 @@ static void print_rates(double megabytes, double all_megabytes) {
         double ms = median(times[i], REPEATS), size = i < CHECKPOINT ? megabytes : all_megabytes;
         if (ms > 0) {
             printf("%-27s %7.0f ms  %5.2f GB/s", measure_names[i], ms, size / ms);
-            int beside = i == SAVE ? (int)DD_WRITE : i == LOAD_COLD ? (int)DD_READ_COLD : -1;
-            printf(beside >= 0 ? "  %.2f of dd's rate\n" : "\n",
-                   beside >= 0 ? median(times[beside], REPEATS) / ms : 0.0);
+            int dd = i == SAVE ? (int)DD_WRITE : i == LOAD_COLD ? (int)DD_READ_COLD : -1;
+            printf(dd >= 0 ? "  %.2f of dd's rate\n" : "\n",
+                   dd >= 0 ? median(times[dd], REPEATS) / ms : 0.0);
         }
     }
 }
@@ -79,7 +79,7 @@ int main(void) {
     engine_initialise(&e, &m, 42);
     int cold = drop_cache();
     double megabytes = 0, all_megabytes = 0, began;
-    const Snapshot snapshot = {&e, &s, &o, "bench", &state, NULL};
+    const Snapshot snapshot = {&e, &s, &o, "bench", &state, NULL, 0};
     for (int r = 0; r < REPEATS; r++) {
         began = now_ms();
         writer_open(&w, folder, "model.safetensors");
@@ -93,7 +93,7 @@ int main(void) {
         dd(options);
         times[DD_WRITE][r] = now_ms() - began;
         writer_open(&w, folder, "config.json");
-        config_save(&m, &w);
+        config_save(&m, NULL, &w);
         writer_close(&w);
         times[LOAD][r] = load(&e, folder);
         if (cold) {

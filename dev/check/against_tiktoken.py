@@ -38,7 +38,7 @@ int64_t encode_all(const char *text, const int64_t *end, int64_t texts, uint16_t
 int64_t decode_all(const uint16_t *tokens, int64_t count, char *out);
 int64_t cut(const char *text, int64_t n);
 void open_vocabulary(const char *path) {
-    bpe_open(&bpe, path);
+    bpe_open(&bpe, path, NULL, NULL);
     bpe_encoder_open(&encoder, &bpe);
 }
 int64_t encode_all(const char *text, const int64_t *end, int64_t texts, uint16_t *out,

@@ -571,7 +571,7 @@ def check_folders(report, folder):
         wrong = batch_loss(reference, *shard_batch(case, tokens, 0))[1].item()
     worst = difference(loss, None, wrong, 4 * U).used()
     report.verdict("a wrong number in a folder is found", worst > 1, f"{worst:.1f} tolerances")
-    report.head(f"4. {case.steps} steps of train_gpt2 from that folder, beside PyTorch's")
+    report.head(f"4. {case.steps} steps of train_gpt2 from that folder and in PyTorch")
     lines, saved = train(case, variants["F32"][0], shard, folder / "trained")
     ours = [line["loss"] for line in lines if "loss" in line]
     sides = [Trainer(case, hf_model(case, variants["F32"][1], dtype))

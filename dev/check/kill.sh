@@ -6,8 +6,7 @@
 # least the last step reported as saved, and end with the same bytes as an uninterrupted run. After
 # every failed call the run must have ended with one line, and resume likewise. Needs strace, which
 # injects the signals and errors; OPTIONS are added to the run's (e.g. the GPU program's types).
-# Last line:
-# `N kills and M failed calls, K bad`; exit status 1 if K is not 0.
+# Last line: `N kills and M failed calls, K bad`; exit status 1 if K is not 0.
 set -u
 unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/../.." || exit 1

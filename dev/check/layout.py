@@ -2,7 +2,7 @@
 """Checks the layout of the sources: dev/check/layout.py [--self-test]
 
 Every text file that git tracks: lines of at most 100 columns, no tabs (except in Makefile), no
-trailing blanks, no two empty lines in a row, a newline at the end. C and CUDA sources:
+trailing blanks, no two consecutive empty lines, a newline at the end. C and CUDA sources:
   contents   the list under "Contents" in a file's header equals its chapter banners
   citations  "chapter X" names a chapter that exists in some file
   contracts  a comment stands directly above each kernel and each launcher (a function that calls

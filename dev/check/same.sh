@@ -9,8 +9,8 @@
 # status 1. Without PART all parts are computed: about three minutes on one core, and as much again
 # to build what has changed. Either command can be interrupted and started again: a part is stored
 # only when it is complete. DIR is a folder that git does not track; compare leaves what it computed
-# there, as PART.compare. Proofs hold for one machine and one set of compilers: another processor or
-# compiler is pointed out. Seconds are those of one core, programs already built:
+# there, as PART.compare. Proofs are valid for one machine and one set of compilers; a different
+# processor or compiler is reported. Times are for one core, with the programs already built:
 #
 #   functions     every top-level definition of the C, C++ and CUDA sources, without comments,
 #                 layout, #include lines and prototypes, but with the #if around it. For moves; for
@@ -25,11 +25,11 @@
 #                 train_gpt2 and 12 of train_gpt2cu_cpu; what --generate and --eval print.     12 s
 #   plans         --plan --json of 300 settings; the numbers printed by --fit, --minimum and --plan
 #                 for four models on six cards; name, letter, default and range of each option.
-#                 Cards are named, so neither a measured speed nor free memory has a part.    30 s
+#                 All for named cards, so independent of measured speeds and free memory.    30 s
 #   sass          registers, spills, shared memory and disassembly of each kernel for six GPUs; only
 #                 with nvcc and nvdisasm (NVDISASM names it if it is not on the PATH).        20 s
 #   instructions  instructions of three CPU runs, equal to 0.1 %, and their memory; built for
-#                 x86-64-v3, as valgrind does not know AVX-512. Only with valgrind.            23 s
+#                 x86-64-v3, because valgrind lacks AVX-512. Only with valgrind.            23 s
 #   tests         names of all tests, as often as there are builds that run them.             60 s
 #
 # Moves: functions, bits, plans, sass, instructions, tests. Renames: all; in functions, sass and
@@ -47,16 +47,18 @@ trap 'rm -rf "$scratch"' EXIT
 trap 'exit 130' INT TERM
 export XDG_CACHE_HOME=$scratch/cache    # measured speeds and algorithms of other runs
 
-# The Makefile's command that builds TARGET, without output and dependency file. More arguments go
-# to make. Nothing when this machine cannot build it.
+# The Makefile's command that builds TARGET, without output and dependency file; a recipe may write
+# to $part, which it then moves to TARGET. More arguments are passed to make. Empty if this machine
+# cannot build it.
 command_of() {
-    make -nB "$@" 2> /dev/null | grep -m 1 -E -- "-o $1(\.part)? " |
-        sed -E "s, -o $1(\.part)? , ,; s/-MMD -MP -MF [^ ]+ -MT [^ ]+//"
+    make -nB "$@" 2> /dev/null | sed -z 's/\\\n/ /g' | grep -E -- "-o $1 |^part=$1\." |
+        sed -nE "1{s/^part=[^;]*; //; s/ && mv .*//; s, -o ($1|\\\$part) , ,
+            s/-MMD -MP -MF [^ ]+ -MT [^ ]+//; p}"
 }
 reads() { python3 "$root/$reader" "$@"; }
 skipped() { printf 'skipped\t%s\n' "$1"; }
 build() { make -s "$@" > "$scratch/make" 2>&1 || { cat "$scratch/make" >&2 && return 1; }; }
-# Both programs where CUDA's headers are, else the CPU program alone.
+# Both programs if CUDA's headers are installed, else only the CPU program.
 programs() { echo train_gpt2 && [ -z "$(command_of train_gpt2cu_cpu)" ] || echo train_gpt2cu_cpu; }
 
 part_functions() {
@@ -148,7 +150,7 @@ part_plans() {
 
 part_sass() {
     local arch disassemble=${NVDISASM:-nvdisasm}
-    if ! make -nB build/sm_80.log 2> /dev/null | grep -q nvcc; then
+    if ! make -nB build/sm_80.log 2> /dev/null | grep nvcc > /dev/null; then  # -q: make would fail
         skipped "no nvcc"
     elif ! command -v "$disassemble" > /dev/null; then
         skipped "no nvdisasm"
@@ -160,7 +162,7 @@ part_sass() {
     fi
 }
 
-# counts LABEL OPTION...: instructions of a run, and the memory that it says it takes.
+# counts LABEL OPTION...: instructions of a run, and the memory that it reports.
 counts() {
     valgrind --tool=callgrind --callgrind-out-file=/dev/null ./portable "${@:2}" > out 2> errors
     printf '%s instructions\t%s\n' "$1" "$(sed -n 's/.*Collected : //p' errors)"
@@ -202,28 +204,28 @@ environment() {
 
 usage() { sed -n '5,6s/^# *//p' "$0" >&2 && exit 2; }
 [ $# -ge 2 ] || usage
-verb=$1 names=/dev/null failed=0
+command=$1 names=/dev/null failed=0
 mkdir -p "$2" && folder=$(cd "$2" && pwd) || exit 1
 shift 2
 if [ "${1-}" = --names ]; then
     names=$(realpath "${2-}") || exit 2
     shift 2
 fi
-case $verb in
+case $command in
     record) environment > "$folder/environment" ;;
-    compare) environment | diff "$folder/environment" - || echo "note: another environment" ;;
+    compare) environment | diff "$folder/environment" - || echo "note: different environment" ;;
     *) usage ;;
 esac
 [ $# -gt 0 ] || set -- $all
 for part; do
-    now=$folder/$part.$verb started=$SECONDS
+    now=$folder/$part.$command started=$SECONDS
     [[ " $all " = *" $part "* ]] || usage
     printf '%-14s' "$part"
-    # A part runs in a shell of its own, as it changes folder and environment.
+    # Each part runs in its own shell, because it changes the folder and the environment.
     if ! (set -o pipefail && "part_$part") > "$now"; then
         echo "FAILED: cannot be computed"
         failed=1
-    elif [ $verb = record ]; then
+    elif [ $command = record ]; then
         mv "$now" "$folder/$part"
         echo "recorded, $((SECONDS - started)) s"
     else

@@ -92,9 +92,10 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     d.seed = 42;
     shard_open(&fuzz_shard, path);
     d.tokenizer = fuzz_shard.tokenizer;
-    d.vocabulary = fuzz_shard.vocabulary;
-    FACT(d.tokenizer == TOKENIZER_GPT2 || d.tokenizer == TOKENIZER_BYTES);
-    FACT(d.vocabulary == tokenizer_vocabulary(d.tokenizer));
+    const int vocabulary = d.tokenizer.vocabulary;
+    FACT(tokenizers_equal(&d.tokenizer, &gpt2_tokenizer) ||
+         tokenizers_equal(&d.tokenizer, &byte_tokenizer) ||
+         (d.tokenizer.kind == TOKENIZER_MERGES && vocabulary >= 257 && vocabulary <= 65535));
     FACT(fuzz_shard.count >= 0 && (size_t)fuzz_shard.count == (size - LLMC_HEADER_BYTES) / 2);
     d.windows = fuzz_shard.count > 0 ? (fuzz_shard.count - 1) / d.T : 0;
     Token inputs[5], targets[5];
@@ -104,8 +105,8 @@ static void target_shard(const unsigned char *bytes, size_t size) {
                 die("%s", d.problem);
             }
             for (int i = 0; i < d.T; i++) {
-                FACT(inputs[i] >= 0 && inputs[i] < d.vocabulary);
-                FACT(targets[i] >= 0 && targets[i] < d.vocabulary);
+                FACT(inputs[i] >= 0 && inputs[i] < vocabulary);
+                FACT(targets[i] >= 0 && targets[i] < vocabulary);
                 FACT(i == 0 || targets[i - 1] == inputs[i]);
             }
         }
@@ -227,7 +228,7 @@ static int bytes_compare(const void *a, const void *b) {
 // Checks the tiling in order of offsets; the program adds up hashes instead.
 static void target_safetensors(const unsigned char *bytes, size_t size) {
     static Range *ranges;
-    static size_t room;
+    static size_t capacity;
     size_t count = 0;
     Safetensors f;
     FileTensor t;
@@ -243,9 +244,9 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
         uint64_t length = (uint64_t)t.count * (uint64_t)file_types[t.type].bytes;
         FACT(t.data >= f.data && length <= (uint64_t)(bytes + size - t.data));
         touch(t.data, min_i64((int64_t)length, 1));
-        if (count == room) {
-            room = 2 * room + 64;
-            ranges = (Range *)realloc(ranges, room * sizeof(Range));
+        if (count == capacity) {
+            capacity = 2 * capacity + 64;
+            ranges = (Range *)realloc(ranges, capacity * sizeof(Range));
         }
         ranges[count].begin = (uint64_t)(t.data - f.data);
         ranges[count].end = ranges[count].begin + length;
@@ -335,9 +336,10 @@ static void target_log(const unsigned char *bytes, size_t size) {
 static Bpe fuzz_bpe;
 
 static void target_bpe_merges(const unsigned char *bytes, size_t size) {
-    bpe_parse_merges(&fuzz_bpe, bytes, size, "vocab.bpe");
-    bpe_require_gpt2(&fuzz_bpe, "vocab.bpe");
-    FACT(fuzz_bpe.count == GPT2_VOCABULARY);
+    bpe_parse_merges(&fuzz_bpe, bytes, size, "merges.txt");
+    bpe_identify(&fuzz_bpe, (const char *)bytes, size, "merges.txt");
+    FACT(fuzz_bpe.tokenizer.kind == TOKENIZER_GPT2 || fuzz_bpe.tokenizer.kind == TOKENIZER_MERGES);
+    FACT(fuzz_bpe.tokenizer.vocabulary == fuzz_bpe.count && fuzz_bpe.count >= MIN_VOCABULARY);
 }
 
 static void target_bpe_tokens(const unsigned char *bytes, size_t size) {
@@ -356,7 +358,7 @@ static const Bpe *encoder_vocabulary(void) {
     }
     snprintf(path, sizeof path, "%s/gpt2/vocab.bpe", mirror ? mirror : "data");
     if (access(path, R_OK) == 0) {
-        bpe_open(&fuzz_bpe, path);
+        bpe_open(&fuzz_bpe, path, NULL, NULL);
         return &fuzz_bpe;
     }
     static const char *const merges[] = {" t", "he", "in", " a", " the", "aa", "aaa", "aaaa", "ing",

@@ -75,13 +75,13 @@ TEST(checkpoint_foreign) {
     remove_folder("out");
     expect(rename("again", "out") == 0 && tensors_of("out", 8) == tensors);
     expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "is of another run", "another shape");
-    expect_refused(program("-i train.bin -e out"), "name one of its step-NNNNNNNN", "-e RUN");
+                   "is from a different run", "another shape");
+    expect_refused(program("-i train.bin -e out"), "use one of its step-NNNNNNNN", "-e RUN");
     Text other = read_file("train.bin");  // same length, different tokens
     other.replace(SHARD_BYTES, 2000, other.substr(SHARD_BYTES + 1000, 2000));
     write_file("other.bin", other);
     expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "is of another run: it has data ", "other data");
+                   "it was trained on train.bin; other.bin has other tokens", "other data");
 }
 
 // A resume must agree with its checkpoint in everything that determines the tokens of a step.
@@ -91,11 +91,50 @@ TEST(checkpoint_identity) {
     for (const char *other : {"--seed 2", "-t 8", "--shuffle 0", "-i val.bin"}) {
         const Text data = other[1] == 'i' ? "" : "-i train.bin ";
         expect_refused(program(data + "-e l2h2c16t16 -b 2 --quiet -x 4 -y 1 -o out " + other),
-                       Text("checkpoint out/step-00000002 is of another run: it has ") +
-                           (other[1] == '-' ? "--" : other[1] == 't' ? "sequence 16 " : "windows "),
+                       Text("checkpoint out/step-00000002 is from a different run: it ") +
+                           (other[1] == '-'   ? "has --"
+                            : other[1] == 't' ? "has sequence 16 "
+                                              : "was trained on train.bin; val.bin has other"),
                        other);
     }
     expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");
+}
+
+// A resume without -i and -j reads the data of its checkpoint, also if the newest one is damaged.
+TEST(resume_data) {
+    write_corpus();
+    rename("val.bin", "some_val.bin");
+    rename("train.bin", "some_train.bin");
+    const Text run = "-e l2h2c16t16 -b 2 -n 2 -v 2 -m 2 -o out ";
+    expect_success(program(run + "-i some_train.bin -x 6"), "first run");
+    const Text tensors = tensors_of("out", 6);
+    expect(values_in(read_file("out/log.jsonl"), "val_loss").size() == 3, "some_val.bin not used");
+    write_file("out/step-00000006/" + Text(saved_files[SAVED_STATE]), "x");
+    Outcome o = program(run + "-y 1 -x 6");
+    expect(o.status == 0 && o.out.find("data     some_train.bin: 3,000 tokens") != Text::npos, "%s",
+           (o.out + o.err).c_str());
+    expect(tensors_of("out", 6) == tensors && !tensors.empty(), "another end");
+    expect(values_in(read_file("out/log.jsonl"), "val_loss").size() == 3, "no validation");
+    rename("some_train.bin", "gone.bin");
+    expect_refused(program(run + "-y 1 -x 8"),
+                   "no token file matches some_train.bin; data/tokenize makes token", "gone");
+    o = program(run + "-y 1 -x 8 -i gone.bin");
+    expect(o.status == 0 && o.out.find("no validation") != Text::npos, "%s", o.out.c_str());
+}
+
+// The model card of bytes says what ids are; its checkpoints stay complete without it.
+TEST(model_card) {
+    write_corpus();
+    const Text run = TINY "--quiet -n 2 --keep 1 -o out ", card = "out/step-00000002/README.md";
+    expect_success(program(run + "-x 2"), "bytes");
+    expect(read_file(card).find("id b is the byte b") != Text::npos, "%s", read_file(card).c_str());
+    unlink(card.c_str());
+    expect_success(program(run + "-x 4 -y 1"), "without the card");
+    expect_success(program(run + "-x 6 -y 1"), "with it");
+    expect(names_in("out", "step") == "step-00000006", "%s", names_in("out", "").c_str());
+    write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
+    expect_success(program("-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 --quiet -o other"), "GPT-2's");
+    expect(exists("other/step-00000001/config.json") && !exists("other/step-00000001/README.md"));
 }
 
 // Lines of `out` that start with `begin`.
@@ -133,9 +172,10 @@ TEST(resume_options) {
     expect(o.status == 0 && o.out.find("\n  --batch is 2, was 1\n") != Text::npos &&
                o.out.find("--log-every") == Text::npos, "%s", o.out.c_str());
     expect_refused(program(TINY "-x 8 -y 1 -o out --seed 7"),
-                   "step-00000006 is of another run: it has --seed 42; here: --seed 7", "--seed");
+                   "step-00000006 is from a different run: it has --seed 42, this run --seed 7",
+                   "--seed");
     expect_refused(program(TINY "-x 8 -y 1 -o out --shuffle 0"),
-                   "it has --shuffle 1; here: --shuffle 0", "--shuffle");
+                   "it has --shuffle 1, this run --shuffle 0", "--shuffle");
 }
 
 // A run that has reached or passed its last step reports that there is nothing to do and leaves its
@@ -147,7 +187,7 @@ TEST(resume_nothing) {
     for (int steps : {4, 2}) {
         const Outcome o = program(TINY "-y 1 -o out -x " + text("%d", steps));
         expect_success(o, "nothing to do");
-        expect(o.out.find(text("\nnothing to do: the checkpoint is of step 4, --steps (-x) is %d\n",
+        expect(o.out.find(text("\nnothing to do: the checkpoint is at step 4, --steps (-x) is %d\n",
                                steps)) != Text::npos, "%s", o.out.c_str());
         expect(names_in("out", "step") == "step-00000002 step-00000004" &&
                checkpoint_bytes("out", 4) == end);
@@ -172,7 +212,7 @@ TEST(resume_renamed) {
     const std::pair<Text, Text> table[] = {{"out", "out/best"}, {"out/best", "out/best/."}};
     for (const auto &[output, found] : table) {
         expect_refused(program(run + "-o " + output, no_leaks),
-                       "--resume (-y): " + found + " is a checkpoint of step 4; a run goes on from "
+                       "--resume (-y): " + found + " is the checkpoint of step 4; rename it to "
                        "step-00000004", output);
     }
     expect(names_in("out", "") == "best lock log.jsonl" && read_file("out/log.jsonl") == log);
@@ -189,19 +229,19 @@ TEST(resume_weights) {
     expect_success(program(TINY "--quiet -x 2 -o first"), "first run");
     const Text run = "-i train.bin -e first/step-00000002 -b 2 -y 1 -o out ";
     Outcome o = program(run + "-x 1 -l 0");
-    expect(o.status == 0 && o.out.find("\nno checkpoint in out yet: a new run, with the weights of "
-                                       "--model (-e) first/step-00000002\n") != Text::npos,
-           "%s", o.out.c_str());
+    expect(o.status == 0 && o.out.find("\nno checkpoint in out: starting a new run from the "
+                                       "weights of --model (-e) first/step-00000002\n") !=
+                              Text::npos, "%s", o.out.c_str());
     expect(in_checkpoint("out", 1, SAVED_MODEL) == in_checkpoint("first", 2, SAVED_MODEL));
     expect_success(program(run + "--quiet -x 2 -l 1e-2"), "one step away");
     o = program(run + "-x 3 -l 0");
-    expect(o.status == 0 && o.out.find("\nthe weights are those of out/step-00000002, not those of "
-                                       "--model (-e) first/step-00000002, ") != Text::npos,
+    expect(o.status == 0 && o.out.find("\nusing the weights of out/step-00000002; --model (-e) "
+                                       "first/step-00000002 only applied ") != Text::npos,
            "%s", o.out.c_str());
     expect(in_checkpoint("out", 3, SAVED_MODEL) == in_checkpoint("out", 2, SAVED_MODEL) &&
            in_checkpoint("out", 3, SAVED_MODEL) != in_checkpoint("first", 2, SAVED_MODEL));
     o = program(TINY "-x 4 -y 1 -o out");
-    expect(o.status == 0 && o.out.find("\nthe weights are") == Text::npos, "%s", o.out.c_str());
+    expect(o.status == 0 && o.out.find("\nusing the weights") == Text::npos, "%s", o.out.c_str());
 }
 
 // Makes every fcntl(F_OFD_SETLK) return `error`, as on a file system without locks.
@@ -233,7 +273,7 @@ TEST(output_lock) {
     mkdir("other", 0755);  // keeps the first run's stdout and stderr unchanged
     enter("other");
     expect_refused(program("-i ../train.bin -e l2h2c16t16 -b 2 -x 1 -y 1 -o ../out"),
-                   text("--output (-o): ../out: another run writes there: process %d on %s "
+                   text("--output (-o): ../out is in use by another run: process %d on %s "
                         "(../out/lock is locked)", (int)pid, host), "a second run");
     enter("..");
     expect(exists("out/step-00000009.tmp"), "the first run's unfinished checkpoint is gone");
@@ -245,8 +285,8 @@ TEST(output_lock) {
     if (o.status == 98) {
         skip("no seccomp here");
     }
-    expect(o.status == 0 && o.err.find("warning: without/lock cannot be locked: No locks available")
-               != Text::npos, "status %d: %s", o.status, o.err.c_str());
+    expect(o.status == 0 && o.err.find("warning: cannot lock without/lock: No locks available") !=
+               Text::npos, "status %d: %s", o.status, o.err.c_str());
 }
 
 // A log that cannot be read is not treated as one that ends there.
@@ -257,7 +297,7 @@ TEST(unreadable_log) {
     // A regular file whose first bytes are not mapped, so that every read fails.
     expect(symlink("/proc/self/mem", "out/log.jsonl") == 0);
     expect_refused(program(TINY "-x 3 --quiet -y 1 -o out", no_leaks),
-                   "cannot read or cut back log out/log.jsonl: Input/output error", "a resume");
+                   "cannot read or truncate log out/log.jsonl: Input/output error", "a resume");
 }
 
 // Folders that only look like checkpoints are left alone. Foreign files in a damaged checkpoint are
@@ -345,7 +385,7 @@ TEST(vocabulary_files) {
         expect(read_file(at + "manifest.json").find(file) != Text::npos, "%s", file);
         write_file(at + file, good + " ");
         const Outcome o = program(with_files + "-x 2");
-        expect(o.status == 1 && o.err.find(Text(file) + " has not its manifest's size") !=
+        expect(o.status == 1 && o.err.find(Text(file) + " does not have the size given in") !=
                                     Text::npos, "%s: %s", file, o.err.c_str());
         write_file(at + file, good);
     }
@@ -433,7 +473,7 @@ static void state_files_apart(const Text &run, const Members &whole, const Text 
     write_file(at + "/state-1-of-2.safetensors",
                safetensors_bytes(cut_states(whole, 2)[1], earlier));
     write_manifest(at);
-    expect_refused(program(run), "state-1-of-2.safetensors is of another run or step than", "step");
+    expect_refused(program(run), "are from different runs or steps", "step");
     write_states(at, cut_states(whole, 2), first);
     unlink((at + "/state-0-of-2.safetensors").c_str());
     const Outcome o = program(run);
@@ -470,7 +510,7 @@ TEST(state_parts) {
         bad = cut(3);
         Members &file = bad[(part + 1) % 3];
         const Text words = "its state files lack " + file.back().name +
-                           text(", which should be in state-%d-of-3.safetensors", part);
+                           text(", expected in state-%d-of-3.safetensors", part);
         file.pop_back();
         expect_refused(resume(bad), words.c_str(), "a part is missing");
     }
@@ -478,13 +518,13 @@ TEST(state_parts) {
     const Text doubled = bad[1].back().name;
     bad[0].push_back(bad[1].back());
     const Outcome twice = resume(bad);
-    expect_refused(twice, ("hold elements of " + doubled + " twice, in ").c_str(), "a part twice");
+    expect_refused(twice, ("elements of " + doubled + " are stored twice, in ").c_str(), "twice");
     for (const char *file : {"/state-0-of-3.safetensors", "/state-1-of-3.safetensors"}) {
         expect(twice.err.find(at + file) != Text::npos, "%s: %s", file, twice.err.c_str());
     }
     for (auto &[name, words] : std::vector<std::pair<Text, Text>>{
-             {"v.4.0", "hold elements of v.4.1027 twice"},
-             {"v.4.2051", "v.4.2051: is not part of this model's states"}}) {
+             {"v.4.0", "elements of v.4.1027 are stored twice"},
+             {"v.4.2051", "v.4.2051: outside the states of this model"}}) {
         bad = cut(3);
         Members &file = name == "v.4.0" ? bad[1] : bad[0];  // bucket 10 of 10, part 0 and 2
         Member &longer = named(&file, name);
@@ -504,9 +544,9 @@ TEST(state_dropped) {
     const Text good = in_checkpoint("out", 2, SAVED_STATE), end = tensors_of("out", 4);
     const std::pair<Text, Text> told[] = {
         {with_header(good, "\"matmul\":\"\"", "\"matmul\":\"qkv 7\""),
-         "\nmatmul algorithms are not those of out/step-00000002: losses may differ"},
+         "\nmatmul algorithms differ from those of out/step-00000002: losses may differ"},
         {with_header(good, "\"loss_scale_log2\":\"0\"", "\"loss_scale_log2\":\"16\""),
-         "\nthe loss scale of out/step-00000002, 2^16, is for fp16 and dropped\n"}};
+         "\nignoring the fp16 loss scale of out/step-00000002, 2^16\n"}};
     for (auto &row : told) {
         remove_folder("out/step-00000004");
         write_file(at + "/" + saved_files[SAVED_STATE], row.first);
@@ -534,18 +574,18 @@ TEST(state_refused) {
         return program(run, no_leaks);
     };
     const std::pair<Text, const char *> table[] = {
-        {with_tensor(good, "master", "U16", low, all), "tensor master: is unknown"},
+        {with_tensor(good, "master", "U16", low, all), "tensor master: unknown"},
         {with_tensor(good, "m.0.64", "BF16", low.substr(0, 128), 64),
-         "hold elements of m.0.64 twice"},
-        {with_tensor(good, "other", "U16", low, all), "tensor other: is unknown"},
-        {with_header(good, "\"m.0.0\"", "\"m.00.0\""), "tensor m.00.0: is unknown"},
-        {with_header(good, "\"m.0.0\"", "\"m.0.-1\""), "tensor m.0.-1: is not part of"},
-        {with_header(good, "\"m.0.0\"", "\"m.-1.0\""), "tensor m.-1.0: is not part of"},
-        {with_header(good, "\"m.0.0\"", "\"m.0.1\""), "tensor m.0.1: is not part of"},
-        {with_header(good, "\"m.0.0\"", "\"m.5.0\""), "tensor m.5.0: is not part of"},
+         "elements of m.0.64 are stored twice"},
+        {with_tensor(good, "other", "U16", low, all), "tensor other: unknown"},
+        {with_header(good, "\"m.0.0\"", "\"m.00.0\""), "tensor m.00.0: unknown"},
+        {with_header(good, "\"m.0.0\"", "\"m.0.-1\""), "tensor m.0.-1: outside the states"},
+        {with_header(good, "\"m.0.0\"", "\"m.-1.0\""), "tensor m.-1.0: outside the states"},
+        {with_header(good, "\"m.0.0\"", "\"m.0.1\""), "tensor m.0.1: outside the states"},
+        {with_header(good, "\"m.0.0\"", "\"m.5.0\""), "tensor m.5.0: outside the states"},
         {with_header(good, "\"m.4.0\"", "\"v.4.0\""), "its state files lack m.4.0"},
-        {with_header(good, "\"m.0.0\"", "\"master.0.0\""), "tensor master.0.0: has not the type"},
-        {with_header(good, "\"norms\"", "\"norm\""), "tensor norm: is unknown"},
+        {with_header(good, "\"m.0.0\"", "\"master.0.0\""), "tensor master.0.0: wrong dtype"},
+        {with_header(good, "\"norms\"", "\"norm\""), "tensor norm: unknown"},
         {with_header(good, "\"updates\":\"2\"", "\"updates\":\"-2\""), "'updates' is '-2'"},
         {with_header(good, "\"updates\":\"2\"", "\"updates\":\"\""), "'updates' is ''"},
         {with_header(good, "\"updates\":\"2\"", "\"updates\":2"), "expected a string"},
@@ -553,7 +593,7 @@ TEST(state_refused) {
         {with_header(good, "\"position\":\"", "\"position\":\"9007199254740993"), "'position' is"},
         {with_header(good, "\"__metadata__\":{\"format", "\"__metadata__\":{\"form"), ""},
         {with_header(good, "\"run\":\"shape l2", "\"run\":\"\\u001b\\nl2"), "run: it has ??l2"},
-        {with_header(good, "\"run\"", "\"ran\""), "is of another run"}};
+        {with_header(good, "\"run\"", "\"ran\""), "is from a different run"}};
     for (auto &row : table) {
         if (row.second[0]) {
             expect_refused(resume(row.first), row.second, row.second);
@@ -566,7 +606,7 @@ TEST(state_refused) {
                    "v of h.1.mlp.c_proj.weight: element 1023 is inf: ", "moments");
     expect(truncate((at + "/model.safetensors").c_str(), (off_t)1 << 35) == 0, "no sparse file");
     const Outcome large = program(run);
-    expect(large.err.find("model.safetensors has not its manifest's size") != Text::npos &&
+    expect(large.err.find("model.safetensors does not have the size given") != Text::npos &&
                large.user_ms < 2000, "%.0f ms, %s", large.user_ms, large.err.c_str());
     remove_folder("out");
     expect_success(program(run), "again");
@@ -575,7 +615,7 @@ TEST(state_refused) {
     for (const char *more : {"\"model.safetensors\": {\"bytes\": 1, \"sha256\": \"0\"}, ",
                              "\"../x\": {}, ", "\"a\": [}, "}) {
         write_manifest("out/step-00000004", more);
-        expect_passed_over(program(run), more, "step-00000004: manifest.json: it");
+        expect_passed_over(program(run), more, "step-00000004: manifest.json: ");
     }
 }
 
@@ -593,14 +633,14 @@ TEST(state_values) {
         return program(run, no_leaks);
     };
     const std::pair<Text, Text> values[] = {
-        {"\"step\":\"900000000", "'step' is '900000000' in its metadata, allowed is 0 to 99999999"},
-        {"\"updates\":\"0", "'updates' is '0' in its metadata, allowed is 2 to 2"},
-        {"\"skipped\":\"3", "'skipped' is '3' in its metadata, allowed is 0 to 2"},
-        {"\"norm_count\":\"3", "'norm_count' is '3' in its metadata, allowed is 0 to 2"},
-        {"\"pending_validation\":\"7", "is '7' in its metadata, allowed is 0 to 1"},
-        {"\"loss_scale_log2\":\"4000", "is '4000' in its metadata, allowed is 0 to 127"},
-        {"\"loss_scale_steps\":\"3", "is '3' in its metadata, allowed is 0 to 2"},
-        {"\"position\":\"900000000", "its state has step 2, position 900000000; allowed is step "
+        {"\"step\":\"900000000", "'step' is '900000000', expected 0 to 99999999"},
+        {"\"updates\":\"0", "'updates' is '0', expected 2 to 2"},
+        {"\"skipped\":\"3", "'skipped' is '3', expected 0 to 2"},
+        {"\"norm_count\":\"3", "'norm_count' is '3', expected 0 to 2"},
+        {"\"pending_validation\":\"7", "is '7', expected 0 to 1"},
+        {"\"loss_scale_log2\":\"4000", "is '4000', expected 0 to 127"},
+        {"\"loss_scale_steps\":\"3", "is '3', expected 0 to 2"},
+        {"\"position\":\"900000000", "its state has step 2, position 900000000; expected step "
                                       "2, position 0 to 374"}};
     for (auto &row : values) {
         const Text key = row.first.substr(0, row.first.find(':') + 2);
@@ -620,7 +660,7 @@ TEST(state_values) {
     expect_success(resume(good), "as it was");
     rename(at.c_str(), "out/step-00000003");
     remove_folder("out/step-00000004");
-    expect_refused(program(run), "out/step-00000003: its state has step 2, position 4; allowed is "
+    expect_refused(program(run), "out/step-00000003: its state has step 2, position 4; expected "
                                  "step 3", "another folder");
     rename("out/step-00000003", at.c_str());
 }
@@ -632,23 +672,23 @@ TEST(manifest_refused) {
     expect_success(program(run), "first run");
     const Text good = read_file(path), end = checkpoint_bytes("out", 4);
     const Text size = text("\"bytes\": %zu", in_checkpoint("out", 4, SAVED_CONFIG).size());
-    static const char another[] = "manifest.json: its version is not 3, the one";
+    static const char another[] = "manifest.json: unsupported version";
     const struct {
         Text was, now;
         const char *words;
     } table[] = {{"\"version\": 3", "\"version\": 2", another},
                  {"\"version\": 3", "\"version\": 4", another},
                  {"\"version\": 3,", "", another},
-                 {"state-0-of-1", "state-1-of-1", "manifest.json: it names"},
-                 {"state-0-of-1", "state-0-of-1025", "manifest.json: it names"},
-                 {"state-0-of-1", "state-0-of-01", "manifest.json: it names"},
+                 {"state-0-of-1", "state-1-of-1", "manifest.json: duplicate"},
+                 {"state-0-of-1", "state-0-of-1025", "manifest.json: duplicate"},
+                 {"state-0-of-1", "state-0-of-01", "manifest.json: duplicate"},
                  {"state-0-of-1", "state-0-of-2", "state-0-of-2.safetensors cannot be read"},
-                 {"train_gpt2 checkpoint", "another checkpoint", "manifest.json: it is damaged"},
-                 {"}}", "}", "manifest.json: it is damaged"},
-                 {"}}", "}}}", "manifest.json: it is damaged"},
-                 {"\"config.json\"", "\"other.json\"", "manifest.json: it names"},
-                 {size, size + "0", "config.json has not its manifest's size"},
-                 {size, "\"bytes\": -1", "manifest.json: it is damaged"},
+                 {"train_gpt2 checkpoint", "another checkpoint", "manifest.json: damaged"},
+                 {"}}", "}", "manifest.json: damaged"},
+                 {"}}", "}}}", "manifest.json: damaged"},
+                 {"\"config.json\"", "\"other.json\"", "manifest.json: duplicate"},
+                 {size, size + "0", "config.json does not have the size given in manifest"},
+                 {size, "\"bytes\": -1", "manifest.json: damaged"},
                  {size + ", \"sha256\": \"", size + ", \"sha257\": \"", "config.json is damaged"}};
     for (auto &row : table) {
         Text bad = good;
@@ -683,13 +723,13 @@ TEST(model_option) {
     write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
     mkdir("empty", 0755);
     static const Refusal table[] = {
-        {"-i gpt2.bin -e out/step-00000003", "has a vocabulary of 257; the data, gpt2.bin, has"},
+        {"-i gpt2.bin -e out/step-00000003", "has a vocabulary of 257 tokens, the data gpt2.bin"},
         {"-i train.bin -e out/step-00000005", "'out/step-00000005' is neither a preset"},
         {"-i train.bin -e empty", "cannot open empty/model.safetensors: No such file"},
         {"-i train.bin -e train.bin", "cannot open config.json: No such file"},
         {"-i train.bin -e out/step-00000003/config.json", "not a safetensors file"},
         {"-i train.bin -t 17 -e out/step-00000003", "17 is more than the model's 16"},
-        {"-e out/step-00000003", "no data: 'make data'"},
+        {"-e out/step-00000003", "no training data: 'make data'"},
         {"-i train.bin -e /dev/null", "cannot open /dev/null: "}};
     for (const Refusal &row : table) {
         expect_refused(program(row.arguments), row.words, row.arguments);
@@ -725,7 +765,7 @@ TEST(checkpoint_writes) {
         mkdir("out/step-00000004.tmp", 0755);
         mkdir(in_the_way.c_str(), 0755);
         expect_refused(program(run), ("cannot write " + in_the_way).c_str(), in_the_way);
-        expect(names_in("out/step-00000004.tmp", "") == file, "what is written beside %s", file);
+        expect(names_in("out/step-00000004.tmp", "") == file, "more than %s is written", file);
         remove_folder("out/step-00000004.tmp");
         expect_stands(file);
     }

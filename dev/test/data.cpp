@@ -144,7 +144,7 @@ static Text json_fault(const Text &json) {
     Json j = {bytes.data(), 0, bytes.size(), NULL};
     json_skip(&j);
     if (json_peek(&j) >= 0) {
-        json_fail(&j, "more text after the end");
+        json_fail(&j, "unexpected text after the end");
     }
     expect(j.at <= j.end);
     return j.fault ? j.fault : "";
@@ -153,10 +153,10 @@ static Text json_fault(const Text &json) {
 // Valid JSON and almost valid JSON; one text with every byte changed and with every length.
 TEST(json) {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
-    static const char value[] = "expected a value", number[] = "neither a number nor",
-                      ends[] = "a string does not end", escape[] = "an unknown escape",
+    static const char value[] = "expected a value", number[] = "expected a number",
+                      ends[] = "unterminated string", escape[] = "unknown escape",
                       comma[] = "expected a comma", deep[] = "values nested deeper",
-                      more[] = "more text";
+                      more[] = "unexpected text";
     const std::vector<std::pair<Text, Text>> table = {
         {" {\"a\" : [ 1,-2.5e+3,0.5E-7, {} ],\r\n\t\"\":null} ", ""}, {"-0", ""}, {"0e0", ""},
         {"\"\\\"\\\\\\/\\b\\f\\n\\r\\t\\u00e9\x7f\xff\"", ""}, {open64 + close64, ""},
@@ -253,6 +253,12 @@ TEST(utf8) {
 static Bpe bpe;  // built by open_bpe() from its merges
 static void open_bpe(const Text &merges) {
     bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
+}
+
+// The same tokens in the same table.
+static bool same_bpe(const Bpe &a, const Bpe &b) {
+    return memcmp(&a, &b, offsetof(Bpe, text)) == 0 &&
+           memcmp(a.text, b.text, a.start[a.count]) == 0;
 }
 
 // llm.c's tokenizer file for the open vocabulary; token `other` has the bytes `instead`.
@@ -434,8 +440,8 @@ TEST(bpe_table) {
     Text token = longest;
     for (int i = 0; i < 10000; i++) {    // the text is full before the table
         token.replace(0, 4, text("%04d", i));
-        const int room = bpe.start[bpe.count] + BPE_LONGEST <= BPE_TEXT;
-        expect(bpe_add(&bpe, token.data(), BPE_LONGEST) == room, "token %d", i);
+        const int fits = bpe.start[bpe.count] + BPE_LONGEST <= BPE_TEXT;
+        expect(bpe_add(&bpe, token.data(), BPE_LONGEST) == fits, "token %d", i);
     }
 }
 
@@ -536,10 +542,10 @@ TEST(bpe_rules) {
 TEST(bpe_published) {
     static Bpe other;
     write_file("good", vocab_bpe());
-    bpe_open(&bpe, "good");
+    bpe_open(&bpe, "good", &gpt2_tokenizer, "data");
     write_file("good.bin", gpt2_tokenizer_bin());
-    bpe_open(&other, "good.bin");
-    expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
+    bpe_open(&other, "good.bin", &gpt2_tokenizer, "data");
+    expect(same_bpe(other, bpe), "gpt2_tokenizer.bin gives another table");
 }
 
 // Vocabulary files that are damaged or not GPT-2's are refused with the reason.
@@ -549,7 +555,7 @@ TEST(bpe_files) {
     open_bpe(merges);
     const Text tokens = gpt2_tokenizer_bin();
     bpe_parse_tokens(&other, (const unsigned char *)tokens.data(), tokens.size(), "good.bin");
-    expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
+    expect(same_bpe(other, bpe), "gpt2_tokenizer.bin gives another table");
     Text swapped = merges;    // the last two lines, each of six bytes
     std::rotate(swapped.end() - 12, swapped.end() - 6, swapped.end());
     const struct {
@@ -569,16 +575,16 @@ TEST(bpe_files) {
         {first + "a b c\n", ":2: not two tokens"},
         {first + "a \xff\n", ":2: not two tokens"},
         {first + "a b\r\n", ":2: not two tokens"},
-        {first + "a " + Text(3000, 'b'), "not two tokens in GPT-2's alphabet for bytes, of 128"},
+        {first + "a " + Text(3000, 'b'), "not two tokens in GPT-2's alphabet for bytes, of 512"},
         {first + "a \xc5\x84\n", ":2: not two tokens"},
         {Text("a b\n") + merges.substr(first.size()), "not a vocab.bpe"},
         {merges, "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
         {tokens, "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
         {swapped, "with fingerprint"},
         {merges.substr(0, merges.size() / 2), "not"},
-        {merges + "Z Q\n", "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
-        {tokens.substr(0, 1023), "1023 bytes are too few for a tokenizer of llm.c"},
-        {with_int(tokens, 1, 1), "a tokenizer of llm.c of version 1; this program reads version 2"},
+        {merges + "Z Q\n", "not GPT-2's vocabulary: 50258 tokens with fingerprint"},
+        {tokens.substr(0, 1023), "1023 bytes is too short for an llm.c tokenizer"},
+        {with_int(tokens, 1, 1), "an llm.c tokenizer of version 1; this program reads version 2"},
         {with_int(tokens, 2, INT32_MAX), "its header counts 2147483647 tokens"},
         {with_int(tokens, 3, 0), "ends texts with 0; GPT-2's vocabulary has 50257"},
         {tokens.substr(0, 1024), "token 0 is not one of GPT-2's: 0 bytes, of 0 left"},
@@ -586,18 +592,88 @@ TEST(bpe_files) {
         {tokens.substr(0, 90000), "is not one of GPT-2's"},
         {tokens + "x", "1 bytes after the last token"},
         {gpt2_tokenizer_bin(1000, ""), "token 1000 is not one of GPT-2's: 0 bytes"},
-        {gpt2_tokenizer_bin(1000, Text(129, 'q')), "token 1000 is not one of GPT-2's: 129"},
+        {gpt2_tokenizer_bin(1000, Text(129, 'q')), "not GPT-2's vocabulary"},
         {gpt2_tokenizer_bin(1000, "a"), "token 1000 is not one of GPT-2's: 1 bytes"},
         {gpt2_tokenizer_bin(1000, "qqzzq"), "not"},
     };
     for (auto &row : table) {
         write_file("bad", row.bytes);
-        expect_refused(outcome(spawn([] { bpe_open(&other, "bad"); })), row.words,
-                       row.bytes.substr(0, 60));
+        expect_refused(outcome(spawn([] { bpe_open(&other, "bad", &gpt2_tokenizer, "data"); })),
+                       row.words, row.bytes.substr(0, 60));
     }
-    expect_death(bpe_open(&other, "absent"), "cannot read vocabulary absent: No such file");
-    expect_death(bpe_open(&other, "."), "cannot read vocabulary .: Is a directory");
+    expect_death(bpe_open(&other, "absent", NULL, NULL), "vocabulary absent: No such file");
+    expect_death(bpe_open(&other, ".", NULL, NULL), "cannot read vocabulary .: Is a directory");
     detail = text("%zu bad files", sizeof table / sizeof table[0]);
+}
+
+// A vocabulary of own merges: identified by the SHA-256 of its file, which is written again byte by
+// byte, and encoded by the same rules. Merges that contradict each other are refused.
+TEST(bpe_own) {
+    const Text merges = stories_merges(), first = "#version: 0.2\n";
+    write_file("own", merges);
+    bpe_open(&bpe, "own", NULL, NULL);
+    uint64_t hash = 0;
+    for (int i = 0; i < 8; i++) {
+        hash = hash << 8 | (unsigned char)OWN_HASH[i];
+    }
+    const Tokenizer want = {TOKENIZER_MERGES, OWN_VOCABULARY, hash};
+    expect(tokenizers_equal(&bpe.tokenizer, &want), "%s", tokenizer_text(&bpe.tokenizer).s);
+    bpe_open(&bpe, "own", &want, "data");
+    size_t size;
+    char *again = bpe_merges_text(&bpe, &size);
+    expect(Text(again, size) == merges, "other merges are written");
+    free(again);
+    const Words tokens = tokens_of_merges(merges);
+    for (size_t i = 0; i < tokens.size(); i++) {
+        expect(decode({(uint16_t)i}) == tokens[i], "token %zu", i);
+    }
+    const Text some = "Lily wanted to play. \"Can I?\" she said\xc3\xa9\xff 12 times!\n\nThe end";
+    expect(decode(encode(some)) == some && encode(some).size() < some.size() * 2 / 3,
+           "%zu tokens", encode(some).size());
+    for (const char *word : {" Peter", "wanted", " neighbourhood", "zzzz", "bananas", " the"}) {
+        expect(encode(word) == naive_merge(word), "%s", word);
+    }
+    write_file("no_newline", merges.substr(0, merges.size() - 1));
+    bpe_open(&bpe, "no_newline", &want, "data");
+    write_file("bytes", first);
+    bpe_open(&bpe, "bytes", NULL, NULL);
+    expect(bpe.count == 257 && bpe.tokenizer.kind == TOKENIZER_MERGES);
+    Text many = first;
+    for (int i = 0; i < 65536; i++) {  // pairs of bytes: the first 256 tokens
+        many += merges_word(Text(1, (char)(i >> 8))) + " " + merges_word(Text(1, (char)i)) + "\n";
+    }
+    const struct {
+        Text bytes;
+        const char *words;
+    } table[] = {
+        {first + "a b\nb c\na bc\n", "bad:4: this merge can never be applied after those"},
+        {first + "a a\naa aa\na aaa\n", "bad:4: not a merge of two tokens"},
+        {first + "a a\na aa\n", "bad:3: this merge can never be applied"},
+        {many, ":65280: more than 65278 merges"},
+        {first + "e n\n", "--tokenizer: bad has 258 own tokens ("},
+        {merges + "q q\n", "bad has 1001 own tokens ("},
+    };
+    for (auto &row : table) {
+        write_file("bad", row.bytes);
+        expect_refused(outcome(spawn([&] { bpe_open(&bpe, "bad", &want, "data"); })), row.words,
+                       row.words);
+    }
+    detail = text("%zu bad files", sizeof table / sizeof table[0]);
+}
+
+// The merges that belong to a shard, by its name.
+TEST(merges_find) {
+    static const char *const table[][3] = {
+        {"", "data/mine_train.bin", "data/mine_merges.txt"},
+        {"", "mine_val_000001.bin", "mine_merges.txt"},
+        {"", "a_train/b_train_val_000001.bin", "a_train/b_train_merges.txt"},
+        {"", "a_train/b.bin", NULL}, {"", "train.bin", NULL},
+        {"other", "train.bin", "other"}, {"other", "data/mine_train.bin", "other"}};
+    char path[PATH_BYTES];
+    for (auto &row : table) {
+        expect(merges_find(path, row[0], row[1]) == (row[2] != NULL), "%s", row[1]);
+        expect(!row[2] || strcmp(path, row[2]) == 0, "%s: %s", row[1], path);
+    }
 }
 
 // Where the vocabulary is searched: where --tokenizer says, else in data/, merges first.
@@ -639,9 +715,9 @@ TEST(eval_fields) {
         Text bytes;
         const char *words;
     } table[] = {
-        {"", "x.bin: 0 bytes are too few for an evaluation file"},
+        {"", "x.bin: 0 bytes is too short for an evaluation file"},
         {with_int(good, 0, 20240520),
-         "not an evaluation file: it starts with 20240520, not 20240522"},
+         "not an evaluation file: the first word is 20240520, expected 20240522"},
         {with_int(good, 1, 2), "an evaluation file of version 2"},
         {with_int(good, 2, 0), "counts 0 examples of at most 34 bytes; allowed are 1 to 65535"},
         {with_int(good, 2, -1), "counts -1 examples"},

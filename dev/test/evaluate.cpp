@@ -30,7 +30,7 @@ TEST(no_vocabulary) {
     expect_success(o, "no vocabulary");
     const Ids ids = sampled_ids(o);
     expect(ids.size() == 10 && ids[0] == 50256, "%zu tokens", ids.size());
-    expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "--prompt");
+    expect_refused(program(run + "--prompt=Hello"), "prepare.sh, which puts vocab.bpe", "--prompt");
     expect_refused(program(run + "--tokenizer absent"), "cannot read vocabulary absent", "absent");
     expect_refused(program(run + "--tokenizer made"),
                    "made: not GPT-2's vocabulary: 50257 tokens with fingerprint", "made up");
@@ -60,7 +60,7 @@ TEST(bpe_samples) {
     expect(read_file("out/log.jsonl").find("\"sample\":\"Hello,\xc3\xa9") != Text::npos);
     expect(log_steps("out/log.jsonl") == one_to(1), "every line of the log is JSON");
     expect_refused(program(run + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9"),
-                   "--prompt: 17 tokens, at most 16 fit", "long prompt");
+                   "--prompt: 17 tokens, more than --seq-len (-t) 16", "long prompt");
 }
 
 // --eval needs no data file. Its lines as documented, the same score for any B, JSON, a T or a
@@ -105,8 +105,8 @@ TEST(eval_command) {
                fabs(last_value(o.out, "acc_norm") - last_value(o.out, "correct_norm") / 12) < 1e-8,
            "%s", o.out.c_str());
     o = program(run + "--quiet -t 5");
-    expect(o.out.find("rows lost the start of their context: T = 5 holds 6 tokens") != Text::npos);
-    expect_refused(program(run + "-t 4"), ": a completion has 5 tokens; --seq-len (-t) 4 holds",
+    expect(o.out.find("rows were truncated at the start: with T = 5, ") != Text::npos);
+    expect_refused(program(run + "-t 4"), ": a completion has 5 tokens, more than --seq-len (-t) 4",
                    "a short T");
     expect_refused(program(run + "-t 17"), "--seq-len (-t): 17 is more than the model's 16", "-t");
     questions[7].completions[3].back() = 50257;
@@ -117,8 +117,8 @@ TEST(eval_command) {
     wait_until([] { return read_file("stdout").find("example ") != Text::npos; });
     kill(pid, SIGINT);
     o = outcome(pid);
-    expect(o.status == 0 && o.err == "stopping; again to quit\n", "status %d, stderr: %s", o.status,
-           o.err.c_str());
+    expect(o.status == 0 && o.err == "stopping; a second signal quits at once\n",
+           "status %d, stderr: %s", o.status, o.err.c_str());
     expect(o.out.find("e.bin: interrupted after ") != Text::npos &&
            o.out.find(" of 60 examples, accuracy ") != Text::npos, "%s", o.out.c_str());
 }
@@ -140,7 +140,7 @@ TEST(eval_checkpoint) {
     write_file("e.bin", eval_bytes(questions));
     Outcome o = program("-e out/step-00000240 --eval e.bin");
     expect_success(o, "-e FOLDER");
-    expect(o.out.find("out/step-00000240: vocabulary 257, weights of that file") != Text::npos &&
+    expect(o.out.find("out/step-00000240: vocabulary 257, loaded weights") != Text::npos &&
                o.out.find(", acc_norm 100.00 % +- 0.00\n") != Text::npos, "%s", o.out.c_str());
     write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
     expect_refused(program("-e out/step-00000240 --eval e.bin"),

@@ -17,12 +17,20 @@
 // Built from token ids, with the header that data/README.md describes.
 
 typedef std::vector<uint16_t> Ids;
-enum { GPT2_TOKENS = 0, BYTE_TOKENS = 1, SHARD_BYTES = 1024 };  // token kinds; header size
+enum { GPT2_TOKENS = 0, BYTE_TOKENS = 1, OWN_TOKENS = 2 };  // token kinds
+enum { SHARD_BYTES = 1024, OWN_VOCABULARY = 1000 };         // header size; of stories_merges.txt
+
+// The first 8 bytes of the SHA-256 of stories_merges.txt.
+#define OWN_HASH "\x9f\xfa\x32\x8f\x67\x63\x6d\xdb"
 
 // A token file that holds these tokens.
 inline Text shard_bytes(const Ids &tokens, int kind) {
-    int32_t header[SHARD_BYTES / 4] = {20240520, 1, (int32_t)tokens.size(),
-                                       kind == BYTE_TOKENS ? 257 : 50257, kind};
+    static const int vocabularies[] = {50257, 257, OWN_VOCABULARY};
+    int32_t header[SHARD_BYTES / 4] = {20240520, 1, (int32_t)tokens.size(), vocabularies[kind],
+                                       kind};
+    if (kind == OWN_TOKENS) {
+        memcpy(&header[5], OWN_HASH, 8);
+    }
     return Text((const char *)header, sizeof header) +
            Text((const char *)tokens.data(), tokens.size() * 2);
 }
@@ -181,6 +189,30 @@ inline Text made_merges() {
         merge(pair((int)(random_unit(7, i) * 676)), pair((int)(random_unit(7, i + 1) * 676)));
     }
     return all;
+}
+
+// The 743 merges that `data/tokenize --train-bpe 1000` learns from data/stories' text, the same as
+// those of Hugging Face's BpeTrainer (dev/check/against_tokenizers.py).
+inline Text stories_merges() { return read_file(root + "/dev/test/stories_merges.txt"); }
+
+// Writes mine_merges.txt, mine_train.bin and mine_val.bin, which repeat one line of eight tokens:
+// end of text and the seven that the result consists of.
+inline Words write_own_data() {
+    const Words tokens = tokens_of_merges(stories_merges());
+    const Ids line = {OWN_VOCABULARY - 1, 262, 700, OWN_VOCABULARY - 2, 301, 500, 901, 256};
+    expect(tokens.size() == OWN_VOCABULARY);
+    Ids ids;
+    while (ids.size() < 800) {
+        ids.insert(ids.end(), line.begin(), line.end());
+    }
+    write_file("mine_merges.txt", stories_merges());
+    write_file("mine_train.bin", shard_bytes(ids, OWN_TOKENS));
+    write_file("mine_val.bin", shard_bytes(ids, OWN_TOKENS));
+    Words words;
+    for (size_t i = 1; i < line.size(); i++) {
+        words.push_back(tokens[line[i]]);
+    }
+    return words;
 }
 
 // -------------------------------------------------------------------------------------------------

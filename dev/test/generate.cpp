@@ -52,7 +52,7 @@ TEST(generate_sample) {
     expect(made.size() > 30 && sample.compare(0, made.size(), made) == 0, "%s, sample %s",
            made.c_str(), sample.c_str());
     expect(o.err.find(" prompt tokens, ") != Text::npos && o.err.find(" tokens/s") != Text::npos &&
-           o.err.find("never trained") == Text::npos, "%s", o.err.c_str());
+           o.err.find("untrained") == Text::npos, "%s", o.err.c_str());
     const Text plan = program(TRAINED "-g 60 --plan").out;
     expect(plan.find(memory_of(o.err) + "\n") != Text::npos &&
            plan.find("KV cache") != Text::npos && plan.find("gradients") == Text::npos &&
@@ -97,7 +97,7 @@ TEST(generate_stdin) {
     expect(o.status == 0 && o.out.empty(), "no line: %s", (o.out + o.err).c_str());
     o = program(TRAINED "--quiet --prompt -", with_stdin("abc\n12345678901234567\nd\n"));
     expect(o.status == 1 && want.find(o.out) == 0, "%s", o.out.c_str());
-    expect(o.err.find("--prompt: line 2 of stdin has 17 tokens, at most 16 fit") != Text::npos,
+    expect(o.err.find("--prompt: line 2 of stdin has 17 tokens, more than") != Text::npos,
            "%s", o.err.c_str());
     const Text zeros = Text("a\0b", 3);
     o = program(TRAINED "--quiet --prompt -", with_stdin(zeros));
@@ -122,11 +122,12 @@ TEST(generate_end) {
     o = program("--generate -e out/step-00000150 --temperature 0 -g 2 --quiet");
     expect(o.status == 0 && o.out == "ab\n", "%s", o.out.c_str());
     o = program("--generate -e l1h1c8t16 -g 3");
-    expect(o.status == 0 && o.err.find("never trained: initial weights of --seed 42") != Text::npos,
+    expect(o.status == 0 && o.err.find("untrained: initial weights of --seed 42") != Text::npos,
            "%s", o.err.c_str());
     write_model("odd", safetensors_bytes(hugging_face(Shape{1, 1, 8, 16, 300}, {"F32"}, "")),
                 config_text(Shape{1, 1, 8, 16, 300}));
-    expect_refused(program("--generate -e odd"), "--generate: odd has a vocabulary of 300", "V");
+    expect_refused(program("--generate -e odd"),
+                   "--generate: odd has a vocabulary of 300 and no merges.txt; --tokenizer", "V");
 }
 
 // GPT-2 tokens: numbers without a vocabulary, text with the one next to the weights.
@@ -140,12 +141,102 @@ TEST(generate_gpt2) {
     const Text run = "--generate -e out/step-00000040 --temperature 0 --quiet -g 3 ";
     Outcome o = program(run);
     expect(o.status == 0 && o.out == "995 995 995 \n", "%s", (o.out + o.err).c_str());
-    expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "no text");
+    expect_refused(program(run + "--prompt=Hello"), "prepare.sh, which puts vocab.bpe", "no text");
     write_file("out/step-00000040/merges.txt", vocab_bpe());
     o = program(run);
     expect(o.status == 0 && o.out == " world world world\n", "%s", (o.out + o.err).c_str());
     o = program(run + "--prompt=Hello,\xc3\xa9");
     expect(o.status == 0 && o.out.find("Hello,\xc3\xa9") == 0, "%s", (o.out + o.err).c_str());
+}
+
+// A model of 1,000 own tokens trains, samples, saves its tokenizer, resumes with the same bits, and
+// generates from its checkpoint alone, also if that is a copy of two files and the merges.
+TEST(generate_own) {
+    const Words words = write_own_data();
+    Text line;
+    for (const Text &word : words) {
+        line += word;
+    }
+    const Text run = "-i mine_train.bin -j mine_val.bin -e l1h2c32t16 -b 4 -l 2e-2 -k constant "
+                     "-n 60 -m 3 -v 120 --temperature 0 -g 8 ";
+    Outcome o = program(run + "-x 120 -s 120 -o out");
+    expect_success(o, "training");
+    expect(o.out.find("vocabulary 1000 (1024 rows)") != Text::npos &&
+               o.out.find("\n<|endoftext|>" + line + "<|endoftext|>\n---") != Text::npos,
+           "%s", o.out.c_str());
+    const Text folder = "out/step-00000120/", vocabulary = read_file(folder + "vocab.json");
+    const Text token = "\"" + merges_word(words[0]) + "\": 262, ";
+    const Text end = ", \"<|endoftext|>\": 999}";
+    expect(read_file(folder + "merges.txt") == stories_merges(), "other merges");
+    expect(json_valid(vocabulary) && vocabulary.find(end) != Text::npos &&
+           vocabulary.find(token) != Text::npos);
+    const Text config = read_file(folder + "config.json");
+    expect(json_valid(config) && config.find("\"vocab_size\": 1000,") != Text::npos &&
+           config.find("\"eos_token_id\": 999}") != Text::npos, "%s", config.c_str());
+    expect_success(program(run + "-x 60 -o half"), "the first half");
+    expect_success(program(run + "-x 120 -y 1 -o half"), "resumed");
+    expect(tensors_of("half", 120) == tensors_of("out", 120) && !tensors_of("out", 120).empty(),
+           "a resume has other bits");
+    const Text generate = "--generate --temperature 0 --quiet -e ";
+    o = program(generate + folder);
+    expect(o.out == line + "\n", "%s", (o.out + o.err).c_str());
+    o = program("--generate -g 2 -e " + folder + " --prompt=Can");  // token 998
+    expect(o.status == 0 && o.err.find("\n1 prompt tokens") != Text::npos, "%s", o.err.c_str());
+    write_model("copy", read_file(folder + "model.safetensors"), config);
+    expect_refused(program(generate + "copy"), "copy has a vocabulary of 1000 and no merges.txt",
+                   "no merges");
+    expect(program(generate + "copy --tokenizer mine_merges.txt").out == line + "\n");
+    write_file("copy/merges.txt", stories_merges());
+    expect(program(generate + "copy/model.safetensors").out == line + "\n");
+    expect_success(program("-i mine_train.bin -e copy -b 2 -x 1 --quiet"), "those weights");
+    expect_success(program("-i mine_train.bin -e l1h1c8t16v1000 -b 2 -x 1 --quiet"), "v1000");
+}
+
+// Data, tokenizer, weights and shape that disagree are refused by name.
+TEST(own_refused) {
+    write_own_data();
+    write_corpus();
+    Text other = stories_merges();
+    other.resize(other.rfind('\n', other.size() - 2) + 1);  // one merge less
+    write_file("fewer.txt", other);
+    Text swapped = stories_merges();
+    swapped.replace(swapped.rfind('\n', swapped.size() - 2) + 1, Text::npos, "q q\n");
+    write_file("other.txt", swapped);
+    const Text own = read_file("mine_train.bin");
+    write_file("hash_train.bin", with_int(own, 5, 1));
+    write_file("alone_train.bin", own);
+    write_file("alone.bin", own);
+    write_file("wrong_train.bin", own);
+    write_file("wrong_merges.txt", swapped);
+    write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
+    const Shape m = {1, 1, 8, 16, OWN_VOCABULARY};
+    write_model("model", safetensors_bytes(hugging_face(m, {"F32"}, "")), config_text(m));
+    write_file("model/merges.txt", swapped);
+    static const Refusal refusals[] = {
+        {"-i mine_train.bin -j hash_train.bin", "hash_train.bin has 1000 own tokens (01000000)"},
+        {"-i mine_train.bin -j val.bin", "(-j): val.bin has bytes; mine_train.bin has 1000 own"},
+        {"-i mine_*.bin -j train.bin", "train.bin has bytes; "},
+        {"-i *_train.bin", "hash_train.bin has 1000 own tokens (01000000); alone_train.bin has"},
+        {"-i alone_train.bin -s 1", "alone_train.bin needs its merges: alone_merges.txt cannot be "
+                                    "read; --tokenizer names their file"},
+        {"-i alone.bin -o out", "alone.bin needs its merges: --tokenizer names their file"},
+        {"-i wrong_train.bin -o out", "wrong_merges.txt has 1000 own tokens"},
+        {"-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 own tokens"},
+        {"-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 own tokens"},
+        {"-i gpt2.bin --tokenizer mine_merges.txt", "mine_merges.txt: not GPT-2's vocabulary"},
+        {"-i train.bin --tokenizer mine_merges.txt", "--tokenizer: train.bin has byte tokens"},
+        {"-i mine_train.bin -e l1h1c8t16v999", "v999 names a vocabulary of 999; the data, "},
+        {"-i mine_train.bin -e model", "model/merges.txt has the SHA-256 "},
+        {"-i train.bin -e model", "model has a vocabulary of 1000 tokens, the data train.bin one"},
+    };
+    for (auto &row : refusals) {
+        const Text shape = strstr(row.arguments, "-e ") ? "" : "-e l1h1c8t16 ";
+        expect_refused(program(shape + "-x 1 -b 2 " + row.arguments), row.words, row.arguments);
+    }
+    expect_refused(program("--generate -e model --tokenizer fewer.txt"),
+                   "--tokenizer: fewer.txt has 999 tokens; --model (-e) model has 1000", "fewer");
+    expect_success(program("-e d12 --plan --gpu t4 -i mine_train.bin"), "a preset");
+    detail = text("%zu refusals", sizeof refusals / sizeof refusals[0]);
 }
 
 // Options without effect on generation are refused by name, and so is a prompt longer than T.
@@ -159,8 +250,8 @@ TEST(generate_refused) {
         {"--eval e.bin", "leave --eval out"},
         {"--offload weights", "leave --offload out"},
         {"-t 17", "--seq-len (-t): 17 is more than the model's 16"},
-        {"--prompt=12345678901234567", "--prompt: 17 tokens, at most 16 fit"},
-        {"-t 4 --prompt=12345", "--prompt: 5 tokens, at most 4 fit"},
+        {"--prompt=12345678901234567", "--prompt: 17 tokens, more than --seq-len (-t) 16"},
+        {"-t 4 --prompt=12345", "--prompt: 5 tokens, more than --seq-len (-t) 4"},
         {"--tokenizer v", "--tokenizer: l1h1c8t16 has byte tokens"},
     };
     for (auto &row : refusals) {
@@ -177,12 +268,12 @@ TEST(generate_signal) {
     wait_until([] { return read_file("stdout").size() > 200; });
     kill(pid, SIGINT);
     Outcome o = outcome(pid);
-    expect(o.status == 0 && o.err.find("stopping; again to quit") != Text::npos, "status %d: %s",
+    expect(o.status == 0 && o.err.find("stopping; a second signal") != Text::npos, "status %d: %s",
            o.status, o.err.c_str());
     int ends[2];
     expect(pipe(ends) == 0);
     pid = start("--generate -e l1h1c8t16 -g 3 --prompt -", [ends] { dup2(ends[0], 0); });
-    wait_until([] { return read_file("stderr").find("never trained") != Text::npos; });
+    wait_until([] { return read_file("stderr").find("untrained") != Text::npos; });
     usleep(200000);
     kill(pid, SIGTERM);
     o = outcome(pid);
@@ -195,7 +286,7 @@ TEST(generate_signal) {
         dup2(ends[0], 0);
         dup2(paused[1], 1);
     });
-    wait_until([] { return read_file("stderr").find("never trained") != Text::npos; });
+    wait_until([] { return read_file("stderr").find("untrained") != Text::npos; });
     usleep(1000000);
     kill(pid, SIGTERM);
     o = outcome(pid);

@@ -17,7 +17,7 @@ case "$*" in
     *compute_cap*) echo 9.0 ;;
     *-lms*) exec sleep 20 ;;
     *memory*) echo 100000 ;;
-    *) echo Planted ;;
+    *) echo Fake ;;
 esac
 END
 cat > "$scratch/bin/nvcc" << 'END'
@@ -76,8 +76,8 @@ export PYTHON=$scratch/absent PATH=$scratch/bin:$PATH STEPS=4
 unset CUDA_VISIBLE_DEVICES ARCHIVE NCCL_HOME CPATH LIBRARY_PATH
 
 # check VARIABLE=VALUE...: runs dev/gpu_check.sh without HOME and a terminal, from another folder
-# and with a CDPATH that has a dev/ as well. What it says goes to $said, how programs are called to
-# $calls.
+# and with a CDPATH that also contains a dev/. Sets $said to its output and $calls to the command
+# lines of the programs it runs.
 mkdir -p "$scratch/elsewhere/${PWD##*/}/dev"
 check() {
     local script=${PWD##*/}/dev/gpu_check.sh
@@ -148,9 +148,9 @@ says "NCCL_HOME is built with" "CPATH=$scratch/nccl/include LIBRARY_PATH=/.*/bui
 rm "$scratch/bin/make"
 
 check STAGES=gpus FAULT=three
-says "ranks that share a GPU: other losses" \
-    "4 ranks on it, -z 1 +FAILED +not the emulated device's: losses within [0-9.]*e-04" "$said"
-says "... other bits than -z 0" "4 ranks on it, -z 2 +FAILED +other losses or norms than" "$said"
+says "ranks that share a GPU: different losses" \
+    "4 ranks on it, -z 1 +FAILED +not the emulated losses: losses within [0-9.]*e-04" "$said"
+says "... different bits" "4 ranks on it, -z 2 +FAILED +losses or norms differ from" "$said"
 says "... a run that ends" "4 ranks on it, -z 3 +FAILED +exit status 1: rank 1 is gone" "$said"
 check STAGES=gpus FAULT=old
 says "... an older NCCL" "skipped +needs NCCL 2.30.7 .NCCL_HOME.: Multiple Ranks are" "$said"

@@ -98,7 +98,8 @@ static void signal_at(pid_t pid, const char *words, int number) {
 // and the state after the last finished step is saved; the resumed run ends like an uninterrupted
 // one.
 TEST(mid_step) {
-    static const char said[] = "stopping after this micro-batch and saving; again to quit\n";
+    static const char said[] =
+        "stopping after this micro-batch, then saving; a second signal quits at once\n";
     const Text many = slow(MANY_BATCHES "-x 2 -n 1 -y 1 -o out");
     enter("whole");
     write_corpus();
@@ -124,7 +125,7 @@ TEST(mid_step) {
     pid = start_training(slow(MANY_BATCHES "-x 2"));
     kill(pid, SIGTERM);
     o = outcome(pid);
-    expect(o.status == 0 && o.err.find("without --output (-o) nothing is saved") != Text::npos,
+    expect(o.status == 0 && o.err.find("without saving, since there is no --output") != Text::npos,
            "status %d, stderr: %s", o.status, o.err.c_str());
 }
 
@@ -162,7 +163,7 @@ TEST(forecast) {
     expect_success(program(run + "quiet -x 21 --quiet"), "a quiet run");
     expect(tensors_of("loud", 21) == tensors_of("quiet", 21), "the forecast changes the run");
     const Outcome refused = program(run + "loud -x 50 -y 1 --seed 7");
-    expect_refused(refused, "it has --seed 42; here: --seed 7", "a checkpoint of another run");
+    expect_refused(refused, "it has --seed 42, this run --seed 7", "a checkpoint of another run");
     expect(refused.out.find("timing") == Text::npos, "%s", refused.out.c_str());
     const Text some = program(run + "some -x 20").out, more = program(run + "loud -x 41 -y 1").out;
     expect(some.find("forecast") == Text::npos && more.find("forecast") == Text::npos &&
@@ -194,7 +195,8 @@ TEST(start_lines) {
     };
     in_order(program(run + "1").out,
              {"train_gpt2 0.9\n", "model ", "data ", "step ", "command ", "memory ",
-              "no checkpoint in out yet", "initialising 10,960 parameters\n", "device ", "peak "});
+              "no checkpoint in out: starting a new run", "initialising 10,960 parameters\n",
+              "device ", "peak "});
     in_order(program(run + "2").out,
              {"memory ", "verifying out/step-00000001\n", "loading out/step-00000001\n",
               "resumed from out/step-00000001\n", "device ", "peak "});
@@ -374,10 +376,10 @@ TEST(full_log) {
     const Text want = tensors_of("whole", 30), log = read_file("whole/log.jsonl");
     const size_t starts = log.find('\n') + 1, end = log.rfind("{\"event\":\"end\"");
     // Space for the first line and some of the next ones, or for all but the last.
-    for (const size_t room : {starts + 500, (starts + end) / 2, end + 10}) {
+    for (const size_t space : {starts + 500, (starts + end) / 2, end + 10}) {
         remove_folder("full");
         mkdir("full", 0755);
-        const Text line = "{\"step\":0,\"text\":\"" + Text(LIMIT - room - 24, 'x') + "\"}\n";
+        const Text line = "{\"step\":0,\"text\":\"" + Text(LIMIT - space - 24, 'x') + "\"}\n";
         write_file("full/log.jsonl", line);
         const Outcome o = program(part + "full", [] {
             const struct rlimit limit = {LIMIT, LIMIT};
@@ -387,12 +389,12 @@ TEST(full_log) {
         const Text now = read_file("full/log.jsonl"), saved = names_in("full", "step");
         const int step = saved.empty() ? -1 : atoi(saved.c_str() + 5);
         expect_refused(o, text("cannot write full/log.jsonl: File too large; the run ended after "
-                               "step %d, which is saved", step), text("room %zu", room));
+                               "step %d, which is saved", step), text("space %zu", space));
         // The line that did not fit may belong to a step that is in the checkpoint.
         expect(now.size() <= LIMIT && steps + 1 >= (size_t)step && step > 1,
                "%zu steps in the log, saved: %s", steps, saved.c_str());
         expect_success(program(part + "full"), "resumed");
-        expect(tensors_of("full", 30) == want, "room %zu: another end", room);
+        expect(tensors_of("full", 30) == want, "space %zu: another end", space);
     }
 }
 

@@ -23,7 +23,7 @@ touch "$clone/data/some.bin"
 cat > "$toolkit/bin/nvcc" << 'END'
 #!/bin/sh
 echo "$*" >> "$CALLS"
-[ -z "${NVCC_FAILS-}" ] || { echo "error: planted"; exit 1; }
+[ -z "${NVCC_FAILS-}" ] || { echo "error: injected"; exit 1; }
 case "$*" in *tokenize.c*) [ -z "${SLOW-}" ] || sleep "$SLOW" ;; esac
 while [ $# -gt 0 ]; do
     if [ "$1" = -o ]; then printf '#!/bin/sh\necho 450\n' > "$2" && chmod +x "$2"; fi
@@ -39,7 +39,7 @@ case "$*" in
     *-lms*) while sleep 0.02; do [ ! -e "$WANTED" ] || { echo 500; rm -f "$WANTED"; }; done ;;
     *memory.used*) echo 400 ;;
     *memory.free*) echo 1792 ;;
-    *) echo Planted ;;
+    *) echo Fake ;;
 esac
 END
 chmod +x "$toolkit/bin/nvcc" "$scratch/bin/nvidia-smi"
@@ -82,7 +82,7 @@ says "one GPU: its own code" "arch=compute_89,code=sm_89" "$calls"
 says_not "one GPU: that alone" "compute_80|No GPU" "$calls $said"
 rm -f "$clone/train_gpt2cu"
 GPU=$'6.1\n8.9' make_there train_gpt2cu
-says "a card too old beside another: not built for" "arch=compute_89,code=sm_89" "$calls"
+says "a card too old next to another: not built for" "arch=compute_89,code=sm_89" "$calls"
 says_not "... nvcc would refuse it" "_61" "$calls"
 GPU=6.1 make_there -n train
 says "a card too old alone: the CPU program is built" "-o train_gpt2 " "$said"
@@ -127,12 +127,12 @@ done
 rm -rf "$clone/data" && mkdir "$clone/data" && ln -s "$root"/data/*.{c,sh} "$clone/data"
 DATA_MIRROR=$scratch/absent make_there -s train_gpt2cu ARCH=80 CC="$toolkit/bin/nvcc"
 verdict "no data: make train_gpt2cu" $status "$said"
-says "no data: one line" $'no data yet .prepare.sh: DATA_MIRROR=[^ ]* holds no [^\n]*again$' \
+says "no data: one line" $'no data yet .prepare.sh: DATA_MIRROR=[^ ]* has no [^\n]*again$' \
     "$said"
 [ -s "$clone/train_gpt2cu" ]
 verdict "no data: the program is there" $?
 rm -f "$clone"/data/tokenize* "$clone/train_gpt2cu"
-echo '#error "planted"' > "$clone/data/tokenize.c"
+echo '#error "injected"' > "$clone/data/tokenize.c"
 make_there -s train_gpt2cu ARCH=80
 says "a compiler refuses the tokenizer: one line" $'no data yet [^\n]*make data tries again$' \
     "$said"
@@ -141,7 +141,7 @@ verdict "... and the program is there" $?
 touch "$clone/data/some.bin"
 
 make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes
-says "headers beside what nvcc's link points to" "-isystem $toolkit/include" "$said"
+says "headers next to what nvcc's link points to" "-isystem $toolkit/include" "$said"
 make_there -n build/sm_80.log
 says "nvcc is called where its own programs are" "$toolkit/bin/nvcc -std" "$said"
 mv "$toolkit/bin/nvcc" "$toolkit/bin/cache"
@@ -222,7 +222,7 @@ report() { printf '========= Invalid __global__ write\n=========     at %s(int *
 summary() { echo "========= ERROR SUMMARY: $1 errors"; }
 case "${OLD-} $*" in yes*--kernel-name*) echo "unrecognised option '--kernel-name'"; exit 1 ;; esac
 echo "========= COMPUTE-SANITIZER"
-case "$*" in *planted) report injected_kernel; summary 1; exit 1 ;; esac
+case "$*" in *injected) report injected_kernel; summary 1; exit 1 ;; esac
 case $FINDS in
     nothing) summary 0 ;;
     ours) report layernorm_forward_kernel; summary 1; exit 1 ;;
@@ -272,7 +272,7 @@ if [ -x train_gpt2cu_cpu ]; then
     says "gpu_check: every state divided" "2 -z 2 +ok .*2 -z 3 +ok" "$said"
     says "gpu_check: measured memory" "tokens/s; planned [0-9]+ MiB, measured 100 MiB" "$said"
     STAGES=speed GPT2CU=$scratch/bin/program MODELS=l1h1c8t32 check
-    says "gpu_check: no room is no failure" "-r 1 +skipped +no plan fits 1024 MiB" "$said"
+    says "gpu_check: too little memory skips a row" "-r 1 +skipped +no plan fits 1024 MiB" "$said"
     says "gpu_check: earlier stages stay in the summary" "bits +two runs +ok" \
         "$(cat "$LOGS/summary.md")"
     says_not "gpu_check: a stage done again starts over" "tokens/s; planned" \
@@ -302,7 +302,7 @@ printf '#!/bin/sh\necho 3 passed\n' | tee "$clone"/carried/{train_gpt2cu,test_gp
 chmod +x "$clone"/carried/*
 rm -f "$clone/train_gpt2cu"
 NVCC_FAILS=1 STAGES="build test" LOGS=$scratch/out2 check "$clone/dev/gpu_check.sh"
-says "gpu_check: a build that fails" "train_gpt2cu +FAILED +.*error: planted" "$said"
+says "gpu_check: a build that fails" "train_gpt2cu +FAILED +.*error: injected" "$said"
 says "gpu_check: carried programs" \
     "carried/train_gpt2cu +ok .*carried/test_gpt2cu +ok .*test +carried/test_gpt2cu +ok +3 passed" \
     "$said"

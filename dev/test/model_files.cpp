@@ -26,17 +26,17 @@ TEST(llmc_refused) {
         write_file("good.bin", good);
         expect_success(open_model("good.bin"), text("version %d", version));
         const std::pair<Text, const char *> table[] = {
-            {with_int(good, 1, 4), "bad.bin: a model of llm.c of version 4"},
+            {with_int(good, 1, 4), "bad.bin: an llm.c model of version 4"},
             {with_int(good, 1, 1), "version 1"},
-            {good + "x", "bad.bin: "}, {good.substr(0, good.size() - 1), "its shape makes"},
+            {good + "x", "bad.bin: "}, {good.substr(0, good.size() - 1), "its shape requires"},
             {with_int(good, 7, 257), "with 257 padded rows"}, {with_int(good, 7, -1), "padded"},
-            {with_int(good, 1, 8 - version), "its shape makes"},
+            {with_int(good, 1, 8 - version), "its shape requires"},
             {with_int(good, 2, 0), "0 positions"},
             {with_int(good, 3, 0), "0 tokens"}, {with_int(good, 3, 70000), "70000 tokens"},
             {with_int(good, 3, INT32_MAX), "tokens"}, {with_int(good, 4, -2), "-2 layers"},
-            {with_int(good, 4, 400), "its shape makes"}, {with_int(good, 4, 401), "401 layers"},
+            {with_int(good, 4, 400), "its shape requires"}, {with_int(good, 4, 401), "401 layers"},
             {with_int(good, 5, 0), "0 heads"}, {with_int(good, 5, 3), "3 heads"},
-            {with_int(good, 6, 65536), "its shape makes"},
+            {with_int(good, 6, 65536), "its shape requires"},
             {with_int(good, 6, INT32_MIN), "channels"}};
         for (auto &row : table) {
             write_file("bad.bin", row.first);
@@ -47,7 +47,7 @@ TEST(llmc_refused) {
     for (size_t n = 0; n < 1024; n += n < 40 ? 1 : 41) {
         write_file("cut.bin", good.substr(0, n));
         expect_model_refused("cut.bin",
-                             n < 4 ? "cannot open config.json" : "too few for a model of llm.c");
+                             n < 4 ? "cannot open config.json" : "too short for an llm.c model");
     }
 }
 
@@ -57,38 +57,38 @@ static const struct {
     char field;  // n(ame), d(type), s(hape) or o(ffsets)
     const char *value, *words;
 } changes[] = {
-    {"wpe.weight", 'd', "Q4", "wpe.weight: an unknown dtype"},
-    {"wpe.weight", 'd', "", "wpe.weight: an unknown dtype"},
-    {"wpe.weight", 'd', "F64", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", 'd', "I32", "wpe.weight: weights are F32, BF16 or F16"},
-    {"wpe.weight", 's', "4,3", "wpe.weight: its shape is not (3, 4)"},
-    {"wpe.weight", 's', "12", "wpe.weight: its shape is not (3, 4)"},
-    {"wpe.weight", 's', "3,4,1", "wpe.weight: its shape is not (3, 4)"},
-    {"wpe.weight", 's', "3,5", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", 's', "-3,-4", "wpe.weight: not a whole number"},
-    {"wpe.weight", 's', "0,4", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", 's', "", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", 'd', "Q4", "wpe.weight: unknown dtype"},
+    {"wpe.weight", 'd', "", "wpe.weight: unknown dtype"},
+    {"wpe.weight", 'd', "F64", "wpe.weight: data_offsets do not match"},
+    {"wpe.weight", 'd', "I32", "wpe.weight: dtype must be F32, BF16 or F16"},
+    {"wpe.weight", 's', "4,3", "wpe.weight: shape is not (3, 4)"},
+    {"wpe.weight", 's', "12", "wpe.weight: shape is not (3, 4)"},
+    {"wpe.weight", 's', "3,4,1", "wpe.weight: shape is not (3, 4)"},
+    {"wpe.weight", 's', "3,5", "wpe.weight: data_offsets do not match"},
+    {"wpe.weight", 's', "-3,-4", "wpe.weight: expected an integer"},
+    {"wpe.weight", 's', "0,4", "wpe.weight: data_offsets do not match"},
+    {"wpe.weight", 's', "", "wpe.weight: data_offsets do not match"},
     {"wpe.weight", 's', "1099511627776,1099511627776",
-     "wpe.weight: a shape of more"},
-    {"wpe.weight", 's', "0,1099511627776,1099511627776", "wpe.weight: its data"},
-    {"wpe.weight", 's', "4294967299,4294967296", "wpe.weight: a shape of more"},
-    {"h.1.attn.c_attn.weight", 's', "12,4", "weight: its shape is not (4, 12)"},
-    {"h.1.mlp.c_proj.weight", 's', "4,16", "weight: its shape is not (16, 4)"},
-    {"ln_f.bias", 's', "4,1", "ln_f.bias: its shape is not"},
-    {"ln_f.bias", 's', "1,4", "ln_f.bias: its shape is not"},
+     "wpe.weight: shape has more"},
+    {"wpe.weight", 's', "0,1099511627776,1099511627776", "wpe.weight: data_offsets"},
+    {"wpe.weight", 's', "4294967299,4294967296", "wpe.weight: shape has more"},
+    {"h.1.attn.c_attn.weight", 's', "12,4", "weight: shape is not (4, 12)"},
+    {"h.1.mlp.c_proj.weight", 's', "4,16", "weight: shape is not (16, 4)"},
+    {"ln_f.bias", 's', "4,1", "ln_f.bias: shape is not"},
+    {"ln_f.bias", 's', "1,4", "ln_f.bias: shape is not"},
     {"wpe.weight", 'n', "wte.weight", "wte.weight: appears twice"},
-    {"h.0.ln_1.bias", 'n', "h.2.ln_1.bias", "h.2.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", 'n', "h.99.ln_1.bias", "h.99.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", 'n', "h.01.ln_1.bias", "h.01.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", 'n', "h.-1.ln_1.bias", "h.-1.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", 'n', "h.4294967296.ln_1.bias", "none of this name"},
-    {"h.0.ln_1.bias", 'n', "h.18446744073709551616.ln_1.bias", "none of this name"},
-    {"h.0.ln_1.bias", 'n', "h.0.wte.weight", "none of this name"},
-    {"h.0.ln_1.bias", 'n', "h..ln_1.bias", "none of this name"},
-    {"h.0.ln_1.bias", 'n', "ln_1.bias", "none of this name"},
-    {"ln_f.bias", 'n', "h.0.ln_f.bias", "none of this name"},
-    {"ln_f.bias", 'n', "transformer.transformer.ln_f.bias", "none of this name"},
-    {"ln_f.bias", 'n', "", "tensor : GPT-2 of this many"},
+    {"h.0.ln_1.bias", 'n', "h.2.ln_1.bias", "h.2.ln_1.bias: not a tensor of a GPT-2"},
+    {"h.0.ln_1.bias", 'n', "h.99.ln_1.bias", "h.99.ln_1.bias: not a tensor of a GPT-2"},
+    {"h.0.ln_1.bias", 'n', "h.01.ln_1.bias", "h.01.ln_1.bias: not a tensor of a GPT-2"},
+    {"h.0.ln_1.bias", 'n', "h.-1.ln_1.bias", "h.-1.ln_1.bias: not a tensor of a GPT-2"},
+    {"h.0.ln_1.bias", 'n', "h.4294967296.ln_1.bias", "not a tensor of a GPT-2"},
+    {"h.0.ln_1.bias", 'n', "h.18446744073709551616.ln_1.bias", "not a tensor of a GPT-2"},
+    {"h.0.ln_1.bias", 'n', "h.0.wte.weight", "not a tensor of a GPT-2"},
+    {"h.0.ln_1.bias", 'n', "h..ln_1.bias", "not a tensor of a GPT-2"},
+    {"h.0.ln_1.bias", 'n', "ln_1.bias", "not a tensor of a GPT-2"},
+    {"ln_f.bias", 'n', "h.0.ln_f.bias", "not a tensor of a GPT-2"},
+    {"ln_f.bias", 'n', "transformer.transformer.ln_f.bias", "not a tensor of a GPT-2"},
+    {"ln_f.bias", 'n', "", "tensor : not a tensor of a GPT-2"},
     {"ln_f.bias", 'n', "ln_f.bias\\n\\u001b[2J", "tensor ln_f.bias??[2J: "},
     {"h.0.ln_1.weight", 'o', "160,176", "overlap"},
     {"h.0.ln_1.weight", 'o', "132,148", "overlap"}};
@@ -109,37 +109,38 @@ TEST(model_refused) {
     const Text bytes = safetensors_bytes(good);
     auto header = [](uint64_t length) { return Text((const char *)&length, 8); };
     static const char not_one[] = "model/model.safetensors: not a safetensors file";
-    static const char json[] = "model/model.safetensors: not JSON as it should be: ";
+    static const char json[] = "model/model.safetensors: invalid JSON: ";
     const Text wte = "model/model.safetensors: tensor wte.weight: ";
     const uint64_t size = bytes.size();
     const std::pair<Text, Text> files[] = {
         {"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 135\n",
-         "model/model.safetensors: a pointer of Git LFS"},
+         "model/model.safetensors: a Git LFS pointer"},
         {"", not_one}, {"{}", not_one}, {Text(7, 0), not_one}, {Text(8, 0), not_one},
         {header(1) + "{}", not_one}, {header((uint64_t)1 << 63) + bytes.substr(8), not_one},
         {header(~(uint64_t)0) + bytes.substr(8), not_one}, {header(~(uint64_t)6) + "{}", not_one},
         {header((uint64_t)1 << 50) + bytes.substr(8), not_one},
         {header(size - 7) + bytes.substr(8), not_one}, {header(100000001) + bytes, not_one},
-        {with_length("{}", ""), "wte.weight: is missing"}, {with_length("{}", "x"), "overlap"},
+        {with_length("{}", ""), "wte.weight: missing"}, {with_length("{}", "x"), "overlap"},
         {with_length("[]", ""), json}, {with_length("{\"a", ""), json},
         {with_length("{\"a\":" + Text(5 << 20, '['), ""), "expected an object"},
         {with_length("{\"wte.weight\":{\"shape\":" + Text(5 << 20, '['), ""), wte},
-        {safetensors_bytes(good, "\"__metadata__\":{},\"__metadata__\":{},"), "__metadata__ twice"},
-        {bytes + "x", "leave some of its"},
+        {safetensors_bytes(good, "\"__metadata__\":{},\"__metadata__\":{},"),
+         "duplicate __metadata__"},
+        {bytes + "x", "do not cover its"},
         {bytes.substr(0, size - 1), "outside the file"}, {bytes.substr(0, 400), not_one},
-        {with_header(bytes, "\"dtype\":\"F32\",", ""), wte + "dtype, shape and data_offsets"},
-        {with_header(bytes, "\"F32\"", "\"F32\",\"dtype\":\"F32\""), wte + "a member twice"},
-        {with_header(bytes, "\"dtype\"", "\"Dtype\""), wte + "a member twice, or other"},
+        {with_header(bytes, "\"dtype\":\"F32\",", ""), wte + "dtype, shape and two data_offsets"},
+        {with_header(bytes, "\"F32\"", "\"F32\",\"dtype\":\"F32\""), wte + "duplicate key"},
+        {with_header(bytes, "\"dtype\"", "\"Dtype\""), wte + "duplicate key, or other"},
         {with_header(bytes, "\"F32\"", "5"), wte}, {with_header(bytes, "F32", "F32\\u0000"), wte},
         {with_header(bytes, "[5,4]", "5"), wte}, {with_header(bytes, "[5,4]", "[5,4"), wte},
         {with_header(bytes, "[0,80]", "[0]"), wte},
         {with_header(bytes, "[0,80]", "[0,80,80]"), wte},
         {with_header(bytes, "[0,80]", "[-80,0]"), wte},
         {with_header(bytes, "[0,80]", "[0,8e1]"), wte},
-        {with_header(bytes, "[0,80]", "[80,0]"), wte + "its data_offsets lie outside"},
+        {with_header(bytes, "[0,80]", "[80,0]"), wte + "data_offsets are outside"},
         {with_header(bytes, "[0,80]", "[0,18446744073709551615]"), wte},
         {with_header(bytes, "[0,80]", "[9007199254740912,9007199254740992]"),
-         wte + "its data_offsets"},
+         wte + "data_offsets"},
         {with_header(bytes, "{", "x"), json}, {with_header(bytes, "}", ""), wte}};
     for (auto &row : files) {
         const double began = wall_ms();
@@ -164,7 +165,7 @@ TEST(tensor_refused) {
     for (const Member &t : good) {
         Members list = good;
         list.erase(list.begin() + (&t - &good[0]));
-        refuse(safetensors_bytes(list), "tensor " + t.name + ": is missing");
+        refuse(safetensors_bytes(list), "tensor " + t.name + ": missing");
         list.push_back(t);
         list.push_back(t);
         list.back().name = "transformer." + t.name;
@@ -176,11 +177,11 @@ TEST(tensor_refused) {
     list.back().data[79] ^= 1;
     refuse(safetensors_bytes(list), "lm_head.weight: differs from wte.weight");
     list.back().dtype = "U32";
-    refuse(safetensors_bytes(list), "lm_head.weight: weights are F32");
+    refuse(safetensors_bytes(list), "lm_head.weight: dtype must be F32");
     list = good;
     list[1].data += "gap!";
     list[1].offsets = "80,128";
-    refuse(safetensors_bytes(list), "leave some of its");
+    refuse(safetensors_bytes(list), "do not cover its");
     detail = text("%zu changes", sizeof changes / sizeof *changes);
 }
 
@@ -188,7 +189,7 @@ TEST(tensor_refused) {
 TEST(metadata_refused) {
     const Shape m = {2, 2, 4, 3, 5};
     const Members good = hugging_face(m, {"F32"}, "");
-    const Text wrong = "model/model.safetensors: __metadata__, an object of texts: ";
+    const Text wrong = "model/model.safetensors: __metadata__, an object of strings: ";
     for (const char *value : {"\"pt\",", "null,", "[\"format\"],", "{\"format\":2},",
                               "{\"format\":{}},", "{"}) {
         write_model("model", safetensors_bytes(good, Text("\"__metadata__\":") + value),
@@ -213,20 +214,20 @@ TEST(config_refused) {
         {"\"n_positions\"", "\"positions\"", "n_positions is missing or 0"},
         {"\"vocab_size\"", "\"vocab\"", "vocab_size is missing or 0"},
         {"\"n_layer\": 2", "\"n_layer\": 0", "n_layer is missing or 0"},
-        {"\"n_layer\": 2", "\"n_layer\": -2", "not a whole number"},
-        {"\"n_layer\": 2", "\"n_layer\": 2, \"n_layer\": 2", "twice"},
+        {"\"n_layer\": 2", "\"n_layer\": -2", "expected an integer"},
+        {"\"n_layer\": 2", "\"n_layer\": 2, \"n_layer\": 2", "duplicate size"},
         {"\"n_layer\": 2", "\"n_layer\": 401", "401 layers"},
         {"\"n_layer\": 2", "\"n_layer\": 1048577", "n_layer is too large"},
         {"\"n_layer\": 2", "\"n_layer\": 4294967298", "n_layer is too large"},
-        {"\"n_layer\": 2", "\"n_layer\": 99999999999999999999", "not a whole number"},
+        {"\"n_layer\": 2", "\"n_layer\": 99999999999999999999", "expected an integer"},
         {"\"n_layer\": 2", "\"n_layer\": \"2\"", "config.json: "},
-        {"\"n_layer\": 2", "\"n_layer\": 1", "h.1.ln_1.weight: GPT-2 of this many layers"},
-        {"\"n_layer\": 2", "\"n_layer\": 3", "h.2.ln_1.weight: is missing"},
+        {"\"n_layer\": 2", "\"n_layer\": 1", "h.1.ln_1.weight: not a tensor of a GPT-2"},
+        {"\"n_layer\": 2", "\"n_layer\": 3", "h.2.ln_1.weight: missing"},
         {"\"n_head\": 2", "\"n_head\": 3", "3 heads, 4 channels"},
-        {"\"n_embd\": 4", "\"n_embd\": 8", "wte.weight: its shape is not (5, 8)"},
+        {"\"n_embd\": 4", "\"n_embd\": 8", "wte.weight: shape is not (5, 8)"},
         {"\"n_embd\": 4", "\"n_embd\": 65538", "65538 channels"},
         {"\"vocab_size\": 5", "\"vocab_size\": 70000", "70000 tokens"},
-        {"\"n_positions\": 3", "\"n_positions\": 4", "wpe.weight: its shape is not (4, 4)"},
+        {"\"n_positions\": 3", "\"n_positions\": 4", "wpe.weight: shape is not (4, 4)"},
         {"gelu_new", "relu", "activation_function is 'relu'"},
         {"gelu_new", "gelu_new|gelu_pytorch_tanh", "activation_function is"},
         {"gelu_new", "", "activation_function is ''"},
@@ -238,8 +239,8 @@ TEST(config_refused) {
         {"{\n", "{\"scale_attn_by_inverse_layer_idx\": true,", "inverse_layer_idx is 'true'"},
         {"1e-05", "1e-06", "layer_norm_epsilon is '1e-06'"},
         {"\"gpt2\"", "\"gpt_neo\"", "model_type is 'gpt_neo'"},
-        {"\n}\n", "\n}\n{", "more text after the end"},
-        {"\n}\n", "", "config.json: not JSON"},
+        {"\n}\n", "\n}\n{", "unexpected text after the end"},
+        {"\n}\n", "", "config.json: invalid JSON"},
     };
     for (auto &row : table) {
         Text config = config_text(m);
@@ -249,7 +250,7 @@ TEST(config_refused) {
         expect_model_refused("model", row[2]);
     }
     write_model("model", bytes, "");
-    expect_model_refused("model", "model/config.json: not JSON");
+    expect_model_refused("model", "model/config.json: invalid JSON");
     unlink("model/config.json");
     expect_model_refused("model", "cannot open model/config.json: No such file");
     expect_model_refused("model/none", "'model/none' is neither a preset");
@@ -325,14 +326,14 @@ TEST(parts) {
     };
     const Text first = "\"" + all[0].name + "\": \"" + names[1] + "\"";
     const std::pair<Text, const char *> table[] = {
-        {with(first + ", ", ""), "weight_map names 27 tensors; its 2 files hold 28"},
+        {with(first + ", ", ""), "weight_map lists 27 tensors, but its 2 files contain 28"},
         {with(first, "\"" + all[0].name + "\": \"" + names[0] + "\""),
-         "tensor transformer.wte.weight: is not in model-00001-of-00002.safetensors, where"},
-        {with(all[0].name, "wte.wait"), "tensor wte.wait: is not in model-00002"},
-        {with(names[1], "../x.safetensors"), "'../x.safetensors': allowed are 64 files"},
-        {with(names[1], "none.safetensors"), "cannot open parts/none.safetensors, which parts/"},
-        {with(names[1], Text(3000, 'a')), "allowed are 64 files"},
-        {"\"a\": 1", "expected a string"}, {"", "wte.weight: is missing"}};
+         "tensor transformer.wte.weight: not found in model-00001-of-00002.safetensors, to"},
+        {with(all[0].name, "wte.wait"), "tensor wte.wait: not found in model-00002"},
+        {with(names[1], "../x.safetensors"), "'../x.safetensors': at most 64 files"},
+        {with(names[1], "none.safetensors"), "open parts/none.safetensors, listed in parts/"},
+        {with(names[1], Text(3000, 'a')), "at most 64 files"},
+        {"\"a\": 1", "expected a string"}, {"", "wte.weight: missing"}};
     for (const auto &row : table) {
         put(row.first);
         expect_model_refused("parts", row.second);
@@ -343,13 +344,13 @@ TEST(parts) {
     part[0].pop_back();
     part[0].pop_back();
     put(map);
-    expect_model_refused("parts", "tensor transformer.ln_f.weight: is not in model-00001-of-00002");
+    expect_model_refused("parts", "tensor transformer.ln_f.weight: not found in model-00001-of");
     mkfifo("parts/fifo", 0644);
     put(with(names[1], "fifo"));
-    expect_model_refused("parts", "fifo, which parts/model.safetensors.index.json names: it is");
+    expect_model_refused("parts", "fifo, listed in parts/model.safetensors.index.json: not a");
     unlink("parts/model.safetensors.index.json");
     mkfifo("parts/model.safetensors.index.json", 0644);
-    expect_model_refused("parts", "safetensors.index.json: it is not a regular file");
+    expect_model_refused("parts", "safetensors.index.json: not a regular file");
 }
 
 // A vocabulary padded to 50304 rows, like nanoGPT's, accepts GPT-2 tokens; the rows without a token
@@ -365,7 +366,7 @@ TEST(padded_vocabulary) {
         write_model("model", safetensors_bytes(list), config_text(m));
         const Text run = "-i train.bin -e model -b 2 ";
         if (rows == 50305) {
-            expect_refused(program(run), "has a vocabulary of 50305; the data", "50305");
+            expect_refused(program(run), "has a vocabulary of 50305 tokens, the data", "50305");
             continue;
         }
         Outcome o = program(run + "-x 1 -s 1 -g 40 --temperature 100 -o out");

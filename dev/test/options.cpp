@@ -44,6 +44,12 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t0", "allowed are"},
     {"-i train.bin -e l2h0c16t8", "allowed are"},
     {"-i train.bin -e l2h2c16t16x", "neither"},
+    {"-i train.bin -e l2h2c16t16v", "neither"},
+    {"-i train.bin -e l2h2c16t16v9x", "neither"},
+    {"-i train.bin -e l2h2c16t16v1", "allowed are"},
+    {"-i train.bin -e l2h2c16t16v65536", "a vocabulary of 2-65535"},
+    {"-i train.bin -e l2h2c16t16v1000",
+     "l2h2c16t16v1000 names a vocabulary of 1000; the data, train.bin, has one of 257"},
     {"-i train.bin -x 2 -b 2 --model=l\t2h2c16t16", "neither"},
     {"-i train.bin -x 2 -b 2 --model=l2h\n2c16t16", "neither"},
     {"-i train.bin -e l2h2c-16t16", "allowed are"},
@@ -71,7 +77,7 @@ static const Refusal bad_options[] = {
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
     {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
-    {"--fit bits -e d12 --gpus 4", "--fit: several GPUs are not asked here; --gpu NAME"},
+    {"--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is not detected"},
     {"--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"},
     {"--minimum -e d12 -z 1", "--zero (-z) 1 divides states among GPUs: --gpus N"},
     {"--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 divides states among GPUs: --gpus N"},
@@ -88,9 +94,9 @@ static const Refusal bad_options[] = {
     {"--fit bits -e d12 --gpu 4090 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"--fit bits -e d12 --gpu 4090 -b 3 -d 4096", "(-d): 4096 is not a multiple of B x T = 3 x"},
     {"--minimum -e l2h2c16t16 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 16"},
-    {"-i train.bin -e l2h2c16t16 --gpus 2", "--gpus 2, but this program trains alone"},
-    {"-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "at most 16 fit"},
-    {"-e l2h2c16t16", "no data: 'make data'"},
+    {"-i train.bin -e l2h2c16t16 --gpus 2", "--gpus 2: several ranks are not supported"},
+    {"-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "more than --seq-len"},
+    {"-e l2h2c16t16", "no training data: 'make data'"},
 };
 
 // One line that names the option, the value and the allowed values; nothing is trained.
@@ -127,16 +133,16 @@ TEST(not_regular) {
     mkfifo("out/log.jsonl", 0644);
     write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
     static const Refusal table[] = {
-        {"-i fifo", "cannot read token file fifo: it is not a regular file"},
-        {"-i /dev/zero", "cannot read token file /dev/zero: it is not a regular file"},
-        {"-i train.bin -j fifo", "cannot read token file fifo: it is not a regular file"},
-        {"-i train.bin -e fifo", "cannot open fifo: it is not a regular file"},
-        {"-i train.bin -e /dev/zero", "cannot open /dev/zero: it is not a regular file"},
-        {"-i train.bin -e model", "cannot open model/model.safetensors: it is not a regular file"},
-        {"-i gpt2.bin --tokenizer fifo", "vocabulary fifo: it is not a regular file"},
-        {"-i gpt2.bin --tokenizer /dev/zero", "vocabulary /dev/zero: it is not a regular file"},
-        {"--eval fifo", "cannot open fifo: it is not a regular file"},
-        {"-i train.bin -o out", "out/log.jsonl: it is not a regular file"}};
+        {"-i fifo", "cannot read token file fifo: not a regular file"},
+        {"-i /dev/zero", "cannot read token file /dev/zero: not a regular file"},
+        {"-i train.bin -j fifo", "cannot read token file fifo: not a regular file"},
+        {"-i train.bin -e fifo", "cannot open fifo: not a regular file"},
+        {"-i train.bin -e /dev/zero", "cannot open /dev/zero: not a regular file"},
+        {"-i train.bin -e model", "cannot open model/model.safetensors: not a regular file"},
+        {"-i gpt2.bin --tokenizer fifo", "vocabulary fifo: not a regular file"},
+        {"-i gpt2.bin --tokenizer /dev/zero", "vocabulary /dev/zero: not a regular file"},
+        {"--eval fifo", "cannot open fifo: not a regular file"},
+        {"-i train.bin -o out", "out/log.jsonl: not a regular file"}};
     for (const Refusal &row : table) {
         const Text shape = strstr(row.arguments, "-e ") ? "" : "-e l2h2c16t16 ";
         expect_refused(program(shape + "-x 1 -b 2 " + row.arguments, [] { alarm(20); }), row.words,
@@ -160,20 +166,24 @@ TEST(bad_data) {
     write_file("negative.bin", with_int(good, 2, -1));
     write_file("words.bin", with_int(good, 3, 258));
     write_file("kind.bin", with_int(good, 4, 7));
+    write_file("own.bin", with_int(with_int(good, 4, 2), 3, 256));
+    write_file("own2.bin", with_int(with_int(good, 4, 2), 3, 65536));
     write_file("none.bin", shard_bytes({}, BYTE_TOKENS));
     write_file("short.bin", shard_bytes(short_tokens, BYTE_TOKENS));
     write_file("outside.bin", shard_bytes(outside, BYTE_TOKENS));
     write_file("gpt2.bin", shard_bytes(outside, GPT2_TOKENS));
     mkdir("folder.bin", 0755);
+    write_file("story.txt", "Once upon a time there was a fox.\n");
+    write_file("long.txt", Text(5000, 'a') + Text(10, 0));
     static const Refusal table[] = {
         {"-i missing.bin", "no token file matches missing.bin"},
-        {"-i empty.bin", "empty.bin: 0 bytes are too few"},
-        {"-i header.bin", "header.bin: 1000 bytes are too few"},
+        {"-i empty.bin", "empty.bin: 0 bytes is too short"},
+        {"-i header.bin", "header.bin: 1000 bytes is too short"},
         {"-i folder.bin", "folder.bin"},
         {"-i cut.bin",
          "cut.bin: the header counts 3000 tokens, which makes 7024 bytes; the file has"},
         {"-i long.bin", "long.bin: the header counts"},
-        {"-i magic.bin", "magic.bin: not a token file: it starts with 20240521"},
+        {"-i magic.bin", "magic.bin: not a token file: the first word is 20240521"},
         {"-i version.bin", "version.bin: a token file of version 2"},
         {"-i negative.bin", "negative.bin: the header counts -1"},
         {"-i words.bin", "words.bin: a vocabulary of 258"},
@@ -181,13 +191,19 @@ TEST(bad_data) {
         {"-i none.bin", "none.bin: 0 tokens are fewer than one sequence: T + 1 = 17"},
         {"-i short.bin", "short.bin: 16 tokens are fewer than one sequence: T + 1 = 17"},
         {"-i outside.bin", "outside.bin: token 300 is 257, outside the vocabulary of 257"},
-        {"-i [tg]*.bin", "its tokens are"},
-        {"-i train.bin -j gpt2.bin", "gpt2.bin has another tokenizer than train.bin"},
+        {"-i [tg]*.bin", "train.bin has bytes; gpt2.bin has GPT-2's tokens"},
+        {"-i train.bin -j gpt2.bin", "(-j): gpt2.bin has GPT-2's tokens; train.bin has bytes"},
+        {"-i story.txt", "story.txt is text, not tokens: data/tokenize --train-bpe 8192 -o"},
+        {"-i train.bin -j long.txt", "long.txt is text, not tokens"},
+        {"-i data/mine_train.bin", "data/mine_train.bin; data/tokenize makes token files of text"},
+        {"-i data/stories_bytes_train.bin", "stories_bytes_train.bin; 'make data' prepares it"},
+        {"-i own.bin", "own.bin: a vocabulary of 256 in the header; its tokenizer has 257"},
+        {"-i own2.bin", "own2.bin: a vocabulary of 65536 in the header"},
         {"-i train.bin -j missing.bin", "no token file matches missing.bin"},
         {"-i train.bin -j short.bin", "short.bin: 16 tokens"},
-        {"-i train.bin -b 200", "a step takes 200 sequences of 16 tokens; train.bin has 187"},
-        {"-i train.bin -d 3200 -b 2", "a step takes 200 sequences"},
-        {"-i train.bin -j val.bin -b 30", "val.bin: 24 sequences of 16 tokens are fewer"},
+        {"-i train.bin -b 200", "a step needs 200 sequences of 16 tokens; train.bin has only"},
+        {"-i train.bin -d 3200 -b 2", "a step needs 200 sequences"},
+        {"-i train.bin -j val.bin -b 30", "val.bin: 24 sequences of 16 tokens, fewer"},
     };
     for (const Refusal &row : table) {
         expect_refused(program(Text("-e l2h2c16t16 -o out ") + row.arguments), row.words,
@@ -209,7 +225,7 @@ TEST(bad_output) {
     expect_refused(program(TINY "-x 2 -o train.bin"),
                    "cannot open train.bin/lock: Not a directory", "a file");
     expect_refused(program(TINY "-x 2 -o /proc/none"), "cannot create folder", "/proc");
-    expect_refused(program(TINY "-x 2 -o out"), "already holds checkpoints", "without -y");
+    expect_refused(program(TINY "-x 2 -o out"), "already contains checkpoints", "without -y");
     mkdir("closed", 0555);
     expect_refused(program(TINY "-x 2 -o closed/out",
                            [] {
@@ -239,11 +255,15 @@ TEST(plan_command) {
     expect(o.out.find("--offload moments,master") != Text::npos &&
            o.out.find("\nhost memory         ") != Text::npos &&
            o.out.find("4080: 15.57 GiB; fits, ") != Text::npos);
-    expect(program("--plan -e d12 --gpu 4080").out.find("\nforecast") == Text::npos, "no rates");
+    o = program("--plan -e d12 --gpu v100");
+    expect(o.status == 1 && o.out.find("v100: 15.78 GiB; fits, but this program needs compute "
+                                       "capability 7.5\n") != Text::npos &&
+               o.out.find("\nforecast") == Text::npos, "status %d: %s", o.status, o.out.c_str());
+    expect_refused(program("--fit bits -e d12 --gpu v100"), "this program needs 7.5", "--fit");
     o = program("--plan -e d12 --gpu 4090 -x 100");
     expect(o.out.find("\nforecast: ") != Text::npos &&
                o.out.find(" tokens/s, 409,600 tokens in 0:0") != Text::npos &&
-               o.out.find("; predicted for this card, unmeasured\n") != Text::npos,
+               o.out.find("; predicted for this card, not measured\n") != Text::npos,
            "%s", o.out.c_str());
     // A smaller batch is suggested if a multiple of it has the same number of tokens.
     for (const char *B : {"5", "6"}) {
@@ -422,7 +442,7 @@ TEST(memory_unknown) {
     }
     const Outcome o = hidden("'" + tested + "' -e l2h2c16t16 --plan");
     expect_success(o, "a plan");
-    expect(o.out.find("\nmemory this process may take: unknown\n") != Text::npos, "%s",
+    expect(o.out.find("\nmemory available to this process: unknown\n") != Text::npos, "%s",
            o.out.c_str());
 }
 
@@ -476,7 +496,7 @@ TEST(memory_limits) {
             if (threads[0] == '7') {
                 expect_success(o, limit.name);
             } else {
-                expect_refused(o, Text(limit.name) + " less its threads' stacks): ", threads);
+                expect_refused(o, Text(limit.name) + " minus thread stacks): ", threads);
             }
         }
         o = program("--fit bits -e l12h12c1536t64", low);
@@ -550,7 +570,7 @@ TEST(memory_shown) {
                o.out.find(text("  %s", total[1])) != Text::npos, "no step says %s", total[1]);
     const Text line = o.out.substr(box + 1, o.out.find('\n', box + 1) - box - 1);
     expect(line.find(",;") == Text::npos && line.back() != ',' &&
-           line.find(" in the host's place") != Text::npos, "%s", line.c_str());
+           line.find(" of emulated host memory") != Text::npos, "%s", line.c_str());
     const Outcome plain = program(TINY "-x 1");
     expect(plain.out.find(",\npeak") == Text::npos, "%s", plain.out.c_str());
 }

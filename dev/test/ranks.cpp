@@ -173,20 +173,20 @@ TEST(ranks_offload, REST) {
 }
 
 // Ranks whose GPUs have different free memory plan for the minimum, and train.
-TEST(ranks_room) {
+TEST(ranks_budget) {
     need_mpi();
     write_corpus();
-    const Text line = ODD "-x 2 -z 1 -d 48 ", nccl = text("%d", 2 * 4 * 12 << 20);
+    const Text line = ODD "-x 2 -z 1 -d 48 ";
     const Text plan = program(line + "--gpus 2 -r block --offload none --plan --json").out;
     const char *key = "\"total_bytes\":";
-    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 4 * 12 << 20);
+    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 2 * 12 << 20);
     for (const char *small : {"0", "1"}) {
         Text command = "mpirun --oversubscribe";
         for (const char *rank : {"0", "1"}) {
             const long all = bytes + (rank[0] == small[0] ? -1 : 1 << 30) + (500L << 20);
             command += (rank[0] == '0' ? " -np 1 env" : " : -np 1 env") +
-                       text(" EMU_CONTEXT=300M EMU_LIBRARY=200M EMU_NCCL=%s EMU_GPU_MEM=%ld ",
-                            nccl.c_str(), all) + "$PROGRAM " + line + "-o room" + small;
+                       text(" EMU_CONTEXT=300M EMU_LIBRARY=200M EMU_NCCL=12M EMU_GPU_MEM=%ld ",
+                            all) + "$PROGRAM " + line + "-o budget" + small;
         }
         const Outcome o = shell(command + " < /dev/null");
         expect_success(o, command);
@@ -194,8 +194,8 @@ TEST(ranks_room) {
                "%s", o.out.c_str());
     }
     run(line + "--gpus 2 -r none --offload none", "device");
-    expect_same("device", "room0", 2);
-    expect_same("device", "room1", 2);
+    expect_same("device", "budget0", 2);
+    expect_same("device", "budget1", 2);
 }
 
 // Ranks started by mpirun give the same bits as with --gpus.
@@ -379,7 +379,7 @@ TEST(ranks_variables) {
          "TORCHELASTIC_USE_AGENT_STORE=True", "but MASTER_PORT is too high: "},
         {"WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9", "is 2, but RANK is not set: "},
         {"WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9 RANK=2", "has a higher rank: "},
-        {"WORLD_SIZE=two", "WORLD_SIZE is 'two', which is not a number from 0 to "},
+        {"WORLD_SIZE=two", "WORLD_SIZE is 'two', expected a number from 0 to "},
         {"WORLD_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3",
          "WORLD_SIZE is 2, but SLURM_STEP_NUM_TASKS is 3: both count the processes of this run"}};
     for (const Refusal &row : words) {
@@ -601,15 +601,21 @@ TEST(ranks_states, REST) {
 }
 
 // A rank runs in exactly the bytes of its plan, the reserve for NCCL, context and libraries, and is
-// refused with one byte less; NCCL's use of its reserve is reported.
+// refused with one byte less; NCCL's use of its reserve, which depends on the link and on
+// NCCL_MAX_CTAS, is reported.
 TEST(ranks_memory) {
     write_corpus();
     static const struct {
         int ranks;
         const char *options;
-    } table[] = {{2, "-z 0"}, {3, "-z 0"}, {2, "-z 1"}, {3, "-z 1"}, {2, "-z 2"}, {3, "-z 2"},
-                 {2, "-z 3"}, {3, "-z 3"}, {3, "-z 1 --offload moments,master,residuals"},
-                 {2, "-z 2 --offload weights"}, {3, "-z 3 --offload weights,moments"}};
+        int ctas;                    // 2 over PCIe, 16 over NVLink, or NCCL_MAX_CTAS
+        const char *nvlink, *limit;  // EMU_NVLINK, NCCL_MAX_CTAS
+    } table[] = {{2, "-z 0", 2, "", ""}, {3, "-z 0", 16, "1", ""}, {2, "-z 1", 5, "1", "5"},
+                 {3, "-z 1", 1, "", "1"}, {2, "-z 2", 2, "", ""}, {3, "-z 2", 2, "", ""},
+                 {2, "-z 3", 2, "", ""}, {3, "-z 3", 2, "", ""},
+                 {3, "-z 1 --offload moments,master,residuals", 2, "", ""},
+                 {2, "-z 2 --offload weights", 2, "", ""},
+                 {3, "-z 3 --offload weights,moments", 2, "", ""}};
     for (const auto &row : table) {
         const Text line = ODD "-x 1 -r none " + text("-d %d --gpus %d %s", 24 * row.ranks,
                                                      row.ranks, row.options) +
@@ -617,7 +623,8 @@ TEST(ranks_memory) {
         const Text plan = program(line + " --plan --json").out;
         const char *key = "\"total_bytes\":";
         const long bytes = atol(&plan[plan.find(key) + strlen(key)]);
-        const long nccl = (long)row.ranks * 4 * 12 << 20;  // for peers and the ring: channels, MiB
+        // For peers and the ring: thread blocks, MiB; NVLS.
+        const long nccl = ((long)row.ranks * row.ctas * 12 + (row.nvlink[0] ? 64 : 0)) << 20;
         expect(bytes > 1 << 20, "%s: %ld bytes", line.c_str(), bytes);
         const char *pinned = "\"host_bytes\":";
         const long host = atol(&plan[plan.find(pinned) + strlen(pinned)]);
@@ -625,11 +632,13 @@ TEST(ranks_memory) {
                        "cannot pin", line);
         for (long less : {0, 1}) {
             const Outcome o = program(line, [=] {
-                const long row = 4096;  // the heartbeats shared with the parent are pinned too
-                setenv("EMU_HOST_MEM", text("%ld", host + row).c_str(), 1);
+                const long page = 4096;  // the heartbeats shared with the parent are pinned too
+                setenv("EMU_HOST_MEM", text("%ld", host + page).c_str(), 1);
                 setenv("EMU_CONTEXT", "300M", 1);
                 setenv("EMU_LIBRARY", "200M", 1);
-                setenv("EMU_NCCL", text("%ld", nccl).c_str(), 1);
+                setenv("EMU_NCCL", "12M", 1);
+                setenv("EMU_NVLINK", row.nvlink, 1);
+                row.limit[0] ? setenv("NCCL_MAX_CTAS", row.limit, 1) : unsetenv("NCCL_MAX_CTAS");
                 const long all = bytes + nccl + (500L << 20) - less;
                 setenv("EMU_GPU_MEM", text("%ld", all).c_str(), 1);
             });
@@ -654,7 +663,7 @@ TEST(ranks_refused) {
         {"--gpus 3 -i nothing.bin", "no token file matches nothing.bin"},
         {"--gpus 2 -z 4", "--zero (-z): '4'"},
         {"--gpus 2 -z 3 --eval nothing", "--zero (-z) 3 is for training"},
-        {"--gpus 2 --check", "--check, --compare and --generate are for one process"},
+        {"--gpus 2 --check", "--check, --compare and --generate run on one GPU only"},
         {"--gpus 2 -l 2e9", "--lr (-l): '2e9'"},
     };
     const Text shape = "-e l3h3c96t16 -t 12 -b 2 ";
@@ -665,12 +674,14 @@ TEST(ranks_refused) {
     expect_refused(program(ODD "--gpus 3", with("EMU_GPUS", "2")),
                    "ranks 0 and 2 would share one GPU, 0000:00:00.0 of ", "too few GPUs");
     expect_refused(program(ODD "--gpus 2", with("PMI_SIZE", "2")),
-                   "a launcher has started ranks already", "two who start ranks");
-    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "134000000")), " short",
+                   "a launcher has already started ranks", "two who start ranks");
+    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "82000000")), " short",
                    "memory");
     expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
+    expect_refused(program(ODD "--gpus 2", with("NCCL_MAX_CTAS", "0")),
+                   "NCCL_MAX_CTAS is '0'; allowed: a number from 1 to 64", "NCCL_MAX_CTAS");
     expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),
-                   "--gpus 2, but this program trains alone: it computes on the CPU", "CPU");
+                   "--gpus 2: several ranks are not supported: this program runs on", "CPU");
 }
 
 // If ranks differ in options, data or program, rank 0 names the first one, and none trains.
@@ -703,7 +714,7 @@ TEST(ranks_mixed) {
     // GPUs with different free memory: all ranks use the automatic choices for the minimum.
     const Text plan = program(ODD "-d 48 --gpus 2 -r block --plan --json").out;
     const char *key = "\"total_bytes\":";
-    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 4 * 12 << 20);
+    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 2 * 12 << 20);
     const Text line = " $PROGRAM " ODD "-d 48 -x 1 ";
     const Text small = text(": -np 1 env EMU_GPU_MEM=%ld", bytes);
     const Outcome o = shell("mpirun --oversubscribe -np 1" + line + small + line + " < /dev/null");
@@ -833,7 +844,7 @@ TEST(ranks_hang) {
     longest = std::max(longest, wall_ms() - began);
     expect(longest < WITHIN_MS, "%.0f ms", longest);
     detail = text("at most %.1f s, some with the time before the fault", longest * 1e-3);
-    expect_refused(program(TINY "--timeout 9"), "--timeout watches the ranks of a run", "one rank");
+    expect_refused(program(TINY "--timeout 9"), "--timeout needs several ranks", "one rank");
 }
 
 // A rank that waits for a file server, or whose NCCL is slow to start, gets ten times as long, and
@@ -872,7 +883,7 @@ TEST(ranks_slow, REST) {
                                    tcp + hangs + "RANK=1" + with_end("-o tcp"),
                                    hangs + with_end("--gpus 2 -o gpus")}, saves);
     const Text words = "rank 1: cannot write ";
-    expect_refused(all[0], "rank 1 cannot save, and says why", "by TCP");
+    expect_refused(all[0], "rank 1 cannot save; see its message", "by TCP");
     expect_refused(all[1], words, "by TCP");
     expect_refused(all[2], words, "--gpus");
     waitpid(of_gpus, NULL, 0);
@@ -902,7 +913,7 @@ TEST(ranks_hints) {
     const Text one = master(free_port()) + "WORLD_SIZE=2 EMU_GPUS=1 EMU_NCCL_TIMEOUT_S=1" + faults +
                      "RANK=";
     const auto all = start_by_tcp({one + "0 EMU_MACHINE=1", one + "1 EMU_MACHINE=2"}, part);
-    expect(all[1].err.find("(this rank sees one GPU alone, ") != Text::npos ||
+    expect(all[1].err.find("(this rank sees a single GPU, ") != Text::npos ||
                all[1].err.find("(/dev/shm has less") != Text::npos, "%s", all[1].err.c_str());
     const auto same = start_by_tcp({one + "0", one + "1"}, part);
     expect_refused(same[0], "as it has GPUs, and have srun show all of them to each: "
@@ -1293,7 +1304,7 @@ TEST(ranks_first) {
     for (const int z : {0, 3}) {
         const Text part = ODD + text("-d %d --gpus 2 -z %d -v 1 -m 3 -s 1 -g 2 --logit-rows 9 -x ",
                                      z ? 144 : 48, z);
-        auto home = [](const char *path, const char *times) {
+        auto with_home = [](const char *path, const char *times) {
             return [=] {
                 unsetenv("XDG_CACHE_HOME");
                 setenv("HOME", path, 1);
@@ -1303,10 +1314,10 @@ TEST(ranks_first) {
         remove_folder("first");
         remove_folder("home");
         mkdir("home", 0755);
-        run(part + "1", "first", home("home", "951"));
+        run(part + "1", "first", with_home("home", "951"));
         expect(exists("home/.cache/train_gpt2/matmul"), "no file of choices");
-        run(part + "2 -y 1", "first", home("home", "951"));
-        run(part + "3 -y 1", "first", home("none", "159"));
+        run(part + "2 -y 1", "first", with_home("home", "951"));
+        run(part + "3 -y 1", "first", with_home("none", "159"));
     }
     expect_success(program("-e l1h1c16t16 --eval e.bin --json -b 3 --gpus 2"), "--eval");
 }
@@ -1392,9 +1403,9 @@ TEST(ranks_replicas) {
         remove_folder("out");
         run(part, "undisturbed");
         expect_refused(program(part + " --quiet -o out", with_faults(faults)),
-                       "rank 1 differs in weights or moments that must be alike on all ranks: a "
-                       "GPU, or what connects it, has made a mistake; the run ended after step 4, "
-                       "which is not saved", zero);
+                       "rank 1: weights or moments differ from those of the other ranks: a GPU or "
+                       "the interconnect may be faulty; the run ended after step 4, which is not "
+                       "saved", zero);
         expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "").c_str());
         run(part + " -y 1", "out");
         expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "another end at -z %s", zero);
@@ -1405,8 +1416,8 @@ TEST(ranks_replicas) {
         const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
                                  last_exchange(two + "-x 1") + 1);
         remove_folder("two");
-        expect_refused(program(two + "-x 101 -o two", with_faults(faults)), "ranks 0, 1 differ in "
-                       "weights or moments that must be alike on all ranks", "two ranks");
+        expect_refused(program(two + "-x 101 -o two", with_faults(faults)),
+                       "ranks 0, 1: weights or moments differ from those of the", "two ranks");
         expect(log_steps("two/log.jsonl") == one_to(100), "steps of the log");
     }
     // Without ZeRO the blocks' weights are replicated too. The last exchanges of a step are those
@@ -1415,7 +1426,7 @@ TEST(ranks_replicas) {
     expect_refused(program(whole + "-x 2 -n 2 -o whole",
                            with_faults(text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
                                             last_exchange(whole + "-x 1", 4) + 1))),
-                   "ranks 0, 1 differ in weights or moments", "a block's gradient");
+                   "ranks 0, 1: weights or moments differ", "a block's gradient");
 }
 
 // A NaN that one rank sends to another makes all skip the step, and a norm just above --clip makes

@@ -441,7 +441,7 @@ static Text instance_name(const Compiled &c) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Planted faults
+// Injected faults
 // A kernel of eleven instructions, eight of them in a loop and one after the end, which keeps its
 // budget; then every way to violate it, each of which must be detected.
 
@@ -568,7 +568,7 @@ static void report_injected(void) {
             verdict(false, Text("sass  not seen: ") + p.from + " -> " + p.to);
         }
     }
-    verdict(seen > 0, "sass  " + std::to_string(seen) + " planted faults seen");
+    verdict(seen > 0, "sass  " + std::to_string(seen) + " injected faults seen");
     const bool wide = injected_is_good({"log", "Used 32", "Used 40"}, "12.0") &&
                       injected_is_good({"sass", "CALL", "FADD R1 ;\n /*0024*/ CALL"}, "12.0") &&
                       !injected_is_good({"log", "Used 32", "Used 41"}, "12.0") &&

@@ -54,6 +54,10 @@ bytes=$(for f in pipe_val_000000.bin pipe_train_00000?.bin; do tail -c +1025 $f;
     tr -d '\0' | cksum)
 expected=$(cat long long long | cksum)
 equal "stream comes back whole" "$bytes" "$expected"
+printf 'PK\0\0' > binary
+equal "binary input: a warning" "$($tokenize -o binary binary 2>&1 > /dev/null)" \
+    "tokenize: binary contains zero bytes: is it text? --bytes encodes any file"
+equal "text: no warning" "$($tokenize -o binary long 2>&1 > /dev/null)" ""
 : > nothing
 refuses "missing input" "cannot open absent: No such file" $tokenize -o bad absent
 refuses "empty input" "nothing is empty" $tokenize -o bad nothing
@@ -62,11 +66,11 @@ for prefix in . .. ./. ./..; do
     refuses "prefix $prefix" "-o '$prefix': a PREFIX ends in the start of" $tokenize -o $prefix text
 done
 mkfifo fifo
-refuses "pipe as a file" "cannot read fifo: it is not a regular file" \
+refuses "pipe as a file" "cannot read fifo: not a regular file" \
     timeout 20 $tokenize -o bad fifo
-refuses "device as a file" "cannot read /dev/zero: it is not a regular file; - reads" \
+refuses "device as a file" "cannot read /dev/zero: not a regular file; - reads" \
     timeout 20 $tokenize -o bad --val-tokens 1 --shard-tokens 100 /dev/zero
-refuses "pipe as a vocabulary" "fifo: it is not a regular file" \
+refuses "pipe as a vocabulary" "fifo: not a regular file" \
     timeout 20 ./tokenize --bpe --tokenizer fifo -o bad text
 for prefix in '' / /none/ ./; do
     refuses "prefix '$prefix'" "^tokenize: -o '$prefix': a PREFIX ends in" \
@@ -80,13 +84,17 @@ refuses "fraction of a stream" "needs a file" $tokenize -o bad --val-fraction 0.
 refuses "fraction out of range" "not a number from 0" $tokenize -o bad --val-fraction 1.5 text
 refuses "shard of no tokens" "not a whole number from 1" $tokenize -o bad --shard-tokens 0 text
 refuses "unknown option" "unknown option '--byte'" ./tokenize --byte -o bad text
-refuses "no tokenizer named" "bytes is missing" ./tokenize -o bad text
+refuses "no tokenizer named" "--bpe, --bytes or --train-bpe is missing" ./tokenize -o bad text
 refuses "two tokenizers" "contradict each other" $tokenize --bpe -o bad text
 refuses "no vocabulary" "needs GPT-2's vocab.bpe" ./tokenize --bpe -o bad text
 refuses "bad vocabulary" "text: " ./tokenize --bpe --tokenizer text -o bad text
 printf '#version: 0.2\na b\n' > made
-refuses "another vocabulary" "made: not GPT-2's vocabulary: 258 tokens with fingerprint" \
-    ./tokenize --bpe --tokenizer made -o bad text
+./tokenize --bpe --tokenizer made --val-fraction 0 -o made text > /dev/null
+equal "a vocabulary of one merge" "$(numbers d4 12 -N8 made_train.bin)" "258 2"
+equal "its merges are copied" "$(cmp made made_merges.txt 2>&1)" ""
+printf '#version: 0.2\na b\nb c\na bc\n' > never    # ab is merged before bc
+refuses "a merge that is never applied" "never:4: this merge can never be applied" \
+    ./tokenize --bpe --tokenizer never -o bad text
 refuses "two splits" "contradict each other" $tokenize -o bad --val-tokens 1 --val-file text text
 refuses "stream among files" "a stream is the only input" $tokenize -o bad text -
 refuses "no threads" "not a whole number from 1 to 1024" $tokenize -o bad --threads 0 text
@@ -151,11 +159,11 @@ for round in 1 2 3; do
     equal "killed and resumed, round $round" "$(cat again_*.bin | cksum)" "${sum[1]}"
 done
 interrupt INT again.state $again digits
-says "interrupted" "(finished shards: [0-9]+; the same command goes on)|(tokens)" "$(cat said)"
+says "interrupted" "(finished shards: [0-9]+; the same command continues)|(tokens)" "$(cat said)"
 interrupt KILL again.state $again digits
 if [ -f again.state ]; then
     cp again.state kept
-    says "resuming" "goes on behind [0-9]+ finished shards" "$($again digits)"
+    says "resuming" "continues after [0-9]+ finished shards" "$($again digits)"
     equal "no state at the end" "$(ls again.state* 2> /dev/null)" ""
     for how in "other arguments:--val-fraction 0:digits" "other input::digits2" \
         "damaged::digits"; do
@@ -202,7 +210,7 @@ sleep 0.5
 kill -s INT $stream
 wait $stream
 equal "a stream is interrupted: status" $? 130
-says "a stream is interrupted" "a stream cannot go on" "$(cat said)"
+says "a stream is interrupted" "a stream cannot be continued" "$(cat said)"
 
 equal "a pipe sees the last lines alone" "$($tokenize -o long long | wc -l)" 2
 if command -v script > /dev/null; then
@@ -232,6 +240,67 @@ else
     skip "GPT-2 tokens" "neither DATA_MIRROR nor data/ has vocab.bpe"
 fi
 
+# Learning merges. The stored ones are those of Hugging Face's BpeTrainer.
+./stories > told
+train_bpe="./tokenize --train-bpe"
+$train_bpe 1000 --val-fraction 0 -o learned told > said
+equal "merges of the stories" \
+    "$(cmp learned_merges.txt "$root/dev/test/stories_merges.txt" 2>&1)" ""
+says "says what it learned" "^learned_merges.txt +743 merges from 556 distinct pre-tokens" \
+    "$(cat said)"
+equal "header of own tokens" "$(numbers d4 12 -N8 learned_train.bin) \
+$(od -An -tx1 -j20 -N8 learned_train.bin | tr -d ' ')" \
+    "1000 2 $(sha256sum learned_merges.txt | cut -c1-16)"
+sum=$(cat learned_train.bin learned_merges.txt | cksum)
+./tokenize --bpe --tokenizer learned_merges.txt --val-fraction 0 -o same told > /dev/null
+equal "the same with these merges" "$(cat same_train.bin same_merges.txt | cksum)" "$sum"
+for t in 1 5; do
+    $train_bpe 1000 --val-fraction 0 --threads $t -o learned told > /dev/null
+    equal "$t threads learn the same" "$(cat learned_train.bin learned_merges.txt | cksum)" "$sum"
+done
+head -c 1600000 told > begin
+tail -c +1600001 told > end
+$train_bpe 600 --val-fraction 0 -o begin begin > /dev/null
+$train_bpe 600 --val-file end -o parts begin > /dev/null
+equal "validation text is not learned from" "$(cmp begin_merges.txt parts_merges.txt 2>&1)" ""
+$train_bpe 300 --documents --val-fraction 0 -o apart told > /dev/null
+equal "a document begins with end of text" "$(numbers u2 1024 -N2 apart_train.bin)" 299
+printf 'aaaa\xff\xfe\0\xff\xfe\0aaaa' > odd
+$train_bpe 260 --val-fraction 0 -o odd odd > /dev/null
+equal "bytes that are no text" "$(sed 1d odd_merges.txt | tr '\n' '|')" "a a|þ Ā|ÿ þĀ|"
+$train_bpe 257 --val-fraction 0 -o odd odd > /dev/null
+equal "no merges at all" "$(cat odd_merges.txt)" "#version: 0.2"
+refuses "text with few merges" "--train-bpe 400: this text has only [0-9]+ merges, which make a" \
+    $train_bpe 400 -o few odd
+equal "... writes nothing" "$(echo few*)" "few*"
+refuses "too few tokens" "'256' is not a whole number from 257 to 65535" $train_bpe 256 -o few odd
+refuses "too many tokens" "'65536' is not a whole number" $train_bpe 65536 -o few odd
+refuses "a stream" "--train-bpe reads its input twice: it needs files, not standard" \
+    $train_bpe 300 -o few -
+refuses "merges that are learned and given" "--train-bpe and --tokenizer contradict" \
+    $train_bpe 300 --tokenizer learned_merges.txt -o few odd
+if [ "$(id -u)" -eq 0 ] && mkdir -p full && mount -t tmpfs -o size=4k tmpfs full 2> /dev/null; then
+    refuses "merges, full disk" "cannot write full/bad_merges.txt: No space" \
+        $train_bpe 1200 -o full/bad told
+    equal "full disk keeps nothing" "$(ls full)" ""
+    umount full
+else
+    skip "merges on a full disk" "cannot mount a small tmpfs"
+fi
+cat told told told told told told told told > long_told
+sleepy=$train_bpe\ 1200\ --threads\ 1\ --val-fraction\ 0\ --shard-tokens\ 1000000
+$sleepy -o whole long_told > /dev/null
+for round in 0.02 0.1 0.2 0.3 0.4; do
+    timeout --foreground -s INT $round $sleepy -o broken long_told > said 2>&1
+    says "interrupted after $round s" "(interrupted; finished shards: [0-9]+; )|(tokens)" \
+        "$(cat said)"
+    equal "... nothing half-written" "$(echo broken*part)" "broken*part"
+done
+$sleepy -o broken long_told > /dev/null
+equal "resumed: the same" "$(cat broken_train* broken_merges.txt | cksum)" \
+    "$(cat whole_train* whole_merges.txt | cksum)"
+rm -f whole_* broken_* long_told
+
 # The stories have the same bytes with every compiler.
 stories_sum=70fc3fac996a007e1cf13a707a473b813a1aa6ad6d0710fdc4500aeb3f9613c5
 for compiler in "gcc -O0" "gcc -O3 -march=native" "gcc -m32 -O2" "gcc -funsigned-char -O2" \
@@ -260,34 +329,37 @@ mkdir -p repo/data mirror && mv prepare.sh tokenize stories repo/data/
 cp text mirror/tinyshakespeare.txt
 export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9
 prepare=repo/data/prepare.sh
-DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known tiny" $prepare
-DATA_MIRROR=$PWD/absent refuses "mirror without the text" "holds no tinyshakespeare.txt" $prepare
+DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "not the expected tiny" $prepare
+DATA_MIRROR=$PWD/absent refuses "mirror without the text" "has no tinyshakespeare.txt" $prepare
 refuses "unknown corpus" "unknown corpus 'pile'; known: tinyshakespeare tinystories" $prepare pile
 # Without mirror and network: a curl that never connects counts its calls.
-made="data: stories made here, since tinyshakespeare could not be had"
+made="data: tinyshakespeare is not available; using generated stories"
 mkdir stub && printf '#!/bin/sh\necho call >> "%s/calls"\nexit 7\n' "$PWD" > stub/curl
 chmod +x stub/curl
-says "stories without mirror and net" "no download.*$made" \
+says "stories without mirror and net" "download failed.*$made" \
     "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1 | tr '\n' ' ')"
 equal "stories: text" "$(sha256sum < repo/data/stories.txt)" "$stories_sum  -"
 equal "stories: tokens" "$(numbers d4 8 -N12 repo/data/stories_bytes_train.bin) \
 $(numbers d4 8 -N12 repo/data/stories_bytes_val.bin)" "1800623 257 1 199679 257 1"
 equal "a story begins with end of text" "$(numbers u2 1024 -N2 repo/data/stories_bytes_train.bin) \
 $(numbers u2 1024 -N2 repo/data/stories_bytes_val.bin)" "256 256"
-equal "the net is asked once a call" "$(wc -l < calls)" 1
+equal "one download is tried per call" "$(wc -l < calls)" 1
 equal "stories, called again: one line" \
     "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1)" "$made"
 # The program finds data/ in the current folder, else next to itself.
 mkdir -p elsewhere && cp "$root/train_gpt2" repo/
 train="../repo/train_gpt2 -e l1h1c16t16 -b 2 -x 1 -m 1"
-says "data/ beside the program" \
+says "data/ next to the program" \
     "data     $PWD/repo/data/stories_bytes_train\*.bin: 1,800,.*validation loss" \
     "$(cd elsewhere && $train 2>&1)"
 mkdir elsewhere/data && cp repo/data/stories_bytes_*.bin elsewhere/data/
 said=$(cd elsewhere && $train 2>&1)
 says "data/ here comes first" "data     data/stories_bytes_train\*.bin: .*validation loss" "$said"
-equal "with -j no word of none" "$(grep -c 'nothing is validated' <<< "$said")" 0
-says "without -j a line says so" $'\n +without --val-data \\(-j\\) nothing is validated\n' \
+equal "with -j no such line" "$(grep -c 'no validation' <<< "$said")" 0
+says "-i alone validates on files beside it" ' -j data/stories_bytes_val.bin .*validation loss' \
+    "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
+mv elsewhere/data/stories_bytes_val.bin elsewhere/val.bin
+says "without -j a line says so" $'\n +no validation: --val-data \\(-j\\) is not given\n' \
     "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
 rm -f repo/data/stories?*.*
 if [ -f "$mirror/tinyshakespeare.txt" ]; then
@@ -302,7 +374,7 @@ $(numbers d4 8 -N4 repo/data/tinyshakespeare_gpt2_val.bin)" "301966 36059"
         equal "prepared twice: nothing to do" "$($prepare)$(stat -c %Y.%i repo/data/*.bin)" \
             "$before"
     else
-        says "tinyshakespeare: no vocabulary" "byte tokens alone" "$(cat said)"
+        says "tinyshakespeare: no vocabulary" "byte tokens only" "$(cat said)"
     fi
     truncate -s -2 repo/data/tinyshakespeare_bytes_val.bin
     $prepare > /dev/null 2>&1
@@ -310,7 +382,7 @@ $(numbers d4 8 -N4 repo/data/tinyshakespeare_gpt2_val.bin)" "301966 36059"
     equal "damaged shard is made again" "$bytes" 224104
     rm -f repo/data/*.bin repo/data/*.bpe && mkdir -p bare
     cp "$mirror/tinyshakespeare.txt" bare/
-    says "a mirror without vocabulary" "no gpt2/vocab.bpe.*byte tokens alone" \
+    says "a mirror without vocabulary" "no gpt2/vocab.bpe.*byte tokens only" \
         "$(DATA_MIRROR=$PWD/bare $prepare)"
     equal "... makes byte tokens" "$(cd repo/data && echo tiny*.bin)" \
         "tinyshakespeare_bytes_train.bin tinyshakespeare_bytes_val.bin"
@@ -352,7 +424,9 @@ server.serve_forever()
 END
 shards=www/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main
 stories=www/datasets/roneneldan/TinyStories/resolve/main
-mkdir -p $shards $stories www/gpt-2/encodings/main
+starter=www/datasets/karpathy/llmc-starter-pack/resolve/main
+mkdir -p $shards $stories $starter www/gpt-2/encodings/main
+{ printf '\212\330\064\1\1\0\0\0'; head -c 2000 /dev/zero; } > $starter/hellaswag_val.bin
 echo plain > mode
 if command -v python3 > /dev/null; then
     python3 server.py > /dev/null 2>&1 &
@@ -392,20 +466,27 @@ for client in $clients; do
     done
     equal "$client, prepared twice: nothing to do" "$(served fineweb-edu 2 2>&1)" ""
     echo cut > mode && rm -f repo/data/edu_*
-    refuses "$client, cut off" "val_000000.bin: no download, 2000512 of 4001024 bytes are there" \
+    refuses "$client, cut off" "val_000000.bin: download failed after 2000512 of 4001024 bytes" \
         served fineweb-edu 1
     equal "$client, cut off: no final name" "$(cd repo/data && echo edu_*)" \
         edu_fineweb_val_000000.bin.part
     echo range > mode && served fineweb-edu 1 > /dev/null 2>&1
     equal "$client, cut off, called again" "$(cd repo/data && echo edu_*)" \
         "edu_fineweb_train_000001.bin edu_fineweb_val_000000.bin"
-    refuses "$client, wrong bytes" "train_000003.bin sent is not what it should be .whole.$" \
+    refuses "$client, wrong bytes" "train_000003.bin: wrong content .whole.$" \
         served fineweb-edu 3
     cp docs_train.bin $shards/edu_fineweb_train_000003.bin
-    refuses "$client, 404" "train_000004.bin: no download" served fineweb-edu 4
+    refuses "$client, 404" "train_000004.bin: download failed" served fineweb-edu 4
     equal "$client, 404: the others stay" "$(cd repo/data && echo edu_* | wc -w)" 4
     head -c 90000 digits > $shards/edu_fineweb_train_000003.bin
-    refuses "$client, stories without vocabulary" "needs GPT-2.s vocab.bpe: .*no download" \
+    served hellaswag > said 2>&1
+    equal "$client, HellaSwag" \
+        "$(cmp repo/data/hellaswag_val.bin $starter/hellaswag_val.bin 2>&1)" ""
+    rm -f repo/data/hellaswag_val.bin && cp digits $starter/hellaswag_val.bin
+    refuses "$client, HellaSwag, wrong bytes" "val.bin: wrong content .questions.$" \
+        served hellaswag
+    { printf '\212\330\064\1\1\0\0\0'; head -c 2000 /dev/zero; } > $starter/hellaswag_val.bin
+    refuses "$client, stories without vocabulary" "needs GPT-2.s vocab.bpe: .*download failed" \
         served tinystories
     if [ -f "$vocab" ]; then
         cp documents $stories/TinyStoriesV2-GPT4-valid.txt
@@ -423,7 +504,7 @@ vocab.bpe 50256 505 50256 11545 27 91 437 1659"
     mkdir -p www/karpathy/char-rnn/master/data/tinyshakespeare repo/data/kept
     cp text www/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
     mv repo/data/tinyshakespeare* repo/data/kept 2> /dev/null
-    says "$client, wrong text" "is not what it should be.*$made" \
+    says "$client, wrong text" "wrong content.*$made" \
         "$(served 2>&1 | tr '\n' ' ')"
     rm -rf repo/data/kept
 done
@@ -495,7 +576,7 @@ if command -v python3 > /dev/null; then
         '{"step":1e17,"loss":1}' > damaged.jsonl
     says "report: a number out of range" "^x.html$" "$(report damaged.jsonl -o x.html 2>&1)"
     sed 's/"first":[0-9]*/"first":0.5/' plan.json > damaged.json
-    refuses "report: a damaged plan" "damaged.json is not what --plan --json prints" \
+    refuses "report: a damaged plan" "damaged.json is not the output of --plan --json" \
         python3 "$root/dev/report.py" --plan damaged.json
     # What a log may contain: non-finite numbers, markup, control bytes, a truncated last line.
     printf '%s\n%s\n%s' '{"step":6,"loss":null,"grad_norm":null,"lr":1e400,"skipped":1}' \
@@ -509,13 +590,13 @@ if command -v python3 > /dev/null; then
     equal "report: hostile log as SVG" "$(python3 read.py checks run.svg | wc -l)" 1
     echo > broken.jsonl && cat run/log.jsonl >> broken.jsonl
     cp run/report.html before.html
-    refuses "report: no room for it" "cannot write run/report.html: File too large" \
+    refuses "report: no space for it" "cannot write run/report.html: File too large" \
         bash -c 'ulimit -f 4; python3 "$1/dev/report.py" run' - "$root"
     equal "report: ... the old one stands" \
         "$(ls run/*.html*; cmp before.html run/report.html 2>&1)" run/report.html
     refuses "report: no run" "cannot read absent: No such file" report absent -o bad
-    refuses "report: a broken line" "broken.jsonl:1: not an object" report broken.jsonl -o bad
-    refuses "report: no plan" "digits is not what --plan --json prints" report --plan digits -o bad
+    refuses "report: a broken line" "broken.jsonl:1: not a JSON object" report broken.jsonl -o bad
+    refuses "report: no plan" "digits is not the output of --plan" report --plan digits -o bad
     refuses "report: no tensorboardX" "needs Python's package tensorboardX" \
         python3 -S "$root/dev/report.py" run --tensorboard bad
     refuses "report: no wandb" "needs Python's package wandb" \

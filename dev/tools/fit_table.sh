@@ -4,7 +4,7 @@
 # dev/tools/fit_table.sh
 set -eu
 cd "$(dirname "$0")/../.."
-echo '| model | card | settings beside `-d 524288` | device, host GiB | forecast, tokens/s |'
+echo '| model | card | settings besides `-d 524288` | device, host GiB | forecast, tokens/s |'
 echo '| --- | --- | --- | --- | --- |'
 for model in gpt2 gpt2-large gpt2-xl; do
     for card in t4 4060ti 4090 a100 h200; do

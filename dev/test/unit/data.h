@@ -71,7 +71,7 @@ TEST(loader_coverage, HOST) {
             expect(inputs == (end - first - 1) / T * T, "shard %d, epoch %u: %d", k, epoch, inputs);
         }
     }
-    expect(std::count(met.begin(), met.end(), 0) == 0, "tokens never visited");
+    expect(std::count(met.begin(), met.end(), 0) == 0, "tokens never read");
     for (std::vector<Token> &order : orders) {  // tokens differ between epochs, so count windows
         std::vector<Token> sorted = order;
         std::sort(sorted.begin(), sorted.end());
@@ -104,14 +104,14 @@ TEST(prompts, HOST) {
     bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
     Token tokens[8];
     char out[BPE_LONGEST];
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "aaa the", 7) == 3 && tokens[0] == 256 &&
+    expect(prompt_tokens(tokens, 8, &gpt2_tokenizer, &bpe, "aaa the", 7) == 3 && tokens[0] == 256 &&
            tokens[1] == 64 && tokens[2] == 263);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "", 0) == 1 && tokens[0] == 50256);
-    expect(prompt_tokens(tokens, 3, TOKENIZER_GPT2, &bpe, "a b", 3) == 3);
+    expect(prompt_tokens(tokens, 8, &gpt2_tokenizer, &bpe, "", 0) == 1 && tokens[0] == 50256);
+    expect(prompt_tokens(tokens, 3, &gpt2_tokenizer, &bpe, "a b", 3) == 3);
     tokens[2] = -1;
-    expect(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b", 3) == 3 && tokens[2] == -1);
-    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 263)) == " the");
-    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
+    expect(prompt_tokens(tokens, 2, &gpt2_tokenizer, &bpe, "a b", 3) == 3 && tokens[2] == -1);
+    expect(Text(out, (size_t)token_text(out, &gpt2_tokenizer, &bpe, 263)) == " the");
+    expect(Text(out, (size_t)token_text(out, &gpt2_tokenizer, &bpe, 50256)) == "<|endoftext|>");
 }
 
 // A batch that cannot be read gives a reason: token outside the vocabulary, file truncated mid-run.
@@ -121,15 +121,15 @@ TEST(loader_problems, HOST) {
     Dataset d;
     write_three_shards();
     dataset_open(&d, "[abc].bin", T);
-    d.vocabulary = 105;
+    d.tokenizer.vocabulary = 105;
     expect(!dataset_batch(&d, 12, 2, in[0], out[0]) &&
                Text(d.problem) == "b.bin: token 4 is 105, outside the vocabulary of 105",
            "%s", d.problem);
-    d.vocabulary = GPT2_VOCABULARY;
+    d.tokenizer.vocabulary = GPT2_VOCABULARY;
     expect(truncate("b.bin", LLMC_HEADER_BYTES + 2 * 15) == 0 &&
                !dataset_batch(&d, 12, 2, in[0], out[0]) &&
-               Text(d.problem) == "b.bin: cannot read tokens 8 to 16: it became shorter while it "
-                                  "was in use",
+               Text(d.problem) == "b.bin: cannot read tokens 8 to 16: the file was truncated while "
+                                  "in use",
            "%s", d.problem);
     dataset_close(&d);
 }
@@ -145,7 +145,7 @@ TEST(loader_large, FLOAT) {
     }
     if (ftruncate(fd, LLMC_HEADER_BYTES + 2 * count) != 0 ||
         pwrite(fd, tail, sizeof tail, LLMC_HEADER_BYTES + 2 * window * T) != (ssize_t)sizeof tail) {
-        skip("this file system has no room for it");
+        skip("this file system has no space for it");
     }
     close(fd);
     Dataset d;
@@ -161,16 +161,16 @@ TEST(loader_large, FLOAT) {
 TEST(tokenizer, HOST) {
     Token tokens[8];
     char out[BPE_LONGEST];
-    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "a\xff", 2) == 2 && tokens[0] == 'a' &&
+    expect(prompt_tokens(tokens, 8, &byte_tokenizer, NULL, "a\xff", 2) == 2 && tokens[0] == 'a' &&
            tokens[1] == 255);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "", 0) == 1 && tokens[0] == 256);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "", 0) == 1 && tokens[0] == 50256);
-    expect(token_text(out, TOKENIZER_BYTES, NULL, 'x') == 1 && out[0] == 'x');
-    expect(token_text(out, TOKENIZER_BYTES, NULL, 256) == 0);
-    expect(token_text(out, TOKENIZER_GPT2, NULL, 31) == 3 && memcmp(out, "31 ", 3) == 0);
-    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "a", 1),
-                 "--prompt: this data has GPT-2 tokens, and their vocabulary is missing");
+    expect(prompt_tokens(tokens, 8, &byte_tokenizer, NULL, "", 0) == 1 && tokens[0] == 256);
+    expect(prompt_tokens(tokens, 8, &gpt2_tokenizer, NULL, "", 0) == 1 && tokens[0] == 50256);
+    expect(token_text(out, &byte_tokenizer, NULL, 'x') == 1 && out[0] == 'x');
+    expect(token_text(out, &byte_tokenizer, NULL, 256) == 0);
+    expect(token_text(out, &gpt2_tokenizer, NULL, 31) == 3 && memcmp(out, "31 ", 3) == 0);
+    expect_death(prompt_tokens(tokens, 8, &gpt2_tokenizer, NULL, "a", 1),
+                 "--prompt: the data has GPT-2 tokens, but GPT-2's vocabulary was not found");
     tokens[2] = -1;
-    expect(prompt_tokens(tokens, 2, TOKENIZER_BYTES, NULL, "a\0c", 3) == 3 && tokens[1] == 0 &&
+    expect(prompt_tokens(tokens, 2, &byte_tokenizer, NULL, "a\0c", 3) == 3 && tokens[1] == 0 &&
            tokens[2] == -1);
 }

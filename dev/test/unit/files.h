@@ -120,7 +120,7 @@ static void save_model(Net *n, int type, const char *folder) {
     model_file_save(&n->e, &n->s.model, type, &model);
     writer_close(&model);
     writer_open(&config, folder, "config.json");
-    config_save(&n->s.model, &config);
+    config_save(&n->s.model, NULL, &config);
     writer_close(&config);
     const Text path = Text(folder) + "/model.safetensors";
     expect(sha256_of({path})[0] == model.hash && (int64_t)read_file(path).size() == model.bytes);

@@ -17,8 +17,8 @@ static const struct {
 } gpu_shapes[] = {{"l2h3c192t65", 257, "-b 1 -t 65"},
                   {"l3h5c80t40", 300, "-b 2 -t 33 --logit-rows 40 -r block:2"},
                   {"l1h1c128t130", 129, "-b 1 -t 130 -r norm"},
-                  {"l2h2c16t1", 5, "-b 3 -t 1"},
-                  {"l1h1c16t8", 50257, "-b 1 -t 8 -r mlp"}};
+                  {"l2h2c16t1", 2, "-b 3 -t 1"},
+                  {"l1h1c16t8", 65535, "-b 1 -t 8 -r mlp"}};
 
 // Every gradient compared with the reference: the norm of the difference over the norm is at most
 // 1e-5, for two micro-steps, because the first one writes where later ones add. Also the logits.
@@ -339,7 +339,7 @@ TEST(gpu_wte_rounding, CUDA_ALL) {
 // wte-RANK.
 static void wte_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
                            int accum_steps) {
-    const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
+    const Settings *s = &((GpuNetwork *)e->self)->plan->settings;
     const TensorRange own = tensor_update_range(s, WTE, 0);
     Reals grad((size_t)own.count);
     healthy_micro_step(e, in, out, accum_step, accum_steps);
@@ -355,7 +355,7 @@ static StepResult (*healthy_update)(Engine *e, const Options *o, double lr, doub
 static StepResult wte_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
     const StepResult result = healthy_update(e, o, lr, limit, updates);
-    const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
+    const Settings *s = &((GpuNetwork *)e->self)->plan->settings;
     const size_t size = (size_t)tensor_size(&s->model, WTE);
     Reals wte(2 * size);
     for (int state : {STATE_WEIGHTS, STATE_M}) {
@@ -441,7 +441,7 @@ TEST(gpu_rank_wte, EMULATED) {
 }
 
 static int64_t host_budget;  // bytes that `ulimit -d` leaves to a rank
-static size_t room_available() {
+static size_t capped_available() {
     const size_t device = device_available();
     (void)host_memory("");  // allocates its own memory now
     const int64_t mapped = file_number("/proc/self/status", "VmData:", 0) << 10;
@@ -453,7 +453,7 @@ static size_t room_available() {
     return device;
 }
 
-static void room_open(Engine *e, Plan *p) {
+static void capped_open(Engine *e, Plan *p) {
     (void)e;
     write_file("opened", text("%zu", p->host_bytes));
     exit(0);
@@ -463,8 +463,8 @@ static void room_open(Engine *e, Plan *p) {
 // memory: with one byte too little the run ends before anything of the plan is allocated.
 TEST(gpu_rank_host, EMULATED) {
     static const Program program = {
-        .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = room_open,
-        .available = room_available, .refuse = gpu_settings_check, .built = "",
+        .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = capped_open,
+        .available = capped_available, .refuse = gpu_settings_check, .built = "",
         .device = device_name, .ranks_start = ranks_start,
         .ranks_handshake = ranks_shake_hands, .alone = ""};
     const Text line = "-i train.bin -e l2h2c64t16 -b 2 -r none --gpus 3 -z 1 "
@@ -480,7 +480,7 @@ TEST(gpu_rank_host, EMULATED) {
         const Outcome o = in_process(line, &program);
         if (less) {
             expect_refused(o, "only " + Text(bytes_text((double)each).s) + " are available "
-                           "(ulimit -d less its threads' stacks): 1 B short; fewer states in",
+                           "(ulimit -d minus thread stacks): 1 B short; fewer states in",
                            line);
         } else {
             expect_success(o, line);
@@ -593,7 +593,7 @@ TEST(gpu_allocation, EMULATED_ALL) {
         expect(on_device() == one, "%s", options);
         const size_t pinned = emu::allocs.size() - 1;
         const int plans = matmul_library.plans;
-        expect(((GpuNetwork<float, float> *)n.e.self)->accum_steps == 2,
+        expect(((GpuNetwork *)n.e.self)->accum_steps == 2,
                "the warm-up loads the products that add to gradients too");
         trace(&n, 2);
         Reals logits((size_t)m.V);
@@ -977,7 +977,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
 #endif
     Model m = shape("l2h2c16t8", 257);
     Net n(m, "-b 1 -t 8 -r block --dtype fp32");
-    auto *net = (GpuNetwork<float, float> *)n.e.self;
+    auto *net = (GpuNetwork *)n.e.self;
     Plan *p = net->plan;
     plan_tick(p, 0);
     plan_tick(p, tick_head(&m));
@@ -1152,7 +1152,7 @@ TEST(gpu_overflow, CUDA_ALL) {
         return net->e.update(&net->e, &o, 1e-2, limit, 0);
     };
     auto grow_after = [](Net *net, int steps) {
-        auto *network = (GpuNetwork<__half, float> *)net->e.self;
+        auto *network = (GpuNetwork *)net->e.self;
         copy_wait(&gpu_buffer<GpuState>(network, BUF_STATE)->update.scale_grows, &steps,
                   sizeof steps, network->stream);
     };
@@ -1336,7 +1336,7 @@ template <class E, class G> static void check_gaps(const char *options) {
         want_weights = plain.state(STATE_WEIGHTS);
     }
     Net n(m, options);
-    auto *net = (GpuNetwork<E, G> *)n.e.self;
+    auto *net = (GpuNetwork *)n.e.self;
     const Plan *p = &n.plan;
     const size_t moment = type_bytes(n.s.moment_dtype);
     const struct {

@@ -675,7 +675,8 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
 
 // Vocabularies from one pack to the largest; padding that would dominate every softmax.
 TEST(gpu_classifier, CUDA_ALL) {
-    static const int shapes[][2] = {{2, 5}, {1, 257}, {65, 257}, {2, 50257}, {1, 65536}};
+    static const int shapes[][2] = {{1, 2}, {2, 5}, {1, 257}, {65, 257}, {3, 1000}, {2, 50257},
+                                    {1, 65536}};
     for (auto &s : shapes) {
         if (!sampled(s[0] == 65 || s[1] == 50257)) {
             continue;
@@ -1361,7 +1362,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
                in_place);
         if (in_place < 3) {
             gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, addend.p, N, C, OC, 0);
-            expect(matmul_library.plans == 2 && chosen(1) == in_place, "beside: %d of %d",
+            expect(matmul_library.plans == 2 && chosen(1) == in_place, "out of place: %d of %d",
                    chosen(1), in_place);
         } else {
             MatmulKey key = {OC, N, C, 1, 0, 0, 1, 1, CUDA_R_32F, CUDA_R_32F};
@@ -1376,7 +1377,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
         gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
         gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
     }));
-    const char *line = "no product of (24 x 16) and (16 x 8) here, fp32 in and fp32 out: "
+    const char *line = "cannot multiply (24 x 16) by (16 x 8), fp32 input, fp32 output: "
                        "CUBLAS_STATUS_NOT_SUPPORTED\n";
     expect(o.status == 1 && o.err.find(line) != Text::npos, "%s", o.err.c_str());
     // Until the end of the warm-up, an algorithm that returns an error is replaced by the next,
@@ -1395,7 +1396,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
             exit(chosen(0) == row.refuse && matmul_library.plans == 1 ? 0 : 9);
         }));
         const char *says = row.status ? "cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED; "
-                           : row.refuse ? "refuses its algorithm for the product 24x8x16:10011:"
+                           : row.refuse ? "algorithm for matmul 24x8x16:10011:"
                                         : "";
         expect(o.status == row.status && o.err.find(says) != Text::npos &&
                    std::count(o.err.begin(), o.err.end(), '\n') == row.lines,

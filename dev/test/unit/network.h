@@ -42,7 +42,7 @@ static const struct {
 } network_shapes[] = {{"l2h3c48t8", 257, 2, 7, 0},
                       {"l3h5c80t33", 300, 1, 33, 10},
                       {"l1h1c64t65", 129, 2, 65, 13},
-                      {"l2h2c6t1", 5, 3, 1, 0}};
+                      {"l2h2c6t1", 2, 3, 1, 0}};
 
 // Every level in all blocks, and block:K for every K, compared with none.
 TEST(recompute_bits, ALL) {
@@ -396,7 +396,7 @@ TEST(generated_tokens, ALL) {
     memset((void *)&g, 0, sizeof g);
     g.engine = &cached.e;
     g.o = &o;
-    g.tokenizer = TOKENIZER_BYTES;
+    g.tokenizer = byte_tokenizer;
     g.V = m.V;
     g.T = m.maxT;
     g.tokens = tokens.data();
@@ -419,7 +419,7 @@ TEST(generated_tokens, ALL) {
             const double u =
                 rng_uniform((uint64_t)o.seed, RNG_SAMPLE, 0, (uint64_t)sample << 32 | i);
             want.push_back(sample_token(logits.data(), m.V, &rule, u, candidates.data()));
-            if (want.back() == BYTE_END_OF_TEXT) {
+            if (want.back() == end_of_text(&byte_tokenizer)) {
                 break;
             }
         }

@@ -157,7 +157,7 @@ TEST(folder_lock, HOST) {
     mkdir("folder", 0755);
     folder_lock("folder");
     close(open("folder/lock", O_RDWR));
-    expect_death(folder_lock("folder"), "folder: another run writes there: process ");
+    expect_death(folder_lock("folder"), "folder is in use by another run: process ");
 }
 
 // The user's cache is in $XDG_CACHE_HOME, unless that is a relative path.
@@ -258,7 +258,7 @@ TEST(eval_scores, ALL) {
             }
         }
     }
-    expect_death(eval_row(NULL, NULL, &x, 0, 0), "has changed");
+    expect_death(eval_row(NULL, NULL, &x, 0, 0), "file changed");
     detail = "20 batches and lengths";
 }
 

@@ -273,12 +273,12 @@ TEST(parts, HOST) {
 
 // The ticks at which block l's streamed tensors of a kind are used: weights in matmuls, gradients
 // when they are computed, the residual when it is computed and when it is read.
-static std::vector<int> transfer_uses(const Settings *s, Kind what, int l) {
+static std::vector<int> transfer_uses(const Settings *s, Kind kind, int l) {
     const Model *m = &s->model;
     std::vector<int> uses;
     for (int stage : {F_LN1, F_QKV, F_ATTPROJ, F_FC, F_FCPROJ}) {
         const int matrix = stage != F_LN1, x = stage == F_LN1 || stage == F_ATTPROJ;
-        if (what == KIND_WEIGHTS ? matrix : what == KIND_RESIDUALS && x) {
+        if (kind == KIND_WEIGHTS ? matrix : kind == KIND_RESIDUALS && x) {
             uses.push_back(tick_forward(l, stage));
             if (plan_recomputes(s, stage, l)) {
                 uses.push_back(tick_backward(m, l, stage));
@@ -286,11 +286,11 @@ static std::vector<int> transfer_uses(const Settings *s, Kind what, int l) {
         }
     }
     for (int stage : {B_FCPROJ, B_FC, B_ATTPROJ, B_QKV}) {
-        if (what != KIND_RESIDUALS) {
+        if (kind != KIND_RESIDUALS) {
             uses.push_back(tick_backward(m, l, stage));
         }
     }
-    if (what == KIND_RESIDUALS) {
+    if (kind == KIND_RESIDUALS) {
         uses.push_back(tick_forward(l - 1, F_FCPROJ));
         uses.push_back(tick_backward(m, l, B_LN1));
     }
@@ -309,9 +309,9 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
     const Transfer *occupant[KINDS][SLOTS] = {};
     for (size_t i = 0; i < transfers.size(); i++) {
         const Transfer &v = transfers[i];
-        const Text who = text("state %d block %d at tick %d: ", v.what, v.block, v.fetch);
-        const Transfer *before = occupant[v.what][v.slot];
-        const BufferEntry &slot = rows[slots[v.what] + v.slot];
+        const Text who = text("state %d block %d at tick %d: ", v.kind, v.block, v.fetch);
+        const Transfer *before = occupant[v.kind][v.slot];
+        const BufferEntry &slot = rows[slots[v.kind] + v.slot];
         const int in = v.in != 0, out = v.out != 0, sorted = !i || (&v)[-1].fetch <= v.fetch;
         if (!sorted || v.fetch + in > v.first || v.first > v.last || v.last + out > v.store_wait) {
             return who + "not in order";
@@ -323,21 +323,21 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
             return who + "outside the slot's life";
         }
         const int block = v.fetch <= tick_lnf(&s->model) ? (int)F_STAGES : (int)BACK_TICKS;
-        const int fetches = in && v.fetch && v.what != KIND_GRADIENTS;
+        const int fetches = in && v.fetch && v.kind != KIND_GRADIENTS;
         const int takes = out && v.store_wait < tick_join(s);
         if ((fetches && v.first < v.fetch + block) || (takes && v.store_wait < v.last + F_STAGES)) {
             return who + "no time to travel";
         }
-        occupant[v.what][v.slot] = &v;
+        occupant[v.kind][v.slot] = &v;
     }
-    for (Kind what : {KIND_WEIGHTS, KIND_GRADIENTS, KIND_RESIDUALS}) {
-        for (int l = 0; s->placement[what] && l < s->model.L; l++) {
-            for (int tick : transfer_uses(s, what, l)) {
+    for (Kind kind : {KIND_WEIGHTS, KIND_GRADIENTS, KIND_RESIDUALS}) {
+        for (int l = 0; s->placement[kind] && l < s->model.L; l++) {
+            for (int tick : transfer_uses(s, kind, l)) {
                 auto covers = [&](const Transfer &v) {
-                    return v.what == what && v.block == l && v.first <= tick && tick <= v.last;
+                    return v.kind == kind && v.block == l && v.first <= tick && tick <= v.last;
                 };
                 if (std::count_if(transfers.begin(), transfers.end(), covers) != 1) {
-                    return text("state %d block %d: not there at tick %d", what, l, tick);
+                    return text("state %d block %d: missing at tick %d", kind, l, tick);
                 }
             }
         }
@@ -396,12 +396,12 @@ static void play(const Settings *s, int micros, double up[KINDS], double down[KI
     for (int micro = 0; micro < micros; micro++) {
         for (int tick = 0; tick <= tick_join(s); tick++) {
             for (const Transfer &v : transfers) {
-                int *here = &occupant[v.what][v.slot];
-                const int there = *here == v.block && v.what == KIND_WEIGHTS;
-                const int anew = v.what == KIND_GRADIENTS && micro == 0;
-                up[v.what] += v.fetch == tick && v.in && !there && !anew;
+                int *here = &occupant[v.kind][v.slot];
+                const int there = *here == v.block && v.kind == KIND_WEIGHTS;
+                const int anew = v.kind == KIND_GRADIENTS && micro == 0;
+                up[v.kind] += v.fetch == tick && v.in && !there && !anew;
                 *here = v.fetch == tick ? v.block : *here;
-                down[v.what] += v.last == tick && v.out;
+                down[v.kind] += v.last == tick && v.out;
             }
         }
     }

@@ -25,26 +25,26 @@ TEST(host_memory, HOST) {
     put(job + "memory.stat", "anon 5\ninactive_file 209715200\nfile 7\n");
     put(job + "step_0/memory.max", "max\n");
     put(job + "step_0/memory.current", "104857600\n");
-    found("v2", 1024 - 300, "memory.max of control group /slurm/job_7");
+    found("v2", 1024 - 300, "memory.max of cgroup /slurm/job_7");
     put(job + "step_0/memory.high", "734003200\n");
-    found("v2", 600, "memory.high of control group /slurm/job_7/step_0");
+    found("v2", 600, "memory.high of cgroup /slurm/job_7/step_0");
     put("v2/sys/fs/cgroup/memory.max", "104857600\n");
-    found("v2", 100, "memory.max of control group /");
+    found("v2", 100, "memory.max of cgroup /");
     put("v1/proc/self/cgroup", "5:cpu,cpuacct:/a\n4:hugetlb,memory:/slurm/job_7\n0::/x\n");
     const Text v1 = "v1/sys/fs/cgroup/memory/slurm/";
     put(v1 + "job_7/memory.limit_in_bytes", "9223372036854771712\n");
     put(v1 + "job_7/memory.usage_in_bytes", "104857600\n");
-    found("v1", 8192, "what is free on this machine");
+    found("v1", 8192, "free memory of this machine");
     put(v1 + "memory.limit_in_bytes", "1073741824\n");
     put(v1 + "memory.usage_in_bytes", "524288000\n");
     put(v1 + "memory.stat", "inactive_file 1\ntotal_inactive_file 209715200\n");
-    found("v1", 1024 - 300, "memory.limit_in_bytes of control group /slurm");
+    found("v1", 1024 - 300, "memory.limit_in_bytes of cgroup /slurm");
     put(v1 + "memory.usage_in_bytes", "9073741824\n");
-    found("v1", 0, "memory.limit_in_bytes of control group /slurm");
+    found("v1", 0, "memory.limit_in_bytes of cgroup /slurm");
     put("container/proc/self/cgroup", "4:memory:/docker/0123\n");
     put("container/sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n");
-    found("container", 1024, "memory.limit_in_bytes of control group /");
-    found("none", 8192, "what is free on this machine");
+    found("container", 1024, "memory.limit_in_bytes of cgroup /");
+    found("none", 8192, "free memory of this machine");
     const HostMemory unknown = host_memory("absent");  // no information: no limit
     expect(unknown.bytes == INT64_MAX && !unknown.limit[0], "%" PRId64 " bytes, %s", unknown.bytes,
            unknown.limit);

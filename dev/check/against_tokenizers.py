@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Compares --train-bpe with Hugging Face's BpeTrainer; exit status 1 if a merge or token differs.
+
+    dev/check/against_tokenizers.py [--speed FILE] [TEXT...]
+
+Needs the packages tokenizers and transformers, a built data/tokenize and train_gpt2. Learns
+vocabularies of several sizes from each TEXT (default: five that are made here or part of the
+project, one of them not English) and compares the merges, then trains a model for one step and
+compares the tokens of 10,000 lines with those of its checkpoint, loaded by transformers. --speed
+measures both on the same text and cores, in turn, three times each.
+"""
+import argparse
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+TOKENIZE = os.path.join(ROOT, "data", "tokenize")
+END = "<|endoftext|>"
+
+RUSSIAN = """широкая электрификация южных губерний даст мощный толчок подъёму сельского хозяйства
+съешь же ещё этих мягких французских булок да выпей чаю в чащах юга жил бы цитрус""".split()
+CHINESE = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨露结为霜"
+
+
+def words_of(rng, words, count, ends):
+    """A text of `count` words, the frequent ones first, with punctuation."""
+    out = []
+    for _ in range(count):
+        word = words[min(int(rng.expovariate(6 / len(words))), len(words) - 1)]
+        out.append(rng.choice((word, word, word.capitalize(), word + rng.choice(ends))))
+    return " ".join(out)
+
+
+def made_texts():
+    """Names and texts: stories, Russian and Chinese sentences, this project, difficult bytes."""
+    rng = random.Random(1)
+    read = lambda name: open(os.path.join(ROOT, name), encoding="utf-8", newline="").read()
+    stories = subprocess.run([os.path.join(ROOT, "data", "stories")], check=True,
+                             stdout=subprocess.PIPE).stdout.decode()
+    stems = [a + b for a in RUSSIAN for b in ("", "ами", "ов", "ый", "ться")]
+    chinese = ["".join(rng.choice(CHINESE) for _ in range(rng.randint(1, 6))) for _ in range(900)]
+    parts = ("a", "aa", "b", "ab", " ", "  ", "\n", "\t", "'s", "'ll", "é", "中", "👩‍👧", "12", "!!",
+             "--------", "\u00a0", "\u3000", "\x00")
+    awkward = "".join(rng.choice(parts) for _ in range(200000))
+    return [("stories", stories), ("Russian", words_of(rng, stems, 60000, (",", ".", "!", "\n"))),
+            ("Chinese", words_of(rng, chinese, 60000, ("，", "。", "\n"))),
+            ("C", "".join(read(n) for n in ("train_gpt2.c", "train_gpt2.cu", "data/tokenize.c"))),
+            ("awkward", awkward)]
+
+
+def ours(folder, text, size, name="ours"):
+    """Our merges of a text, as lines."""
+    path, prefix = os.path.join(folder, name + ".txt"), os.path.join(folder, name)
+    with open(path, "w", encoding="utf-8", newline="") as f:
+        f.write(text)
+    subprocess.run([TOKENIZE, "--train-bpe", str(size), "--val-fraction", "0", "-o", prefix, path],
+                   check=True, stdout=subprocess.DEVNULL)
+    with open(prefix + "_merges.txt", encoding="utf-8", newline="") as f:
+        return f.read().split("\n")[1:-1]
+
+
+def theirs(texts, size):
+    """A tokenizer trained on the texts, each split by GPT-2's pattern."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return tokenizer
+
+
+def merges_of(tokenizer, folder):
+    """The merges of a tokenizer, as lines."""
+    tokenizer.model.save(folder, "theirs")
+    with open(os.path.join(folder, "theirs-merges.txt"), encoding="utf-8", newline="") as f:
+        return f.read().split("\n")[1:-1]
+
+
+def compare_merges(folder, name, text):
+    """The same merges for vocabularies of several sizes, up to the largest that the text has."""
+    for size in (300, 1000, 4096, 16384):
+        want = merges_of(theirs([text], size), folder)
+        possible = min(size, len(want) + 257)
+        got = ours(folder, text, possible)
+        if got != want:
+            at = next((i for i, (a, b) in enumerate(zip(got, want)) if a != b), len(want))
+            sys.exit("%s, %d tokens: merge %d is %r, not %r" % (name, size, at, got[at:at + 1],
+                                                                want[at:at + 1]))
+        print("%-10s %10s bytes %7s tokens: the same merges"
+              % (name, f"{len(text.encode()):,}", f"{possible:,}"))
+        if possible < size:
+            return
+
+
+def compare_tokens(folder, text):
+    """Tokens of 10,000 lines: data/tokenize's, and transformers' with a checkpoint's files."""
+    from transformers import AutoTokenizer    # takes seconds to load
+    lines = [l for l in text.split("\n") if l.strip() and END not in l]
+    lines = (lines * (10000 // len(lines) + 1))[:10000]
+    ours(folder, text, 2000, "mine")
+    subprocess.run([os.path.join(ROOT, "train_gpt2"), "-i", os.path.join(folder, "mine_train.bin"),
+                    "-e", "l1h1c16t32", "-x", "1", "-o", os.path.join(folder, "out"), "--quiet"],
+                   check=True)
+    tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, "out", "step-00000001"))
+    with open(os.path.join(folder, "lines.txt"), "w", encoding="utf-8", newline="") as f:
+        f.write(END.join(lines))
+    prefix = os.path.join(folder, "lines")
+    subprocess.run([TOKENIZE, "--bpe", "--tokenizer", os.path.join(folder, "mine_merges.txt"),
+                    "--documents", "--val-fraction", "0", "-o", prefix, prefix + ".txt"],
+                   check=True, stdout=subprocess.DEVNULL)
+    with open(prefix + "_train.bin", "rb") as f:
+        count = (os.fstat(f.fileno()).st_size - 1024) // 2
+        tokens = struct.unpack("<%dH" % count, f.read()[1024:])
+    want = []
+    for line in lines:
+        want += [1999] + tokenizer(line.strip(" \t\n\v\f\r"))["input_ids"]
+    if list(tokens) != want or tokenizer.eos_token_id != 1999:
+        sys.exit("tokens of the lines differ from transformers'")
+    if tokenizer.decode(tokenizer(lines[0])["input_ids"]) != lines[0]:
+        sys.exit("transformers does not decode its own tokens")
+    print("10,000 lines, %s tokens: the same in transformers, from a checkpoint"
+          % f"{len(tokens):,}")
+
+
+def measure_speed(folder, path, size):
+    """Seconds to learn `size` tokens from a file, in turn."""
+    with open(path, encoding="utf-8", newline="") as f:
+        text = f.read()
+    pieces, at, safe = [], 0, re.compile("[a-z](?= )")
+    while at < len(text):    # cut where a pre-token certainly ends
+        found = safe.search(text, at + 200000)
+        end = found.end() if found else len(text)
+        pieces.append(text[at:end])
+        at = end
+    seconds = {"ours": [], "theirs": []}
+    for _ in range(3):
+        began = time.time()
+        subprocess.run([TOKENIZE, "--train-bpe", str(size), "--val-fraction", "0", "-o",
+                        os.path.join(folder, "speed"), path], check=True, stdout=subprocess.DEVNULL)
+        seconds["ours"].append(time.time() - began)
+        began = time.time()
+        tokenizer = theirs(pieces, size)
+        seconds["theirs"].append(time.time() - began)
+    with open(os.path.join(folder, "speed_merges.txt"), encoding="utf-8", newline="") as f:
+        same = f.read().split("\n")[1:-1] == merges_of(tokenizer, folder)
+    for name, all_seconds in seconds.items():
+        print("%-6s %s s, median %.1f s" % (name, " ".join("%.1f" % s for s in all_seconds),
+                                            sorted(all_seconds)[1]))
+    print("the merges are %s; data/tokenize has encoded the text as well"
+          % ("the same" if same else "NOT the same"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("texts", nargs="*", metavar="TEXT")
+    parser.add_argument("--speed", metavar="FILE")
+    parser.add_argument("--size", type=int, default=16384, help="vocabulary of --speed")
+    a = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if a.speed:
+            measure_speed(folder, a.speed, a.size)
+            return
+        texts = made_texts()
+        for name, text in [(t, open(t, encoding="utf-8", newline="").read())
+                           for t in a.texts] or texts:
+            compare_merges(folder, name, text)
+        compare_tokens(folder, texts[1][1] + texts[3][1])
+
+
+if __name__ == "__main__":
+    main()
