@@ -258,8 +258,8 @@ inline void product_issue(AsyncArgs &mine, bool add, bool mn_major, Loc loc) {
         AsyncState &s = *async_state;
         const int thread = current->id / 32 * 32, warp = thread / 32;
         AsyncWarp &w = s.warp[warp];
-        AsyncProduct x = {0, lane[0]->a_descriptor, lane[0]->b, lane[0]->a != nullptr, add, mn_major,
-                     s.groups[thread], {}};
+        AsyncProduct x = {0, lane[0]->a_descriptor, lane[0]->b, lane[0]->a != nullptr, add,
+                          mn_major, s.groups[thread], {}};
         for (int l = 0; l < 32; l++) {
             if (!s.fenced[thread + l]) {
                 fail("wgmma: lane %d has not called wgmma_fence since its last wait (%s:%d)", l,

@@ -10,13 +10,14 @@
 // spilled (`spills N`: at most N bytes), at least so many blocks per SM when launched with that
 // many threads and dynamic shared bytes, and at most so many instructions for each of a thread's
 // elements. All of the kernel's instructions are counted, including slow paths but not subroutines,
-// or with `loop` its longest loop. For kernels of wgmma, `hgmma N`: that loop has exactly N products;
-// `overlap N`: at least N exponentials are computed between the wait for all but one group of
-// products and the next wait for all; and such a loop has no instruction that lets lanes of a warp
-// part. The compiler's remarks C75xx, by which it says that it waits for every product on its own,
-// are failures. An instance is named by its first template arguments, or none if
+// or with `loop` its longest loop. An instance is named by its first template arguments, or none if
 // the kernel is not a template; instances without a line are reported and not limited. `sm 80`: the
 // line applies to that GPU only. sm_75, which has no bf16, has only such lines.
+//
+// For kernels of wgmma, `hgmma N`: the loop has exactly N products; `overlap N`: at least N
+// exponentials are computed between the wait for all but one group of products and the next wait
+// for all. Their loops must not let the lanes of a warp diverge. A remark C75xx of the compiler, by
+// which it says that it waits for each product on its own, is a failure.
 //
 // Budgets were recorded with one release of nvcc; the log of a compilation starts with its name.
 // For another release the limits are wider: it can only show a kernel that spills or no longer
@@ -205,7 +206,7 @@ struct Compiled {
     int regs, spills, shared;
     int whole, loop;  // instructions; 0 without disassembly, or without a loop
     int hgmma, overlap;  // of the loop
-    bool parts;          // the loop has both products and places where lanes may part
+    bool diverges;       // the loop has both products and places where lanes may diverge
 };
 
 typedef std::map<Text, Compiled> Kernels;  // by mangled name
@@ -325,7 +326,7 @@ struct Counter {
         c->whole = count;
         c->loop = loop;
         c->hgmma = (int)std::count(in_loop.begin(), in_loop.end(), 'H');
-        c->parts = c->hgmma > 0 && in_loop.find('P') != Text::npos;
+        c->diverges = c->hgmma > 0 && in_loop.find('P') != Text::npos;
         const size_t from = in_loop.find('1'), to = in_loop.find('0', std::min(from, (size_t)loop));
         c->overlap = to == Text::npos ? 0
                                       : (int)std::count(in_loop.begin() + (long)from,
@@ -430,8 +431,8 @@ static Text compare(const Gpu &gpu, const Compiled &c, const Budget &b, bool *go
         const bool exact = c.hgmma == b.hgmma, overlaps = c.overlap >= b.overlap;
         text += figure("hgmma", c.hgmma, b.hgmma, exact);
         text += figure("overlap", c.overlap, b.overlap, overlaps);
-        text += c.parts ? " lanes may part!" : "";
-        *good &= exact && overlaps && !c.parts;
+        text += c.diverges ? " lanes may diverge!" : "";
+        *good &= exact && overlaps && !c.diverges;
     }
     return text;
 }
