@@ -1279,6 +1279,7 @@ template <class E, class F> static void with_channels(int C, F f) {
 // budget: <fp16, 768> sm 75 threads 256 regs 64 blocks 4 instr/elem 13.9 of 24 test gpu_layernorm
 template <class E, int CC>
 __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
+    // NOLINTNEXTLINE(readability-function-size): the row stays in registers
     layernorm_forward_kernel(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                              const E *bias, int N, int channels) {
     constexpr int size = Pack<E>::size;
@@ -1386,6 +1387,7 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 //   test gpu_layernorm
 template <class E, int CC>
 __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1)
+    // NOLINTNEXTLINE(readability-function-size): the row stays in registers
     layernorm_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp,
                               const E *weight, const float *mean, const float *rstd,
                               const E *addend, int N, int channels) {
@@ -2350,6 +2352,7 @@ __device__ __forceinline__ void softmax_end(float (&o)[MT][O8][4], float *lse, f
 //   test gpu_attention
 template <class E, int HD, bool WHOLE>
 __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
                              int section) {
     DYN_SHARED(E, tile_q);
@@ -2972,6 +2975,7 @@ __device__ __forceinline__ void row_statistics(float (&d)[2 * MT], float (&lse2)
 //   test gpu_attention
 template <class E, int HD, bool WHOLE>
 __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dq_kernel(E *dqkv, float *sums, float *drow, const E *dout, const E *qkv,
                                  const E *out, const float *lse, int B, int T, int NH,
                                  int head_size, int section) {
@@ -3059,6 +3063,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
 //   test gpu_attention
 template <class E, int HD, bool WHOLE>
 __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dkv_kernel(E *dqkv, float *sums, const float *drow, const E *dout,
                                   const E *qkv, const float *lse, int B, int T, int NH,
                                   int head_size, int section) {
@@ -3591,6 +3596,7 @@ constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::s
 //   test gpu_classifier
 template <class E, bool BACKWARD, int THREADS>
 __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
+    // NOLINTNEXTLINE(readability-function-size): the row stays in registers
     classifier_kernel(float *losses, E *logits, const int *targets, float dloss,
                       const float *loss_scale, int V, int Vp) {
     constexpr int size = Pack<E>::size, packs = CLASSIFIER_PACKS<E>;
@@ -4042,17 +4048,66 @@ struct DeviceMemory {
 
 static DeviceMemory device_memory;
 
-// Estimates how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
-// queried the free bytes. --plan starts from the card's total memory and reserves
-// library_reserve_bytes for the libraries and the CUDA context. Here the context already exists, so
-// half of that is reserved: a run whose plan fits according to --plan is refused only if the
-// context takes more than the other half. (1 GiB - (total - free) would avoid this guess, but would
-// count another process's memory as the context.) Neither half has been measured yet.
+// Writes the cache key of this GPU's library memory: its name, number of SMs, and cuBLASLt's
+// version. Returns 0 if there is no GPU.
+static int library_key(char key[128], int *capability) {
+    int device = 0, count = 0;
+    cudaDeviceProp gpu;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+        return 0;
+    }
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&gpu, device));
+    *capability = 10 * gpu.major + gpu.minor;
+    snprintf(key, 128, "%.64s, %d SMs, cuBLASLt %zu", gpu.name, gpu.multiProcessorCount,
+             cublasLtGetVersion());
+    return 1;
+}
+
+// Returns how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
+// queried the free bytes: the most that earlier runs on this GPU have measured, or else an
+// estimate, without the context, whose memory is no longer free by then.
+static uint64_t device_library_bytes(int *measured) {
+    char key[128], line[256];
+    int capability = 0;
+    uint64_t bytes = 0;
+    FILE *f = library_key(key, &capability) ? cache_open("library", "r") : NULL;
+    const size_t n = f ? strlen(key) : 0;
+    while (f && fgets(line, sizeof line, f)) {
+        const uint64_t kept = strncmp(line, key, n) == 0 && line[n] == '\t'
+                                  ? strtoull(line + n, NULL, 10) : 0;
+        bytes = kept <= UINT64_C(8) << 30 && kept > bytes ? kept : bytes;
+    }
+    if (f) {
+        fclose(f);
+    }
+    *measured = bytes > 0;
 #if CUDA_CPU
-static size_t device_library_bytes(void) { return (size_t)emu::set.library; }
+    return *measured ? bytes : (uint64_t)emu::set.library;
 #else
-static size_t device_library_bytes(void) { return library_reserve_bytes / 2; }
+    int mib = 512;
+    for (const CardLine &line_of_cards : card_lines) {
+        mib = line_of_cards.capability == capability ? line_of_cards.library_mib : mib;
+    }
+    return *measured ? bytes : (uint64_t)mib << 20;
 #endif
+}
+
+// Keeps the measured library memory for later runs and plans on this GPU, if it is more than those
+// of before.
+static void library_keep(uint64_t bytes) {
+    char key[128];
+    int capability, measured;
+    const uint64_t before = device_library_bytes(&measured);
+    if (bytes == 0 || (measured && bytes <= before) || !library_key(key, &capability)) {
+        return;
+    }
+    FILE *f = cache_open("library", "a");
+    if (f) {
+        fprintf(f, "%s\t%" PRIu64 "\n", key, bytes);
+        fclose(f);
+    }
+}
 
 #if GPT2_POISON
 static cudaStream_t arena_stream;
@@ -4496,10 +4551,10 @@ static void children_signal(const Child *children, int ranks, int number) {
     }
 }
 
-// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With status
-// 1 the rank has already printed an error, so nothing more is printed. Returns the exit status for
-// the whole run, or -1 if the process has not ended yet: the system takes time to free a GPU, and
-// may never finish if the GPU hangs.
+// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With the
+// statuses of die() the rank has already printed an error, so nothing more is printed. Returns the
+// exit status for the whole run, or -1 if the process has not ended yet: the system takes time to
+// free a GPU, and may never finish if the GPU hangs.
 static int child_reap(Child *child, int r, int quiet) {
     int status = 0;
     if (waitpid(child->pid, &status, WNOHANG) == 0) {
@@ -4510,7 +4565,7 @@ static int child_reap(Child *child, int r, int quiet) {
     if (number && !quiet) {
         fprintf(stderr, "%s: rank %d was ended by signal %d (%s): the run ends\n", program_name, r,
                 number, strsignal(number));
-    } else if (code > 1 && !quiet) {
+    } else if (code > 1 && code != STATUS_TOO_LARGE && !quiet) {
         fprintf(stderr, "%s: rank %d ended with status %d: the run ends\n", program_name, r, code);
     }
     return number ? 1 : code;
@@ -4526,7 +4581,7 @@ typedef struct {
 // for at most one second: the watchdog may have been stopped together with all ranks, as by Ctrl-Z
 // in a shell, and then all continue together.
 static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
-    // A blocked standard output, as after Ctrl-S, is not a hang of a rank: see write_waits below.
+    // A blocked standard output, as after Ctrl-S, is not a hang of a rank: see write_blocks below.
     const double now = now_ms(), passed = fmin(now - w->last_ms, 1000);
     double processor_ms = 0;
     uint64_t moves = 0;
@@ -4542,7 +4597,7 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
     }
     // Polling by idle threads of a driver uses less than a tenth of a core; a compiler uses more.
     const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
-                      write_waits(STDOUT_FILENO);
+                      write_blocks(STDOUT_FILENO);
     const Watchdog seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
     *w = seen;
     return w->still_ms;
@@ -5400,8 +5455,13 @@ static void rank_close(RankComm *c) {
 // 1. E is the element type of weights and activations, G that of matrix gradients. Statistics,
 //    losses and vector gradients are fp32, because they are small and many numbers are summed in
 //    each.
-// 2. The first micro-step of a step writes matrix gradients instead of adding to them, so only
-//    vector gradients need to be zeroed, because their kernels only add.
+// 2. Gradient accumulation: the first micro-step of a step overwrites matrix gradients; later ones
+//    add in fp32 and round the sum to G, once per matmul (for wte, per chunk of logits and for the
+//    embedding). Vector gradients are zeroed first, because their kernels only add, in fp32.
+// 3. Several ranks differ from one in: the sequences they read (batch_position), reductions during
+//    backward (gpu_reduce), the sums of norm and loss (rank_statuses), the weights gathered after
+//    the update (gpu_gather_weights), sharded states (chapter Sharding and offload) and access to
+//    other ranks' shards (rank_read).
 
 // Contents of BUF_STATE: the device state that outlives a step.
 struct GpuState {
@@ -5498,7 +5558,8 @@ static void gpu_block_forward(const GpuPass *pass, int stage, int l) {
                               nullptr, N, C, 3 * C, stream);
         break;
     case F_ATT:
-        if (const int positions = b.net->plan->settings.cache) {
+        if (b.net->plan->settings.cache) {
+            const int positions = b.net->plan->settings.T;
             gpu_attention_cached<E>(b.act(ACT_ATT),
                                     gpu_buffer<E>(b.net, BUF_CACHE) + (size_t)l * 2 * positions * C,
                                     b.act(ACT_QKV), positions, pass->position, N, C, NH, stream);
@@ -5761,7 +5822,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 static void gpu_upload(GpuPass *pass, const Token *inputs, const Token *targets) {
     GpuNetwork *net = pass->net;
     const Settings *s = &net->plan->settings;
-    const int N = s->B * s->T, slot = 1 - net->slot;
+    const int N = s->B * settings_rows(s), slot = 1 - net->slot;
     GpuBatch host = net->pinned[slot];
     int ints = 2 * N;  // inputs and targets; sorted tokens follow, so one copy does
     net->slot = slot;
@@ -5961,18 +6022,19 @@ static void gpu_read_logits(const GpuNetwork *net, real *out) {
     });
 }
 
-// Engine.extend. Tokens are processed in chunks of s->T, the rows of the plan, and the remainder
+// Engine.extend. Tokens are processed in chunks of settings_rows(), and the remainder
 // one by one. So each matmul has only two shapes, and the warm-up has run both.
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
-    Token *padded = (Token *)alloc_zero(2 * (size_t)s->T, sizeof(Token));
+    const int most = settings_rows(s);
+    Token *padded = (Token *)alloc_zero(2 * (size_t)most, sizeof(Token));
     for (int i = 0, rows; i < n; i += rows) {
-        rows = n - i >= s->T ? s->T : 1;
+        rows = n - i >= most ? most : 1;
         const int end = i + rows == n ? tick_head(&s->model) : tick_lnf(&s->model) - 1;
         GpuPass pass = {net, {}, 0, rows - 1, 1, rows, 0.0f, true, first + i, false};
         memcpy(padded, tokens + i, (size_t)rows * sizeof(Token));
-        gpu_upload(&pass, padded, padded + s->T);
+        gpu_upload(&pass, padded, padded + most);
         pass.batch.targets = nullptr;  // as in gpu_logits
         run_stages(net->plan, end, 0, net->stage, &pass);
     }
@@ -6020,9 +6082,9 @@ constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements compared at either e
 constexpr int PROOF_ELEMENTS = 64;  // elements of D compared with sums in double
 constexpr int PROOF_TAIL = 64;      // last steps of k, also checked alone: see MatmulProof
 
-// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ...", in which
-// `where` must be this run's and HASH is sixteen hexadecimal digits of matmul_algorithm_hash.
-// Returns false if there is none.
+// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ..."; `where` must
+// be this run's, and HASH is matmul_algorithm_hash in sixteen hexadecimal digits. Returns false if
+// there is none.
 static bool matmul_choice_find(uint64_t *hash, const char *choices, const MatmulKey *key) {
     char word[96];
     const size_t length = strlen(matmul_library.where);
@@ -6724,13 +6786,13 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
 static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     const GpuNetwork *net = (GpuNetwork *)e->self;
     const RankComm *c = &net->ranks;
-    char *words = gpu_buffer<char>(net, BUF_RANK_STATUS);
+    char *statuses = gpu_buffer<char>(net, BUF_RANK_STATUS);
     char *host = (char *)alloc_zero((size_t)c->ranks, RANK_STATUS_BYTES);
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < RANK_STATUS_BYTES ? bytes - at : (size_t)RANK_STATUS_BYTES;
-        copy_wait(words + c->rank * RANK_STATUS_BYTES, (const char *)mine + at, n, c->stream);
-        rank_gather(c, words, RANK_STATUS_BYTES);
-        copy_wait(host, words, (size_t)c->ranks * RANK_STATUS_BYTES, c->stream);
+        copy_wait(statuses + c->rank * RANK_STATUS_BYTES, (const char *)mine + at, n, c->stream);
+        rank_gather(c, statuses, RANK_STATUS_BYTES);
+        copy_wait(host, statuses, (size_t)c->ranks * RANK_STATUS_BYTES, c->stream);
         for (int r = 0; r < c->ranks; r++) {
             memcpy((char *)all + (size_t)r * bytes + at, host + r * RANK_STATUS_BYTES, n);
         }
@@ -6810,9 +6872,9 @@ static void gpu_ranges_open(GpuNetwork *net) {
 // every gradient is. Pinned memory is zero already, except in test builds, which fill it with NaN.
 static void gpu_begin(GpuNetwork *net) {
     // With several ranks the norm has its own table, after AdamW's.
-    const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
+    const int norm_rows = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
-              (net->range_count + behind) * sizeof(ParamRange), net->stream);
+              (net->range_count + norm_rows) * sizeof(ParamRange), net->stream);
     for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_STORE, BUF_MASTER, BUF_M, BUF_V, BUF_STATE,
                    BUF_RANK_STATUS, BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
@@ -6832,17 +6894,17 @@ static void gpu_tune(Engine *e) {
     if (p->settings.tune && matmul_can_time() && matmul_choices_load() > 0) {
         const Buffer *workspace = &p->buffers[p->single[BUF_MATMUL]];
         const size_t end = (workspace->offset + workspace->bytes + 255) / 256 * 256;
-        const size_t behind = p->device_bytes > end ? p->device_bytes - end : 0;
+        const size_t after = p->device_bytes > end ? p->device_bytes - end : 0;
         char *base = p->base[PLACE_DEVICE];
         if (!p->settings.quiet) {  // keeps generated text on stdout clean
             FILE *to = p->settings.forward ? stderr : stdout;
-            fprintf(to, "timing matrix products for this GPU, once\n");
+            fprintf(to, "timing matmul algorithms for this GPU, once\n");
             fflush(to);
         }
         cuda_check(cudaDeviceSynchronize());  // the warm-up's transfers may be in flight
         arena_lend(p);
-        workspace->offset > behind ? matmul_tune(base, workspace->offset, net->stream)
-                                   : matmul_tune(base + end, behind, net->stream);
+        workspace->offset > after ? matmul_tune(base, workspace->offset, net->stream)
+                                  : matmul_tune(base + end, after, net->stream);
         arena_return(p);
         transfers_forget_weights(p);
         gpu_begin(net);
@@ -6862,8 +6924,8 @@ static void gpu_warm_up_step(Engine *e) {
     Options o;
     options_default(&o);
     if (s->cache) {  // a chunk of a prompt, then one token
-        gpu_extend(e, logits, zeros, 0, s->T);
-        gpu_extend(e, logits, zeros, s->T - 1, 1);
+        gpu_extend(e, logits, zeros, 0, settings_rows(s));
+        gpu_extend(e, logits, zeros, settings_rows(s) - 1, 1);
     } else {
         if (!s->forward) {
             gpu_micro_step(e, zeros, zeros, 0, 2);
@@ -6938,7 +7000,35 @@ static void gpu_warm_up(Engine *e) {
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
+    library_keep(device_memory.library_bytes);
     matmul_library.settled = true;
+}
+
+// Sets the methods of the engine and what it can do.
+static void gpu_methods(Engine *e, GpuNetwork *net) {
+    const Settings *s = &net->plan->settings;
+    e->self = net;
+    e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
+    e->zero = 1;  // gpu_begin
+    e->micro_step = gpu_micro_step;
+    e->prepare = gpu_prepare;
+    e->update = gpu_update;
+    e->forward_loss = gpu_forward_loss;
+    e->logits = gpu_logits;
+    e->extend = gpu_extend;
+    if (s->dtype == TYPE_FP16) {
+        e->scale_loss = gpu_scale_loss;
+        e->weight_most = FP16_MOST;
+    }
+    e->read = gpu_read<false>;
+    e->read_own = gpu_read<true>;
+    e->write = gpu_write;
+    e->close = gpu_close;
+    e->set_algorithms = gpu_set_algorithms;
+    if (s->ranks > 1) {
+        e->gather = gpu_gather;
+        e->replica = gpu_replica;
+    }
 }
 
 // Opens the engine and allocates the plan on the current GPU. The plan is the caller's and outlives
@@ -6946,7 +7036,8 @@ static void gpu_warm_up(Engine *e) {
 static void gpu_open(Engine *e, Plan *p) {
     GpuNetwork *net = (GpuNetwork *)alloc_zero(1, sizeof *net);
     const Settings *s = &p->settings;
-    const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
+    const int rows = settings_rows(s);
+    const int64_t N = (int64_t)s->B * rows, C = s->model.C;
     net->plan = p;
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
     // Not the default stream, nor synchronised with it, so that no library's work runs in between.
@@ -6961,7 +7052,7 @@ static void gpu_open(Engine *e, Plan *p) {
         const size_t partials = p->buffers[p->single[BUF_PARTIALS]].bytes;
         check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
                   gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
-                  gpu_attention_backward_bytes<E>(s->B, s->T, (int)C, s->model.NH) <= partials &&
+                  gpu_attention_backward_bytes<E>(s->B, rows, (int)C, s->model.NH) <= partials &&
                   gpu_grad_square_sum_bytes() <= partials,
               "the plan's buffer for partial sums is too small");
     });
@@ -6981,27 +7072,8 @@ static void gpu_open(Engine *e, Plan *p) {
         rank_open(&net->ranks, s);
         net->ranks.staging = gpu_buffer<char>(net, BUF_EXCHANGE);
         net->ranks.capacity = p->buffers[p->single[BUF_EXCHANGE]].bytes;
-        e->gather = gpu_gather;
-        e->replica = gpu_replica;
     }
-    e->self = net;
-    e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
-    e->zero = 1;  // gpu_begin
-    e->micro_step = gpu_micro_step;
-    e->prepare = gpu_prepare;
-    e->update = gpu_update;
-    e->forward_loss = gpu_forward_loss;
-    e->logits = gpu_logits;
-    e->extend = gpu_extend;
-    if (s->dtype == TYPE_FP16) {
-        e->scale_loss = gpu_scale_loss;
-        e->weight_most = FP16_MOST;
-    }
-    e->read = gpu_read<false>;
-    e->read_own = gpu_read<true>;
-    e->write = gpu_write;
-    e->close = gpu_close;
-    e->set_algorithms = gpu_set_algorithms;
+    gpu_methods(e, net);
     // Last, when all methods are set: failures occur here, before the run begins.
     gpu_warm_up(e);
 }
@@ -7145,7 +7217,7 @@ static int command_check(Run *run, const Program *program) {
 }
 
 // --compare: runs the same steps with -r none and with -r block (or the levels given by the user).
-// Prints planned and library memory, and the median time of a step.
+// Prints planned and library memory, and the median time of a step, as a table or as JSON.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
@@ -7156,7 +7228,9 @@ static int command_compare(Run *run, const Program *program) {
     }
     double middle[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
-    printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
+    const bool json = run->o.json;
+    json ? printf("{\"query\":\"compare\",\"runs\":[")
+         : printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
         run->s = two[k];
@@ -7177,13 +7251,25 @@ static int command_compare(Run *run, const Program *program) {
         }
         run->engine.close(&run->engine);
         middle[k] = median(ms + WARM, STEPS);
+        const int64_t rate = (int64_t)(tokens / middle[k] * 1e3);
+        if (json) {
+            printf("%s\n{\"recompute\":\"%s\",\"device_bytes\":%" PRIu64
+                   ",\"library_bytes\":%" PRIu64 ",\"ms_per_step\":%.3f,\"tokens_per_s\":%" PRId64
+                   "}", k ? "," : "", recompute_text(&run->s).s, (uint64_t)bytes[k],
+                   (uint64_t)device_memory.library_bytes, middle[k], rate);
+            continue;
+        }
         printf("-r %-11s %14s %14s %10.2f %12s\n", recompute_text(&run->s).s,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
-               middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
+               middle[k], count_text(rate).s);
     }
-    printf("-r %s: %.1f %% of the memory, %.2f x the time (median of %d steps)\n",
-           recompute_text(&run->s).s, 100.0 * (double)bytes[1] / (double)bytes[0],
-           middle[1] / middle[0], STEPS);
+    const double memory = (double)bytes[1] / (double)bytes[0], time = middle[1] / middle[0];
+    if (json) {
+        printf("],\"memory_ratio\":%.4f,\"time_ratio\":%.4f}\n", memory, time);
+    } else {
+        printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
+               recompute_text(&run->s).s, 100 * memory, time, STEPS);
+    }
     plan_free(&run->plan);
     return 0;
 }
@@ -7229,7 +7315,7 @@ static void gpu_settings_check(const Settings *s) {
         die("--model (-e): %d positions x %d channels, more than the %d elements supported on a "
             "GPU", m->maxT, m->C, POSITIONS_MAX);
     }
-    if (s->T > LENGTH_MAX) {
+    if (settings_rows(s) > LENGTH_MAX) {
         die("--seq-len (-t): %d tokens, more than the %d supported on a GPU", s->T, LENGTH_MAX);
     }
     if (s->B > GRID_YZ_MAX) {
@@ -7250,7 +7336,7 @@ int train_gpt2cu_main(int argc, char **argv) {
         .gpu = 1,
         .open = gpu_engine_open,
         .available = device_available,
-        .library_bytes = device_library_bytes(),
+        .library = device_library_bytes,
         .command = gpu_command,
         .refuse = gpu_settings_check,
         .built = built,

@@ -1,17 +1,9 @@
 // data/checkpoint.c -- checkpoints: save, verify, prune, load.
 //
-// A checkpoint is a folder with the weights, the optimizer state and a manifest with the size and
-// SHA-256 of every file. Nothing in a file is trusted: sizes, names and hashes are verified before
-// anything is allocated or loaded. An error is one line that names the file.
+// train_gpt2.c includes this file in chapter Weights and checkpoints. Nothing in a checkpoint is
+// trusted: sizes, names and hashes are verified before anything is allocated or loaded. An error is
+// one line that names the file.
 //
-// train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
-// because nvcc compiles it too.
-//
-// Contents
-//   1  Checkpoints
-
-// -------------------------------------------------------------------------------------------------
-// 1. Checkpoints
 // A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights; transformers loads both unchanged
 //   state-R-of-N.safetensors         the rest of the training state: ranges of both moments in the
@@ -501,7 +493,7 @@ static void save_agree(Saving *save) {
         checkpoint_remove(save->folder);
     }
     engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
-    looks_interrupt(1);                    // a stalled reader of stderr must not block the message
+    alarm_enable(1);                    // a stalled reader of stderr must not block the message
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
         die("rank %d cannot save; see its message", fault - 1);
@@ -967,7 +959,8 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
                     span_values(values, &r->span, in_range, count);
                 }
                 const double most = r->state == STATE_WEIGHTS ? weight_most(e) : INFINITY;
-                const int64_t bad = find_bad(values, count, r->state == STATE_V ? 0 : -most, most);
+                const int64_t bad =
+                    find_invalid(values, count, r->state == STATE_V ? 0 : -most, most);
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
                     die("checkpoint %s: %s of %s: element %" PRId64 " is %g: %s", folder,
@@ -978,7 +971,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
             }
         }
     }
-    mapping_done(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
+    mapping_release(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
     free(values);
 }
 
@@ -1067,6 +1060,29 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
+// Ends the run if the checkpoint is from a run with another identity or model.
+static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
+                                        const char *folder) {
+    if (strcmp(f->identity, run->identity) == 0 &&
+        memcmp(m, &run->settings->model, sizeof *m) == 0) {
+        return;
+    }
+    size_t at = 0;  // offset of the first pair of name and value that differs
+    for (size_t i = 0, spaces = 0; f->identity[i] && f->identity[i] == run->identity[i]; i++) {
+        spaces += f->identity[i] == ' ';
+        at = f->identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
+    }
+    const char *first = f->identity + at;
+    if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
+        char was[PATH_BYTES];
+        option_was(was, f, option_find("train-data"));
+        die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
+            folder, was, run->options->train_data);
+    }
+    die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
+        f->identity + at, run->identity + at);
+}
+
 // Loads a verified checkpoint that `ranks` ranks saved into the run's engine and into `state`.
 static void checkpoint_load(const Snapshot *run, RunState *state, const char *folder, int ranks) {
     const Settings *s = run->settings;
@@ -1087,23 +1103,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     }
     state_cover(&f, &model.model, folder, ranks);
     checkpoint_options(run, &f, folder, 0);
-    if (strcmp(f.identity, run->identity) != 0 ||
-        memcmp(&model.model, &s->model, sizeof(Model)) != 0) {
-        size_t at = 0;  // offset of the first pair of name and value that differs
-        for (size_t i = 0, spaces = 0; f.identity[i] && f.identity[i] == run->identity[i]; i++) {
-            spaces += f.identity[i] == ' ';
-            at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
-        }
-        const char *first = f.identity + at;
-        if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
-            char was[PATH_BYTES];
-            option_was(was, &f, option_find("train-data"));
-            die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
-                folder, was, run->options->train_data);
-        }
-        die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
-            f.identity + at, run->identity + at);
-    }
+    checkpoint_require_same_run(run, &f, &model.model, folder);
     const int other_matmul = !checkpoint_matmul(run->engine, &f);
     model_file_load(run->engine, &model);
     for (int i = 0; i < f.count; i++) {

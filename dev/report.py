@@ -423,7 +423,7 @@ def plan_svg(plan, wide, draw=svg):
         size = size_text(max(row["offset"] + row["bytes"] for row in rows))
         for title, drawn, tall in (
                 (f"{name} over a step: {size}", whole, 160 if home == "device" else 80),
-                (f"{name} that comes and goes", [row for row in rows if row not in whole], 330)):
+                (f"{name} used by some stages only", [r for r in rows if r not in whole], 330)):
             if drawn:
                 part, top = draw_memory(title, rows, drawn, ticks, top, (wide, tall))
                 body += part
@@ -510,11 +510,11 @@ def run_html(run, plan):
                             for name, value in figures.items() if value) + "</dl>\n"
     body += '<div class="charts">' + "".join(svg(*CHART, drawn, "chart") for drawn in charts(run))
     body += "</div>\n<h2>Memory</h2>\n" + (
-        plan_html(plan) if plan else "<p>No program built here plans the bytes of this run; what "
-        "--plan --json prints with its options is its picture: --plan FILE.</p>\n")
+        plan_html(plan) if plan else "<p>No program built here plans the bytes of this run. "
+        "To draw its memory, save the output of --plan --json and pass it with --plan.</p>\n")
     if plan and plan["total_bytes"] != run.plan_bytes:
         body += (f"<p>This plan allocates {plan['total_bytes']:,} bytes, the run "
-                 f"{run.plan_bytes:,}: it is the plan of another run.</p>\n")
+                 f"{run.plan_bytes:,}: it belongs to a different run.</p>\n")
     body += "<h2>Samples</h2>\n" if run.samples else ""
     for i, step in enumerate(sorted(run.samples, reverse=True)[:SAMPLES_SHOWN]):
         body += (f'<details id="after{step}"{"" if i else " open"}><summary>after step {step:,}'

@@ -60,6 +60,7 @@ for driver in training options checkpoints interrupts model_files evaluate gener
 done
 driver main training train_gpt2cu_cpu micro_batches validation offload
 row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
+row main "plans, page" "train_gpt2 build/plan.html" dev/test/plans.sh build/plan.html
 row main "plans, 32 bits" "train_gpt2 build/plan_32" dev/test/plans.sh build/plan_32
 row main machines "" dev/test/machines.sh main
 row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
@@ -146,6 +147,11 @@ lacks() {
         *asan) [ -n "${SAN-yes}" ] || echo "${CXX:-the compiler} has no sanitizers" ;;&
         *cu_cpu* | *cuda* | build/bench_profile)
             [ -n "${CUDA_HEADERS-}" ] || echo "no headers of CUDA" ;;
+        build/plan.html)
+            local tool
+            for tool in emcc chromium node; do
+                command -v $tool > /dev/null || echo "no $tool"
+            done ;;
         build/plan_32) [ -n "${M32-}" ] || echo "no 32-bit libraries (gcc-multilib)" ;;
         +nvcc) [ -n "${NVCC-}" ] || echo "no nvcc" ;;
         build/sm_*)

@@ -74,7 +74,7 @@ struct AsyncState {
     bool fenced[MAX_THREADS];
     int groups[MAX_THREADS];  // committed
 };
-inline thread_local AsyncState *async_state = nullptr;  // of this OS thread, reused by its blocks
+inline AsyncState *async_state = nullptr;  // reused by every block
 
 // Runs at the end of a block that used any of this.
 inline void async_end(Block *b) {

@@ -319,7 +319,7 @@ TEST(checkpoint_strangers) {
     write_file("out/step-00000004/config.json", "{}");
     write_file("out/step-00000004/notes", "mine");
     expect_passed_over(program(run + "-x 2 --keep 1"), "kept", "step-00000004: config.json");
-    expect(exists("out/step-00000002/manifest.json"), "the only whole one is gone");
+    expect(exists("out/step-00000002/manifest.json"), "the only complete one is gone");
     expect_passed_over(program(run + "-x 4"), "notes", "step-00000004: config.json");
     expect(checkpoint_bytes("out", 4) == good && !exists("out/step-00000004/notes"));
     expect(read_file("out/step-00000004.damaged/notes") == "mine");
@@ -503,7 +503,7 @@ TEST(state_parts) {
     };
     for (size_t n : {1, 2, 7}) {
         expect_success(resume(cut(n)), text("%zu files", n));
-        expect(checkpoint_bytes("out", 4) == end, "%zu files: another end", n);
+        expect(checkpoint_bytes("out", 4) == end, "%zu files: different result", n);
     }
     std::vector<Members> bad;
     for (int part = 0; part < 3; part++) {  // parts of the last tensor start in file 1
@@ -554,7 +554,7 @@ TEST(state_dropped) {
         const Outcome told_by = program(run);
         expect_success(told_by, row.second);
         expect(told_by.out.find(row.second) != Text::npos, "%s", told_by.out.c_str());
-        expect(tensors_of("out", 4) == end, "%s: another end", row.second.c_str());
+        expect(tensors_of("out", 4) == end, "%s: different result", row.second.c_str());
     }
 }
 
@@ -598,7 +598,7 @@ TEST(state_refused) {
         if (row.second[0]) {
             expect_refused(resume(row.first), row.second, row.second);
         } else {
-            expect_success(resume(row.first), "a key that nobody asks for");
+            expect_success(resume(row.first), "an unknown key");
         }
     }
     // The last number is the second moment's; a wrong size is detected before hashes are computed.
@@ -611,7 +611,7 @@ TEST(state_refused) {
     remove_folder("out");
     expect_success(program(run), "again");
     expect_success(resume(good), "the state itself");
-    expect(tensors_of("out", 4) == end, "the state itself: another end");
+    expect(tensors_of("out", 4) == end, "the state itself: different result");
     for (const char *more : {"\"model.safetensors\": {\"bytes\": 1, \"sha256\": \"0\"}, ",
                              "\"../x\": {}, ", "\"a\": [}, "}) {
         write_manifest("out/step-00000004", more);
@@ -718,7 +718,7 @@ TEST(model_option) {
         expect_success(program(run + " -o " + folder), e);
         const Text log = read_file(folder + "/log.jsonl"), end = tensors_of(folder.c_str(), 2);
         expect(loss_of_step(log, 1) == want, "%s: not the loss %s", e, want.c_str());
-        expect(tensors_of("next0", 2) == end && !end.empty(), "%s: another end", e);
+        expect(tensors_of("next0", 2) == end && !end.empty(), "%s: different result", e);
     }
     write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
     mkdir("empty", 0755);
@@ -899,7 +899,7 @@ TEST(sync_order) {
         if (step == 2) {
             const Text old = "runs/out/step-00000001";
             expect(last_of(calls, "rename " + old + " " + old + ".tmp") > stays - calls.begin(),
-                   "%s goes before the new one stays", old.c_str());
+                   "%s is removed before the new one is permanent", old.c_str());
         }
     }
     for (const char *parent : {"sync runs", "sync ."}) {

@@ -11,7 +11,7 @@ static const char resumable[] =
 
 // The final checkpoint and the steps in the log equal those of the uninterrupted run.
 static void expect_same_end(const Text &want, const char *who) {
-    expect(!want.empty() && checkpoint_bytes("out", 40) == want, "%s: another end", who);
+    expect(!want.empty() && checkpoint_bytes("out", 40) == want, "%s: different result", who);
     expect(log_steps("out/log.jsonl") == one_to(40), "%s: steps of the log", who);
 }
 
@@ -120,7 +120,7 @@ TEST(mid_step) {
     expect(names_in("out", "step") == "step-00000000 step-00000001" && !first.empty() &&
            tensors_of("out", 1) == first, "not the state after step 1");
     expect_success(program(many), "resumed");
-    expect(tensors_of("out", 2) == second, "another end");
+    expect(tensors_of("out", 2) == second, "different result");
     expect(log_steps("out/log.jsonl") == one_to(2));
     pid = start_training(slow(MANY_BATCHES "-x 2"));
     kill(pid, SIGTERM);
@@ -394,7 +394,7 @@ TEST(full_log) {
         expect(now.size() <= LIMIT && steps + 1 >= (size_t)step && step > 1,
                "%zu steps in the log, saved: %s", steps, saved.c_str());
         expect_success(program(part + "full"), "resumed");
-        expect(tensors_of("full", 30) == want, "space %zu: another end", space);
+        expect(tensors_of("full", 30) == want, "space %zu: different result", space);
     }
 }
 

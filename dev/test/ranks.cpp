@@ -185,8 +185,9 @@ TEST(ranks_budget) {
         for (const char *rank : {"0", "1"}) {
             const long all = bytes + (rank[0] == small[0] ? -1 : 1 << 30) + (500L << 20);
             command += (rank[0] == '0' ? " -np 1 env" : " : -np 1 env") +
-                       text(" EMU_CONTEXT=300M EMU_LIBRARY=200M EMU_NCCL=12M EMU_GPU_MEM=%ld ",
-                            all) + "$PROGRAM " + line + "-o budget" + small;
+                       text(" XDG_CACHE_HOME=/proc/none EMU_CONTEXT=300M EMU_LIBRARY=200M "
+                            "EMU_NCCL=12M EMU_GPU_MEM=%ld ", all) +
+                       "$PROGRAM " + line + "-o budget" + small;
         }
         const Outcome o = shell(command + " < /dev/null");
         expect_success(o, command);
@@ -311,7 +312,7 @@ TEST(ranks_tcp) {
     }
     int status = 1;
     waitpid(stranger, &status, 0);
-    expect(status == 0, "the stranger did not come");
+    expect(status == 0, "the port scanner did not connect");
     expect_same("gpus", "srun", 2);
 }
 
@@ -635,6 +636,7 @@ TEST(ranks_memory) {
                 const long page = 4096;  // the heartbeats shared with the parent are pinned too
                 setenv("EMU_HOST_MEM", text("%ld", host + page).c_str(), 1);
                 setenv("EMU_CONTEXT", "300M", 1);
+                setenv("XDG_CACHE_HOME", "/proc/none", 1);
                 setenv("EMU_LIBRARY", "200M", 1);
                 setenv("EMU_NCCL", "12M", 1);
                 setenv("EMU_NVLINK", row.nvlink, 1);
@@ -643,7 +645,7 @@ TEST(ranks_memory) {
                 setenv("EMU_GPU_MEM", text("%ld", all).c_str(), 1);
             });
             if (less) {
-                expect_refused(o, ": 1 B short", line);
+                expect_too_large(o, ": 1 B short", line);
             } else {
                 expect_success(o, line);
                 const Text mib = text("%.1f MiB", (double)(nccl >> 20));
@@ -675,8 +677,8 @@ TEST(ranks_refused) {
                    "ranks 0 and 2 would share one GPU, 0000:00:00.0 of ", "too few GPUs");
     expect_refused(program(ODD "--gpus 2", with("PMI_SIZE", "2")),
                    "a launcher has already started ranks", "two who start ranks");
-    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "82000000")), " short",
-                   "memory");
+    expect_too_large(program(ODD "--gpus 2", with("EMU_GPU_MEM", "82000000")), " short",
+                     "memory");
     expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
     expect_refused(program(ODD "--gpus 2", with("NCCL_MAX_CTAS", "0")),
                    "NCCL_MAX_CTAS is '0'; allowed: a number from 1 to 64", "NCCL_MAX_CTAS");
@@ -1010,7 +1012,7 @@ TEST(ranks_signals) {
         expect_success(outcome(pid), "asked to stop");
         interrupted += read_file("out/log.jsonl").find("\"interrupted\"") != Text::npos;
         run(part + " -y 1", "out");
-        expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "another end");
+        expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "different result");
         expect(log_steps("out/log.jsonl") == one_to(12), "steps of the log");
     }
     // If nothing is validated, sampled or saved, nor compared (every hundred steps), only the
@@ -1054,7 +1056,7 @@ TEST(ranks_killed) {
         saved += !names_in("out", "step").empty();
         expect_none_left(ranks, "a killed rank");
         run(part + " -y 1", "out");
-        expect(tensors_of("out", 16) == tensors_of("undisturbed", 16), "another end");
+        expect(tensors_of("out", 16) == tensors_of("undisturbed", 16), "different result");
         expect(log_steps("out/log.jsonl") == one_to(16), "steps of the log");
     }
     detail = text("%d of %d ended, %d had saved", ended, times, saved);
@@ -1168,7 +1170,7 @@ TEST(ranks_save_killed, REST) {
             shell("mv unfinished " + tmp);
             run(whole, "out");
             expect(names_in("out", "step") == text("step-00000002 step-%08d", END) &&
-                   tensors_of("out", END) == tensors_of("undisturbed", END), "%s: another end",
+                   tensors_of("out", END) == tensors_of("undisturbed", END), "%s: different result",
                    table[i].first);
         }
     }
@@ -1238,10 +1240,10 @@ static Text logged(const Text &arguments) {
 
 static int starts(const Text &line, const char *with) { return line.rfind(with, 0) == 0; }
 
-// The number of the stream after the text `behind`.
-static int stream_in(const Text &line, const char *behind) {
-    const size_t at = line.find(behind);
-    return at == Text::npos ? -1 : atoi(&line[at + strlen(behind)]);
+// The number of the stream after the text `before`.
+static int stream_in(const Text &line, const char *before) {
+    const size_t at = line.find(before);
+    return at == Text::npos ? -1 : atoi(&line[at + strlen(before)]);
 }
 
 // A block's exchange waits only for the kernels before it. It is followed by the kernels of the
@@ -1268,7 +1270,7 @@ static void check_overlap(int z) {
             // The first exchange of a bucket: its stream has just waited for the compute stream.
             if (waited && z < 2) {
                 expect(block == 0 || block > BLOCKS - 1 || between > 5,
-                       "block %d's exchange has %d kernels behind it", BLOCKS - block, between);
+                       "%d's exchange is followed by %d kernels", BLOCKS - block, between);
                 block++;
                 between = 0;
             }
@@ -1408,7 +1410,8 @@ TEST(ranks_replicas) {
                        "saved", zero);
         expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "").c_str());
         run(part + " -y 1", "out");
-        expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "another end at -z %s", zero);
+        expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "different result, -z %s",
+               zero);
     }
     // The same with a learning rate of 0, where only moments differ.
     for (const char *rate : {"", "-l 0 "}) {

@@ -51,11 +51,11 @@ static Words words_of(const Text &all, int *sentences, int *ended) {
 // alone 3.10.
 TEST(make_train) {
     const Text makefile = read_file(root + "/Makefile"), files = training_files();
-    auto behind = [&](const char *key) {
+    auto after = [&](const char *key) {
         const size_t at = makefile.find(key) + strlen(key);
         return makefile.substr(at, makefile.find_first_of("\n;", at) - at);
     };
-    const Text recipe = behind("\nRECIPE := "), stated = behind("text=stories_bytes steps=");
+    const Text recipe = after("\nRECIPE := "), stated = after("text=stories_bytes steps=");
     const bool full = is_full();
     int steps = 0, sentences, ended;
     double bound = 0;
@@ -302,7 +302,7 @@ TEST(bf16_matmuls) {
     expect(worst > 0 && worst < 0.02, "losses differ by %.2e", worst);
     const Outcome again = program(run + "bf16 -y 1 -x 201");
     expect_success(again, "in fp32 from step 200 on");
-    expect(again.out.find("  --matmul is fp32, was bf16\n") != Text::npos, "nothing is said");
+    expect(again.out.find("  --matmul is fp32, was bf16\n") != Text::npos, "it is not reported");
     detail = text("losses within %.2e, bound 2e-2", worst);
 }
 

@@ -79,7 +79,7 @@ TEST(loader_coverage, HOST) {
             first = (Token)(std::find(sorted.begin(), sorted.end(), first) - sorted.begin());
         }
     }
-    expect(orders[0] != orders[1], "every epoch has an order of its own");
+    expect(orders[0] != orders[1], "two epochs have the same order");
     // Every grouping into batches gives the same sequences, also across the end of an epoch.
     Token in[8][T], out[8][T], one[T], next[T];
     for (int shuffle = 0; shuffle < 2; shuffle++) {

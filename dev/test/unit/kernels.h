@@ -341,7 +341,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
         want_sum[i] = want_sum[i] + b[i % OC];
         want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
     }
-    compare_as(E, got[0], want, who + " product");
+    compare_as(E, got[0], want, who + " matmul");
     compare_as(E, got[1], want_sum, who + " with bias, in place");
     compare_as(E, got[2], want_dinp, who + " dinp");
     compare_as(G, got[3], want_dw, who + " dweight");
@@ -442,7 +442,7 @@ static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
 // Queries with a cache: a sequence in two chunks, whatever the cache contained before.
 template <class E> static void check_cached(int positions, int first, int rows, int HS, int NH) {
     const int C = NH * HS, T = first + rows;
-    const Text who = text("%d behind %d of %d heads %d of %d", rows, first, positions, NH, HS);
+    const Text who = text("%d after %d of %d heads %d of %d", rows, first, positions, NH, HS);
     Reals qkv = noise_in<E>(3 * T * C, 1, 1), dout(T * C);
     Outputs got = every_order(
         [&] {
@@ -1257,70 +1257,46 @@ TEST(gpu_rounding_places, CUDA_ALL) {
     }
 }
 
-// Each pointer that a kernel accesses in packs, misaligned by one element: the launcher's message
+// One pointer that each kernel accesses in packs, misaligned by an element: the launcher's message
 // names it. Nothing is launched, so the addresses need no memory.
 template <class E, class G> static void check_misaligned() {
-    enum { N = 64, C = 64, POINTERS = 6 };
-    E *p[POINTERS] = {};
-    G *g[POINTERS] = {};
-    float *f[POINTERS] = {};
+    enum { N = 64, C = 64 };
     int *ints = (int *)(uintptr_t)0x100000;
-    float *f0 = (float *)(void *)ints;
-    const struct {
-        const char *name;
-        int pointers;
-        std::function<void()> launch;
-    } table[] = {
-        {"gpu_embedding_forward", 3,
-         [&] { gpu_embedding_forward(p[0], ints, p[1], p[2], 1, N, C, 0); }},
-        {"gpu_embedding_backward", 3,
-         [&] { gpu_embedding_backward(g[0], g[1], p[2], ints, 1, 1, N, C, N, true, 0); }},
-        {"gpu_layernorm_forward", 4,
-         [&] { gpu_layernorm_forward(p[0], f[5], f[5], p[1], p[2], p[3], N, C, 0); }},
-        {"gpu_layernorm_backward", 6,
-         [&] {
-             gpu_layernorm_backward<E>(p[0], f0, f0, f0, p[1], p[2], p[3], f0, f0, p[4], f[5],
-                                       N, C, 0);
-         }},
-        {"gpu_gelu_forward", 2, [&] { gpu_gelu_forward(p[0], p[1], N * C, 0); }},
-        {"column_sums", 4, [&] { gpu_gelu_backward(p[0], f[4], p[1], p[2], f[3], N, C, 0); }},
-        {"matmul_run", 5,
-         [&] {  // order of the checks: a, b, then d, bias, c
-             matmul_run<E, G>(g[2], p[0], p[1], g[3], g[4], 1, false, false, C, C, C, 0);
-         }},
-        {"gpu_attention_forward", is_fp32<E> ? 0 : 2,
-         [&] { gpu_attention_forward(p[0], f[5], p[1], 1, N, C, 1, 0); }},
-        {"gpu_attention_backward", is_fp32<E> ? 0 : 4,
-         [&] { gpu_attention_backward(p[0], f0, f0, p[1], p[2], p[3], f0, f0, 1, N, C, 1, 0); }},
-        {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, f[1], N, C, C, true, 0); }},
-        {"gpu_grad_square_sum", 2,
-         [&] {
-             gpu_grad_square_sum((UpdateState *)(void *)ints, f[5], g[0], f[1], g[0],
-                                 (ParamRange *)(void *)ints, 1, 1, 0);
-         }},
-        {"gpu_adamw", 6,
-         [&] {
-             gpu_adamw<E, G, float, false>(p[0], (uint16_t *)(void *)f[1], f[2], f[3], g[4], f[5],
-                                           nullptr, nullptr, (ParamRange *)(void *)ints, 1, 1,
-                                           AdamW(), UpdateRandom(), (UpdateState *)(void *)ints, 0);
-         }},
+    float *f = (float *)(void *)ints;
+    E *p = (E *)(void *)ints, *odd = p + 1;
+    G *g = (G *)(void *)ints;
+    ParamRange *ranges = (ParamRange *)(void *)ints;
+    UpdateState *state = (UpdateState *)(void *)ints;
+    auto refuses = [](const char *launcher, const std::function<void()> &launch) {
+        expect_refused(outcome(spawn(launch)), "is not a multiple of 16 bytes", launcher);
+        expect(read_file("stderr").find(Text(launcher) + ": pointer ") != Text::npos);
     };
-    for (auto &row : table) {
-        for (int bad = 0; bad < row.pointers; bad++) {
-            for (int i = 0; i < POINTERS; i++) {
-                const uintptr_t at = 0x100000 + (uintptr_t)i * 0x10000;
-                p[i] = (E *)(at + (i == bad) * sizeof(E));
-                g[i] = (G *)(at + (i == bad) * sizeof(G));
-                f[i] = (float *)(at + (i == bad) * sizeof(float));
-            }
-            expect_refused(outcome(spawn(row.launch)), "is not a multiple of 16 bytes",
-                           text("%s, pointer %d", row.name, bad + 1));
-            expect(read_file("stderr").find(Text(row.name) + ": pointer ") != Text::npos);
-        }
+    refuses("gpu_embedding_forward", [&] { gpu_embedding_forward(p, ints, p, odd, 1, N, C, 0); });
+    refuses("gpu_embedding_backward",
+            [&] { gpu_embedding_backward(g, g, odd, ints, 1, 1, N, C, N, true, 0); });
+    refuses("gpu_layernorm_forward",
+            [&] { gpu_layernorm_forward(p, f, f, p, p, odd, N, C, 0); });
+    refuses("gpu_layernorm_backward",
+            [&] { gpu_layernorm_backward<E>(p, f, f, f, p, p, p, f, f, odd, f, N, C, 0); });
+    refuses("gpu_gelu_forward", [&] { gpu_gelu_forward(p, odd, N * C, 0); });
+    refuses("column_sums", [&] { gpu_gelu_backward(p, f, p, odd, f, N, C, 0); });
+    refuses("matmul_run",
+            [&] { matmul_run<E, G>(g, p, odd, g, g, 1, false, false, C, C, C, 0); });
+    if constexpr (!is_fp32<E>) {
+        refuses("gpu_attention_forward", [&] { gpu_attention_forward(p, f, odd, 1, N, C, 1, 0); });
+        refuses("gpu_attention_backward",
+                [&] { gpu_attention_backward(p, f, f, p, p, odd, f, f, 1, N, C, 1, 0); });
     }
+    refuses("gpu_classifier", [&] { gpu_classifier(f, odd, ints, 1, f, N, C, C, true, 0); });
+    refuses("gpu_grad_square_sum",
+            [&] { gpu_grad_square_sum(state, f, g, f, g + 1, ranges, 1, 1, 0); });
+    refuses("gpu_adamw", [&] {
+        gpu_adamw<E, G, float, false>(p, (uint16_t *)(void *)f, f, f, g, f, odd, nullptr, ranges, 1,
+                                      1, AdamW(), UpdateRandom(), state, 0);
+    });
 }
 
-// All pointers of each launcher; rows that are not a multiple of 16 bytes; sizes beyond the limits.
+// A pointer of each launcher; rows that are not a multiple of 16 bytes; sizes beyond the limits.
 TEST(gpu_misaligned, CUDA) {
     check_misaligned<float, float>();
     check_misaligned<bf16, bf16>();
