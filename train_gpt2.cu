@@ -2698,7 +2698,6 @@ static bool fits_planted(int, int, Type) { return emu::plants_kernel(); }
 #define PLANTED_VARIANT(kernel)
 #endif
 
-
 static bool fits_wgmma(int HS, int, Type type) {
     return HS == AttentionWgmma::HS && type == TYPE_BF16;
 }
