@@ -7596,7 +7596,8 @@ static void settings_print_command(const Options *asked, const Settings *s, int 
 static void choice_print(const Plan *p, const Options *o) {
     const Settings *s = &p->settings;
     const int offloads = o->offload == OFFLOAD_AUTO && settings_offloads(s);
-    if (offloads || (strcmp(o->recompute, "auto") == 0 && strcmp(recompute_text(s).s, "none"))) {
+    if (offloads || (strcmp(o->recompute, "auto") == 0 &&
+                     strcmp(recompute_text(s).s, "none") != 0)) {
         printf("chosen   ");
         settings_print_command(o, s, 0);
         printf("         so that it fits, same bits; %s of host memory\n\n",
@@ -8347,6 +8348,59 @@ static int largest_command(const Options *asked, const Model *m, const MemoryBud
     return found ? 0 : STATUS_TOO_LARGE;
 }
 
+// Plans the run for one card and prints its row; `list` is scratch for MAX_REMEDIES. Returns
+// whether the run fits.
+static int card_print(const Options *asked, const Model *m, const GpuEntry *card, Remedy *list) {
+    Options o = *asked;
+    Settings s;
+    Plan p;
+    char text[512] = "", verdict[48], cost[160], offload[64];
+    o.gpu = card->name;
+    const int no_bf16 = o.dtype == DTYPE_BF16 && card_capability(card) < BF16_CAPABILITY;
+    o.dtype = no_bf16 ? 0 : o.dtype;  // a plan of what the card can compute, not a fit
+    settings_from_options(&s, &o, m, 1);
+    const int64_t micros = step_whole_micros(&o, &s);
+    const MemoryBudget budget = budget_named(&o, &s);
+    settings_auto(&s, &o, &budget);
+    plan_build(&p, &s);
+    const uint64_t bytes = plan_taken(&p);
+    const int unable = no_bf16 || card_is_too_old(card), small = bytes <= budget.device;
+    const double rate = forecast_tokens_per_s(&budget.speed, &s, micros);
+    const int n = small || unable ? 0 : plan_changes(&p, &budget, micros, list);
+    const char *why = no_bf16  ? "no bf16"
+                      : unable ? "this program needs compute capability 7.5"
+                               : "";
+    if (asked->json) {
+        printf("%s\n{\"gpu\":\"%s\",\"memory_bytes\":%.0f,\"supported\":%s,",
+               card > gpu_table ? "," : "", card->name, floor(card->gib * 0x1p30),
+               unable ? "false" : "true");
+        verdict_print_json(&budget, bytes, p.host_bytes);
+        printf(",");
+        settings_print_json(&o, &s, &budget, bytes, p.host_bytes, small && !unable ? rate : 0);
+        printf(",\"takes\":%s%s%s}", n ? "\"" : "", n ? list[0].option : "null", n ? "\"" : "");
+        plan_free(&p);
+        return small && !unable;
+    }
+    snprintf(verdict, sizeof verdict, "%s %s",
+             bytes_text(small ? (double)(budget.device - bytes)
+                              : (double)(bytes - budget.device)).s, small ? "free" : "short");
+    if (unable) {
+        snprintf(text, sizeof text, "%s%s", small ? "fits, but " : "", why);
+    } else if (small) {
+        snprintf(text, sizeof text, "-r %.200s --offload %s", recompute_text(&s).s,
+                 offload_text(offload, &s));
+    } else {
+        snprintf(text, sizeof text, n ? "%s: %s" : "no settings make it fit", list[0].option,
+                 n ? remedy_cost(cost, &list[0]) : "");
+    }
+    const int column = printf("%-12s %10s %15s %10s  ", card->name,
+                              bytes_text(card->gib * 0x1p30).s, verdict,
+                              small && budget.from ? count_text((int64_t)rate).s : "-");
+    text_wrap(text, column, 14);
+    plan_free(&p);
+    return small && !unable;
+}
+
 // Runs --plan --gpu all: plans the run for each card, with the automatic choices for that card.
 // Returns the program's exit status: 3 if it fits none.
 static int cards_command(const Options *asked, const Model *m) {
@@ -8359,53 +8413,7 @@ static int cards_command(const Options *asked, const Model *m) {
                "tokens/s");
     }
     for (int i = 0; i < GPU_CARDS; i++) {
-        const GpuEntry *card = &gpu_table[i];
-        Options o = *asked;
-        Settings s;
-        Plan p;
-        char text[512] = "", verdict[48], cost[160], offload[64];
-        o.gpu = card->name;
-        const int no_bf16 = o.dtype == DTYPE_BF16 && card_capability(card) < BF16_CAPABILITY;
-        o.dtype = no_bf16 ? 0 : o.dtype;  // a plan of what the card can compute, not a fit
-        settings_from_options(&s, &o, m, 1);
-        const int64_t micros = step_whole_micros(&o, &s);
-        const MemoryBudget budget = budget_named(&o, &s);
-        settings_auto(&s, &o, &budget);
-        plan_build(&p, &s);
-        const uint64_t bytes = plan_taken(&p);
-        const int unable = no_bf16 || card_is_too_old(card), small = bytes <= budget.device;
-        const double rate = forecast_tokens_per_s(&budget.speed, &s, micros);
-        const int n = small || unable ? 0 : plan_changes(&p, &budget, micros, list);
-        any |= small && !unable;
-        const char *why = no_bf16 ? "no bf16" : unable ? "this program needs compute capability 7.5"
-                                                       : "";
-        if (asked->json) {
-            printf("%s\n{\"gpu\":\"%s\",\"memory_bytes\":%.0f,\"supported\":%s,", i ? "," : "",
-                   card->name, floor(card->gib * 0x1p30), unable ? "false" : "true");
-            verdict_print_json(&budget, bytes, p.host_bytes);
-            printf(",");
-            settings_print_json(&o, &s, &budget, bytes, p.host_bytes, small && !unable ? rate : 0);
-            printf(",\"takes\":%s%s%s}", n ? "\"" : "", n ? list[0].option : "null", n ? "\"" : "");
-            plan_free(&p);
-            continue;
-        }
-        snprintf(verdict, sizeof verdict, "%s %s",
-                 bytes_text(small ? (double)(budget.device - bytes)
-                                  : (double)(bytes - budget.device)).s, small ? "free" : "short");
-        if (unable) {
-            snprintf(text, sizeof text, "%s%s", small ? "fits, but " : "", why);
-        } else if (small) {
-            snprintf(text, sizeof text, "-r %.200s --offload %s", recompute_text(&s).s,
-                     offload_text(offload, &s));
-        } else {
-            snprintf(text, sizeof text, n ? "%s: %s" : "no settings make it fit", list[0].option,
-                     n ? remedy_cost(cost, &list[0]) : "");
-        }
-        const int column = printf("%-12s %10s %15s %10s  ", card->name,
-                                  bytes_text(card->gib * 0x1p30).s, verdict,
-                                  small && budget.from ? count_text((int64_t)rate).s : "-");
-        text_wrap(text, column, 14);
-        plan_free(&p);
+        any |= card_print(asked, m, &gpu_table[i], list);
     }
     printf(asked->json ? "]}\n" : "tokens/s are predicted, not measured\n");
     free(list);

@@ -715,7 +715,10 @@ TEST(model_option) {
     }
     Outcome plan = program("--plan --json -e out/step-00000003");
     expect_success(plan, "--plan");
-    expect(json_valid(plan.out) && plan.out == program("--plan --json -e l2h2c16t16").out);
+    const Text same = program("--plan --json -e l2h2c16t16").out;
+    const size_t at = plan.out.find("\"buffers\":["), from = same.find("\"buffers\":[");
+    expect(json_valid(plan.out) && at != Text::npos && from != Text::npos &&
+           plan.out.substr(at) == same.substr(from), "%s", plan.out.c_str());
 }
 
 // A disk that fills up while any file of a checkpoint is written, and other obstacles, leave the
