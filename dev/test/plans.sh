@@ -52,8 +52,8 @@ draws() {
     }'
 }
 
-# The other questions: options of the form | question of the page | options that ask it. With --dtype,
-# --minimum leaves out the CPU program, whose workspace depends on the width of vectors.
+# The other questions: options of the form | question of the page | options that ask it. With
+# --dtype, --minimum leaves out the CPU program, whose workspace depends on the width of vectors.
 questions='-e gpt2-xl --gpu 4090|fit|--fit any
 -e d24 --gpu 3080 -d 65536|all|--fit all
 -e gpt2-xl|cards|--plan --gpu all
