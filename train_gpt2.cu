@@ -2698,7 +2698,6 @@ static bool fits_planted(int, int, Type) { return emu::plants_kernel(); }
 #define PLANTED_VARIANT(kernel)
 #endif
 
-
 static bool fits_wgmma(int HS, int, Type type) {
     return HS == AttentionWgmma::HS && type == TYPE_BF16;
 }
@@ -5468,9 +5467,9 @@ static void rank_close(RankComm *c) {
 // -------------------------------------------------------------------------------------------------
 // 39. The network on the GPU
 // The network of train_gpt2.c with kernels as layers. The plan, the loop over stages (run_stages)
-// and the stages are the same. Everything runs on one stream, except the copies of streamed buffers
-// and the exchange between ranks.
-// The stages are in the same order as there, so that the two can be read side by side.
+// and the stages are the same, and in the same order, so that the two can be read side by side.
+// Everything runs on one stream, except the copies of streamed buffers and the exchange between
+// ranks.
 // 1. E is the element type of weights and activations, G that of matrix gradients. Statistics,
 //    losses and vector gradients are fp32, because they are small and many numbers are summed in
 //    each.
