@@ -61,6 +61,10 @@ static void slow_end(void) {
 // same error, only one prints it: the others wait this long, and are terminated meanwhile.
 static int grace_ms;
 
+// The exit status of die(): 1, or 3 if what was asked for does not fit in memory.
+enum { STATUS_TOO_LARGE = 3 };
+static int die_status = 1;
+
 // Prints a message and ends the run. The message is always one line: control characters become '?',
 // because names read from files may contain line breaks and terminal escapes. If a huge argument
 // makes the line too long, its middle is dropped: the beginning names the option and the end says
@@ -95,9 +99,9 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     if (progress_count != &progress_own) {  // only in a rank
         // exit() would make CUDA free resources that NCCL's threads still use (NVIDIA/nccl#1013).
         fflush(NULL);
-        _exit(1);
+        _exit(die_status);
     }
-    exit(1);
+    exit(die_status);
 }
 
 __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,

@@ -330,17 +330,32 @@ inline void wait_until_at(const char *file, int line, const char *what,
 // Expects exit status 1 and exactly one line on stderr, which contains `words`; this also excludes
 // sanitizer reports.
 inline void refused_at(const char *file, int line, const Outcome &o, const Text &words,
-                       const Text &who) {
+                       const Text &who, int status = 1) {
     int one_line = !o.err.empty() && o.err.find('\n') == o.err.size() - 1;
-    if (o.status != 1 || !one_line || o.err.find(words) == Text::npos) {
+    if (o.status != status || !one_line || o.err.find(words) == Text::npos) {
         fail(file, line,
-             who + text(": status %d, wanted 1 and one line with '%s'; stderr: ", o.status,
+             who + text(": status %d, wanted %d and one line with '%s'; stderr: ", o.status, status,
                         words.c_str()) + o.err.substr(0, 600));
     }
 }
 #define expect_refused(outcome, words, who) refused_at(__FILE__, __LINE__, outcome, words, who)
+// Refused because it does not fit in memory: status 3.
+#define expect_too_large(outcome, words, who)                                                      \
+    refused_at(__FILE__, __LINE__, outcome, words, who, 3)
 #define expect_death(action, words)                                                                \
     refused_at(__FILE__, __LINE__, outcome(spawn([&] { action; })), words, #action)
+
+// Text without the line breaks of a wrapped line, whose further lines are indented.
+inline Text flat(const Text &wrapped) {
+    Text line;
+    for (size_t i = 0; i < wrapped.size(); i++) {
+        const size_t next = wrapped.find_first_not_of(' ', i + 1);
+        const bool joins = wrapped[i] == '\n' && next != Text::npos && next >= i + 3;
+        line += joins ? ' ' : wrapped[i];
+        i = joins ? next - 1 : i;
+    }
+    return line;
+}
 
 // Expects status 0 and an empty stderr.
 inline void expect_success_at(const char *file, int line, const Outcome &o, const Text &who) {

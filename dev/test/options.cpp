@@ -16,7 +16,7 @@ static const Refusal bad_options[] = {
     {"-b", "--batch needs a value"},
     {"-b 4 --batch=4", "--batch is given twice"},
     {"--help=1", "--help takes no value"},
-    {"--json", "--json needs --plan or --eval"},
+    {"--json", "--json needs --plan, --fit, --minimum, --largest, --compare"},
     {"--eval x.bin --plan", "are commands: give one"},
     {"--plan --fit bits", "are commands: give one"},
     {"--fit most", "--fit: 'most' is not one of bits|any|all"},
@@ -29,14 +29,14 @@ static const Refusal bad_options[] = {
     {"-e l2h2c16t16 -x 1 --train-data=", "--train-data: '' names nothing"},
     {"--eval .", "--eval: cannot open .: Is a directory"},
     {"--eval train.bin", "train.bin: not an evaluation file"},
-    {"--gpu t4", "--gpu needs --plan, --fit or --minimum"},
+    {"--gpu t4", "--gpu needs --plan, --fit, --minimum or --largest"},
     {"-i train.bin -e l2h2c16t16 --gpu-mem 16GiB", "--gpu-mem: this program trains on the CPU"},
     {"-y 1", "needs --output (-o)"},
     {"-n 5", "--save-every (-n) 5 needs --output"},
     {"-j val.bin", "needs --train-data (-i)"},
     {"--fit bits -e d12 --gpu T4 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"-i train.bin --beta1 1", "--beta1: '1' is not a number from 0 to 0.9"},
-    {"--plan --gpu t5", "--gpu: 't5' is not a known card; nearest: t4"},
+    {"--plan --gpu t5", "--gpu: 't5' is not a known card; nearest: t4;"},
     {"--plan --gpu-mem 5XB", "--gpu-mem: '5XB' is not a size"},
     {"-i train.bin -e d13", "--model (-e): 'd13'"},
     {"-i train.bin -e l2h3c16t8", "--model (-e): 'l2h3c16t8': allowed are"},
@@ -77,20 +77,18 @@ static const Refusal bad_options[] = {
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
     {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
-    {"--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is not detected"},
+    {"--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is unknown here"},
     {"--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"},
     {"--minimum -e d12 -z 1", "--zero (-z) 1 divides states among GPUs: --gpus N"},
     {"--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 divides states among GPUs: --gpus N"},
-    {"--minimum -e d12 -b 2", "--minimum finds what is least, whatever memory there is: leave "
-                              "--batch out"},
+    {"--minimum -e d12 -b 2", "finds the least memory by itself: leave --batch out"},
     {"--minimum -e d12 -r gelu", "leave --recompute out"},
     {"--minimum -e d12 --offload none", "leave --offload out"},
     {"--minimum -e d12 --logit-rows 64", "leave --logit-rows out"},
     {"--minimum -e d12 --moments fp32", "leave --moments out"},
     {"--minimum -e d12 -w split", "leave --master out"},
     {"--minimum -e d12 --gpu-mem 8G", "leave --gpu-mem out"},
-    {"--fit bits -e d12 --gpu-mem 1G", "--gpu-mem: nothing is left for the plan: 1.00 GiB"},
-    {"--plan -e d12 --gpu-mem 16", "1.00 GiB of 16 B are reserved for libraries"},
+    {"--plan -e d12 --gpu-mem 16", "16 bytes are less than 1 MiB; did you mean 16GiB?"},
     {"--fit bits -e d12 --gpu 4090 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"--fit bits -e d12 --gpu 4090 -b 3 -d 4096", "(-d): 4096 is not a multiple of B x T = 3 x"},
     {"--minimum -e l2h2c16t16 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 16"},
@@ -243,16 +241,16 @@ TEST(plan_command) {
     expect(has_sanitizers() || o.user_ms < 1000, "%.0f ms of the processor", o.user_ms);
     expect(o.out.find("memory plan of the GPU run") == 0 &&
            o.out.find("1,557,611,200 parameters") != Text::npos &&
-           o.out.find("reserved, not measured") != Text::npos &&
+           o.out.find("   estimated: sm_90, 132 SMs\n") != Text::npos &&
            o.out.find("rule of thumb") != Text::npos && o.out.find("-r block") != Text::npos);
     o = program("--plan -e d48 --gpu 4080 --offload none");
-    expect(o.status == 1 && o.out.find("DOES NOT FIT, ") != Text::npos &&
+    expect(o.status == 3 && o.out.find("DOES NOT FIT, ") != Text::npos &&
                o.out.find("\nit fits with --offload moments,master: ") != Text::npos,
-           "status %d", o.status);
+           "status %d: %s", o.status, o.out.c_str());
     // One card of 16 GB: what does not fit otherwise is offloaded, and reported.
     o = program("--plan -e gpt2-xl --gpu 4080");
     expect_success(o, "gpt2-xl on a 4080");
-    expect(o.out.find("--offload moments,master") != Text::npos &&
+    expect(flat(o.out).find("; --offload moments,master") != Text::npos &&
            o.out.find("\nhost memory         ") != Text::npos &&
            o.out.find("4080: 15.57 GiB; fits, ") != Text::npos);
     o = program("--plan -e d12 --gpu v100");
@@ -262,8 +260,8 @@ TEST(plan_command) {
     expect_refused(program("--fit bits -e d12 --gpu v100"), "this program needs 7.5", "--fit");
     o = program("--plan -e d12 --gpu 4090 -x 100");
     expect(o.out.find("\nforecast: ") != Text::npos &&
-               o.out.find(" tokens/s, 409,600 tokens in 0:0") != Text::npos &&
-               o.out.find("; predicted for this card, not measured\n") != Text::npos,
+               o.out.find(" tokens/s, 409,600 tokens in 4 s") != Text::npos &&
+               flat(o.out).find("; predicted for this card, not measured\n") != Text::npos,
            "%s", o.out.c_str());
     // A smaller batch is suggested if a multiple of it has the same number of tokens.
     for (const char *B : {"5", "6"}) {
@@ -303,7 +301,7 @@ TEST(fit_command) {
                fit, command.c_str());
         const size_t r = command.find("-r ");
         const Text levels = command.substr(r, command.find(' ', r + 3) - r);
-        expect(plan.out.find("; " + levels) != Text::npos, "%s", command.c_str());
+        expect(flat(plan.out).find("; " + levels) != Text::npos, "%s", command.c_str());
     }
     Outcome o = program(text("--minimum -e %s", model));
     expect_success(o, "--minimum");
@@ -318,7 +316,8 @@ TEST(fit_command) {
                     Text::npos), "%s%s", title, command.c_str());
         const Text gpu = title[0] == 'G' ? "--gpu-mem 200G " : "";
         const Outcome plan = program("--plan " + gpu + command);
-        const size_t at = o.out.find(title) + strlen(title);
+        const size_t start = o.out.find(title) + strlen(title);
+        const size_t at = title[0] == 'G' ? o.out.find("= ", start) + 2 : start;  // the plan alone
         const Text said = o.out.substr(at, o.out.find("iB", at) + 2 - at);
         const size_t line = plan.out.find("allocation ");
         expect(line != Text::npos && plan.out.substr(line, 60).find(said) != Text::npos,
@@ -328,7 +327,7 @@ TEST(fit_command) {
     expect(less.out.substr(0, less.out.find('\n')) == o.out.substr(0, o.out.find('\n')),
            "a smaller workspace takes less: %s", less.out.c_str());
     o = program(text("--fit bits -e %s --gpu-mem 1100M", model));
-    expect(o.status == 1 && o.out.find("nothing fits: --minimum") != Text::npos, "%s",
+    expect(o.status == 3 && o.out.find("nothing fits: --minimum") != Text::npos, "%s",
            o.out.c_str());
     expect_success(program("--fit bits -e l2h2c16t16"), "--fit of the CPU's memory");
     // Only batches that this data allows are suggested: it has 24 sequences.
@@ -336,12 +335,13 @@ TEST(fit_command) {
     const Text few = "-i few.bin -e l2h2c16t16 --gpu 4090 --fit ";
     o = program(few + "all");
     const Text command = recommended(o.out, "then fastest: ");
-    expect(o.out.find("\n   24  ") != Text::npos && o.out.find("\n   32  ") == Text::npos &&
+    expect(o.out.find("\n   24 ") != Text::npos && o.out.find("\n   32 ") == Text::npos &&
            atoi(&command[command.find("-b ") + 3]) <= 24, "%s", o.out.c_str());
     for (const char *step : {"bits -d 512", "bits -b 32"}) {
         o = program(few + step);
-        expect(o.status == 1 && o.out.find("nothing fits: few.bin has 24 sequences, and a step "
-                                           "takes 32\n") != Text::npos, "%s", o.out.c_str());
+        expect(o.status == 1 &&
+                   flat(o.out).find("nothing fits: few.bin has 24 sequences of 16 tokens, and a "
+                                    "step takes 32\n") != Text::npos, "%s", o.out.c_str());
     }
 }
 
@@ -359,7 +359,7 @@ TEST(fit_gpus) {
             double size = 0;
             expect(at != Text::npos &&
                        sscanf(&o.out[at + strlen(title)], "%lf %c", &size, &unit) == 2 &&
-                       o.out.find(text(", each of %d GPUs\n", gpus)) != Text::npos &&
+                       flat(o.out).find(text(", each of %d GPUs; ", gpus)) != Text::npos &&
                        command.find(text(" --gpus %d -z 3 ", gpus)) != Text::npos,
                    "%s", o.out.c_str());
             size *= unit == 'G' ? 1024 : 1;
@@ -371,13 +371,13 @@ TEST(fit_gpus) {
     const Text many = recommended(o.out, "\nfastest: ");
     expect_success(o, "--fit of several GPUs");
     expect((many + " ").find(" --gpus 4 -z 2 ") != Text::npos &&
-               o.out.find(", each of 4 GPUs; tokens/s of all predicted ") != Text::npos,
+               flat(o.out).find(", each of 4 GPUs; tokens/s of all predicted ") != Text::npos,
            "%s", o.out.c_str());
     const Text planned = program("--plan --gpu 4090 " + many).out;
     expect(planned.find("4090: 23.60 GiB; fits, ") != Text::npos &&
                planned.find("\nforecast: ") != Text::npos, "%s", many.c_str());
-    expect(program("--plan -e d12 --gpu h100 --gpus 16").out.find("; predicted for these cards in ")
-               != Text::npos, "16 GPUs are two machines");
+    const Text two = flat(program("--plan -e d12 --gpu h100 --gpus 16").out);
+    expect(two.find("; predicted for these cards ") != Text::npos, "16 GPUs are two machines");
 }
 
 // The command that --fit recommends contains the user's options and can be pasted; it contains
@@ -388,9 +388,9 @@ TEST(fit_given) {
     } table[] = {
         {"any -d 524288 -b 8", " -b 8 ", NULL},
         {"any --logit-rows 3000", " --logit-rows 3000", NULL},
-        {"any --dtype fp32", " --dtype fp32", "bf16,"},
-        {"any --moments bf16", " --moments bf16", "  bf16  "},
-        {"any -w none", " -w none", "  bf16  "},
+        {"any --dtype fp32", " --dtype fp32", "  bf16 "},
+        {"any --moments bf16", " --moments bf16", "  bf16 -r"},
+        {"any -w none", " -w none", "  bf16 -r"},
         {"bits -r gelu --offload moments", " -r gelu --offload moments", NULL},
         {"bits --quiet", " --quiet ", "--quiet 1"},
         {"bits -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1",
@@ -414,7 +414,8 @@ TEST(fit_given) {
         expect(same.out == o.out, "%s: --gpu T4 is another card than t4", command);
         const Text plan = program("--plan -e d12 --gpu t4").out;
         expect(o.status == 0 && o.out.find("moments bf16") == Text::npos &&
-                   o.out.find("-w none") == Text::npos && plan.find("; fp16; B 4") != Text::npos,
+                   o.out.find("-w none") == Text::npos &&
+                   flat(plan).find("; fp16; B 4") != Text::npos,
                "%s: %s", command, o.out.c_str());
     }
     const Outcome moved = outcome(spawn([] {
@@ -422,8 +423,234 @@ TEST(fit_given) {
     }));
     expect(moved.out.find("'../my tools/train_gpt2cu' -e d12 ") != Text::npos &&
                moved.out.find("'../my tools/train_gpt2' -e d12 ") != Text::npos &&
-               moved.out.find("iB and 1.00 GiB for libraries (reserved") != Text::npos,
+               flat(moved.out).find("iB and 1.00 GiB for libraries (assumed") != Text::npos,
            "%s", moved.out.c_str());
+}
+
+// The first number after `words` in a text, with its commas removed; -1 if there is none.
+static double number_after(const Text &out, const Text &words) {
+    const size_t at = out.find(words);
+    const size_t from = at == Text::npos ? at : out.find_first_of("0123456789", at + words.size());
+    Text digits;
+    for (size_t i = from; i < out.size() && (isdigit(out[i]) || strchr(",.", out[i])); i++) {
+        digits += out[i] == ',' ? "" : Text(1, out[i]);
+    }
+    return digits.empty() ? -1 : atof(digits.c_str());
+}
+
+// --largest: its command fits, and the next value that is possible does not.
+TEST(largest) {
+    static const struct {
+        const char *options, *card, *flag;
+        int step;  // from one possible value to the next; 0: the next divisor
+    } table[] = {
+        {"batch -e d12", " --gpu 4090", "-b ", 1},
+        {"batch -e d24 -r none", " --gpu t4", "-b ", 1},
+        {"batch -e d24 --offload auto -d 524288", " --gpu 4060ti", "-b ", 0},
+        {"seq-len -e l6h6c384t32768 -b 4 -r none", " --gpu-mem 3GiB", "-t ", 1},
+        {"seq-len -e l6h6c384t65536 -b 8 -d 524288", " --gpu-mem 3GiB", "-t ", 0},
+    };
+    for (const auto &row : table) {
+        const Text line = Text("--largest ") + row.options + row.card;
+        const Outcome o = program(line);
+        expect_success(o, line);
+        const Text command = recommended(o.out, "\n") + row.card;
+        const size_t at = command.find(row.flag) + 3;
+        const int value = atoi(&command[at]);
+        expect(number_after(o.out, " that fits:") == value, "%s", o.out.c_str());
+        const Outcome fits = program("--plan " + command);
+        expect(fits.status == 0, "%s: %s", command.c_str(), fits.out.c_str());
+        const int next = row.step ? value + row.step : 2 * value;
+        const Text digits = text("%d", value);
+        const Outcome not_fits =
+            program("--plan " + Text(command).replace(at, digits.size(), text("%d", next)));
+        expect(not_fits.status == 3 || not_fits.err.find("positions") != Text::npos, "%s: %d: %s",
+               command.c_str(), next, not_fits.out.c_str());
+    }
+    expect(program("--largest batch -e d48 --gpu-mem 1200M").status == 3);
+    expect_too_large(program("--fit bits -e d12 --gpu-mem 1G"),
+                     "--gpu-mem: nothing is left for the plan: 1.00 GiB", "libraries");
+    const Outcome all = program("--largest seq-len -e d12 --gpu h100");
+    expect(flat(all.out).find(": 1024 (the model has no more positions)") != Text::npos, "%s",
+           all.out.c_str());
+    static const Refusal refused[] = {
+        {"--largest batch -b 2 --gpu t4", "leave --batch out"},
+        {"--largest seq-len -t 64 --gpu t4", "leave --seq-len out"},
+        {"--largest length --gpu t4", "'length' is not one of batch|seq-len"},
+        {"--largest batch --plan", "are commands: give one"},
+        {"--largest batch -e d12 -d 1000 --gpu t4", "is not a multiple of B x T"},
+        {"--largest batch --generate", "leave --largest out"},
+        {"--fit bits -e d12 --gpu all", "--gpu all needs --plan"},
+        {"--plan -e d12 --gpu-mem 12", "12 bytes are less than 1 MiB; did you mean 12GiB?"},
+    };
+    for (const Refusal &row : refused) {
+        expect_refused(program(row.arguments), row.words, row.arguments);
+    }
+}
+
+// --plan --gpu all agrees with --plan of each card, and its status says whether any card fits.
+TEST(all_cards) {
+    const Text run = "-e gpt2-xl -b 4 --offload none ";
+    const Outcome o = program("--plan --gpu all " + run);
+    expect_success(o, "--gpu all");
+    const Text out = flat(o.out);
+    for (const char *card : {"t4", "4090", "h100", "3060-laptop", "v100"}) {
+        const Outcome one = program(Text("--plan --gpu ") + card + " " + run);
+        const size_t at = out.find(text("\n%s ", card)), end = out.find('\n', at + 1);
+        const Text line = out.substr(at, end - at), plan = flat(one.out);
+        const Text words = one.status == 0 ? "; fits, " : "; DOES NOT FIT, ";
+        const size_t verdict = plan.find(words) + words.size();
+        const Text room = plan.substr(verdict, plan.find('\n', verdict) - verdict);  // "1 GiB free"
+        expect(at != Text::npos && (card[0] == 'v' || line.find(room) != Text::npos), "%s: %s: %s",
+               card, line.c_str(), room.c_str());
+        const double rate = number_after(plan, "\nforecast: ");
+        expect(one.status != 0 || number_after(line, " free ") == rate, "%s: %s: %.0f", card,
+               line.c_str(), rate);
+        const size_t fits = plan.find("\nit fits with ");
+        if (fits != Text::npos && card[0] != 'v') {  // the first remedy is the same
+            const Text remedy = plan.substr(fits + 14, plan.find('\n', fits + 1) - fits - 14);
+            expect(line.find(remedy) != Text::npos, "%s: %s: %s", card, line.c_str(),
+                   remedy.c_str());
+        }
+    }
+    expect(out.find("\nv100 ") != Text::npos &&
+               out.find("this program needs compute capability 7.5") != Text::npos, "%s",
+           o.out.c_str());
+    expect(program("--plan --gpu all -e l100h16c16384t1024 --offload none").status == 3);
+}
+
+// Suggestions are true: each one that --plan prints fits when it is typed, none is printed twice,
+// and switches that only --minimum used to know are among them.
+TEST(suggestions) {
+    static const char *const plans[] = {
+        "-e gpt2-xl --gpu-mem 1.7GiB -b 1", "-e gpt2-xl --gpu 4060ti -r none --offload none",
+        "-e gpt2-large --gpu t4 -b 64 -d 65536 -r none",
+        "-e gpt2-xl --gpu 4060 --gpus 2 -z 3 -r none"};
+    for (const char *options : plans) {
+        const Outcome o = program(Text("--plan ") + options);
+        const Text out = flat(o.out);
+        Words seen;
+        expect(o.status == 3, "%s: status %d", options, o.status);
+        for (size_t at = 0; (at = out.find("\nit fits with ", at)) != Text::npos; at++) {
+            const Text remedy = out.substr(at + 14, out.find(": ", at) - at - 14);
+            Text line = Text("--plan ") + options + " ";
+            for (const char *given : {"-r ", "-b ", "--offload "}) {  // given anew by the remedy
+                const size_t old = line.find(given);
+                if (remedy.find(given) != Text::npos && old != Text::npos) {
+                    const size_t value = line.find(' ', old);
+                    line.erase(old, line.find(' ', value + 1) + 1 - old);
+                }
+            }
+            const Outcome typed = program(line + remedy);
+            expect(typed.status == 0, "%s%s: %s", line.c_str(), remedy.c_str(),
+                   (typed.out + typed.err).c_str());
+            expect(std::find(seen.begin(), seen.end(), remedy) == seen.end(), "twice: %s",
+                   remedy.c_str());
+            seen.push_back(remedy);
+        }
+        expect(!seen.empty(), "%s: %s", options, o.out.c_str());
+    }
+    const Text rows = program(Text("--plan ") + plans[0]).out;
+    expect(rows.find("it fits with --logit-rows 128 --workspace 256: ") != Text::npos, "%s",
+           rows.c_str());
+    const Text none = program("--plan -e gpt2-xl --gpu-mem 1.3GiB -b 1").out;
+    expect(none.find("no settings make it fit; --minimum prints the least memory") != Text::npos,
+           "%s", none.c_str());
+    const Text twice = program("--plan -e gpt2-xl --gpu 4090 --gpus 2 -z 3").out;
+    const size_t first = twice.find("\n--offload moments,master,residuals\n");
+    expect(first != Text::npos &&
+               twice.find("\n--offload moments,master,residuals\n", first + 1) == Text::npos, "%s",
+           twice.c_str());
+}
+
+// What unused memory would buy: the batch fits, and is faster by the factor that is printed.
+TEST(unused_memory) {
+    const Text run = "-e d12 --gpu h100";
+    for (const Text &step : {Text(" -d 524288"), Text()}) {
+        const Outcome o = program("--plan " + run + step);
+        const Text out = flat(o.out);
+        const double B = number_after(out, "unused memory would buy -b ");
+        const size_t line = out.find("unused memory would buy -b ");
+        const double faster = number_after(out.substr(line), ": ");
+        const Outcome typed = program("--plan " + run + step + text(" -b %.0f", B));
+        expect(o.status == 0 && typed.status == 0 && B > 4, "%s", o.out.c_str());
+        expect_near(number_after(typed.out, "\nforecast: ") / number_after(out, "\nforecast: "),
+                    faster, 0.006, "-b %.0f%s", B, step.c_str());
+        expect(number_after(flat(typed.out), "unused memory would buy") < 0, "%s",
+               typed.out.c_str());
+    }
+    const Text levels = program("--plan -e d12 --gpu 4090 -b 16 -r block -d 524288").out;
+    expect(levels.find("unused memory would buy -r none") != Text::npos, "%s", levels.c_str());
+    const Text full = program("--plan -e d48 --gpu 4060ti").out;
+    expect(full.find("unused") == Text::npos, "%s", full.c_str());
+}
+
+// What scripts read: every command's JSON is valid, has the numbers of its text and ends with the
+// same status; rows of text fit 80 columns, except commands to paste.
+TEST(json_and_text) {
+    static const struct {
+        const char *options;
+        int status;
+        const char *key, *before;  // a JSON number of bytes, and the text before the same number
+    } table[] = {
+        {"--plan -e gpt2-xl --gpu 4060ti", 0, "device_bytes", "\ndevice allocation "},
+        {"--plan -e gpt2-xl --gpu 4060ti -r none --offload none", 3, "device_bytes",
+         "\ndevice allocation "},
+        {"--plan -e d12 --gpu v100", 1, "device_bytes", "\ndevice allocation "},
+        {"--plan -e l2h2c16t16 -b 2", 0, "device_bytes", "\nallocation "},
+        {"--plan -e gpt2-xl --gpu all", 0, NULL, NULL},
+        {"--plan -e gpt2-xl --gpu all --gpu-mem 1100M", 3, NULL, NULL},
+        {"--fit bits -e gpt2-xl --gpu 4060ti -d 524288", 0, NULL, NULL},
+        {"--fit all -e d12 --gpu 3060-laptop", 0, NULL, NULL},
+        {"--fit bits -e d48 --gpu-mem 1100M", 3, NULL, NULL},
+        {"--minimum -e gpt2-xl", 0, NULL, NULL},
+        {"--minimum -e gpt2-xl --gpus 8 -z 3", 0, NULL, NULL},
+        {"--largest batch -e d24 --gpu t4", 0, NULL, NULL},
+        {"--largest batch -e d48 --gpu-mem 1200M", 3, NULL, NULL},
+        {"--fit bits -e d12 --gpu nothing", 1, NULL, NULL},
+    };
+    for (const auto &row : table) {
+        const Outcome text_out = program(row.options);
+        const Outcome json = program(Text(row.options) + " --json");
+        expect(text_out.status == row.status && json.status == row.status, "%s: %d and %d",
+               row.options, text_out.status, json.status);
+        if (row.status == 1 && !row.key) {
+            expect(text_out.err == json.err && json.out.empty(), "%s", json.out.c_str());
+            continue;
+        }
+        expect(json_valid(json.out), "%s: %s", row.options, json.out.substr(0, 600).c_str());
+        if (row.key) {
+            expect(number_after(json.out, text("\"%s\":", row.key)) ==
+                       number_after(text_out.out, row.before), "%s: %s", row.options, row.key);
+        }
+        Words lines;
+        for (size_t at = 0, end; at < text_out.out.size(); at = end + 1) {
+            end = text_out.out.find('\n', at);
+            const Text line = text_out.out.substr(at, end - at);
+            expect(line.size() <= 80 || line.find("train_gpt2") != Text::npos,
+                   "%s: %zu columns: %s", row.options, line.size(), line.c_str());
+        }
+    }
+    // Speeds and bytes of a list of candidates are those of the text.
+    const Text options = "--fit bits -e gpt2-xl --gpu 4060ti -d 524288";
+    const Text rows = program(options).out, json = program(options + " --json").out;
+    size_t at = json.find("\"candidates\""), row = rows.find("settings\n");
+    int count = 0;
+    for (; (at = json.find("\"batch\":", at)) != Text::npos; at++, count++) {
+        row = rows.find(text("\n%5.0f ", number_after(json.substr(at), "\"batch\":")), row);
+        expect(row != Text::npos, "%s", rows.c_str());
+        const Text line = rows.substr(row, 45);
+        const double rate = number_after(json.substr(at), "\"tokens_per_s\":");
+        const double gib = number_after(json.substr(at), "\"device_bytes\":") / 0x1p30;
+        expect(line.find(text("%d,%03d ", (int)rate / 1000, (int)rate % 1000)) != Text::npos &&
+                   line.find(text(" %.2f GiB ", gib)) != Text::npos, "%s: %.0f, %.2f",
+               line.c_str(), rate, gib);
+        row++;
+    }
+    expect(count >= 3, "%d candidates", count);
+    const Text help = program("--help").out;
+    expect(help.find("3060-laptop") != Text::npos && help.find("rtx-pro-6000") != Text::npos &&
+               help.find("gh200") != Text::npos, "%s", help.c_str());
 }
 
 // If the available memory is unknown, a plan says so and prints no number. Skipped if a test cannot
@@ -463,11 +690,11 @@ TEST(memory_limits) {
             setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
         };
         Outcome o = program("--plan -e l12h12c384t64", low);
-        expect(o.status == 1 && o.out.find(text(" (%s", limit.name)) != Text::npos &&
-                   o.out.find("); DOES NOT FIT") != Text::npos,
+        expect(o.status == 3 && flat(o.out).find(text(" (%s", limit.name)) != Text::npos &&
+                   flat(o.out).find("); DOES NOT FIT") != Text::npos,
                "%s: status %d, %s", limit.name, o.status, o.out.substr(0, 1200).c_str());
-        expect_refused(program("-i train.bin -e l12h12c384t64 -x 1", low),
-                       text("are available (%s", limit.name), limit.name);
+        expect_too_large(program("-i train.bin -e l12h12c384t64 -x 1", low),
+                         text("are available (%s", limit.name), limit.name);
         expect_success(program("-i train.bin -e l2h2c16t16 -x 1 --quiet", low), limit.name);
         // A plan that -r auto makes as large as possible leaves memory for a checkpoint's thread.
         for (int mib = 80; mib <= 120; mib += 10) {
@@ -478,13 +705,13 @@ TEST(memory_limits) {
                 setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
             });
             if (mib < 100 && o.status) {
-                expect_refused(o, text("are available (%s", limit.name), limit.name);
+                expect_too_large(o, text("are available (%s", limit.name), limit.name);
             } else {
                 expect_success(o, text("%s %d MiB", limit.name, mib));
             }
         }
-        expect_refused(program("--generate -e l12h12c1536t64", low),
-                       "short; --generate takes weights and a KV cache", limit.name);
+        expect_too_large(program("--generate -e l12h12c1536t64", low),
+                         "short; --generate takes weights and a KV cache", limit.name);
         // Threads start after the plan is allocated, and their stacks count against the limit.
         for (const char *threads : {"7", "9"}) {
             o = program("-i train.bin -e l2h2c16t16 -x 1 --quiet", [&] {
@@ -496,11 +723,11 @@ TEST(memory_limits) {
             if (threads[0] == '7') {
                 expect_success(o, limit.name);
             } else {
-                expect_refused(o, Text(limit.name) + " minus thread stacks): ", threads);
+                expect_too_large(o, Text(limit.name) + " minus thread stacks): ", threads);
             }
         }
         o = program("--fit bits -e l12h12c1536t64", low);
-        expect(o.status == 1 && o.out.find("tokens/s of two cores: ") != Text::npos, "%s",
+        expect(o.status == 3 && flat(o.out).find("tokens/s of two cores, for ") != Text::npos, "%s",
                o.out.c_str());
     }
 }

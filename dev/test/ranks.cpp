@@ -185,8 +185,9 @@ TEST(ranks_budget) {
         for (const char *rank : {"0", "1"}) {
             const long all = bytes + (rank[0] == small[0] ? -1 : 1 << 30) + (500L << 20);
             command += (rank[0] == '0' ? " -np 1 env" : " : -np 1 env") +
-                       text(" EMU_CONTEXT=300M EMU_LIBRARY=200M EMU_NCCL=12M EMU_GPU_MEM=%ld ",
-                            all) + "$PROGRAM " + line + "-o budget" + small;
+                       text(" XDG_CACHE_HOME=/proc/none EMU_CONTEXT=300M EMU_LIBRARY=200M "
+                            "EMU_NCCL=12M EMU_GPU_MEM=%ld ", all) +
+                       "$PROGRAM " + line + "-o budget" + small;
         }
         const Outcome o = shell(command + " < /dev/null");
         expect_success(o, command);
@@ -635,6 +636,7 @@ TEST(ranks_memory) {
                 const long page = 4096;  // the heartbeats shared with the parent are pinned too
                 setenv("EMU_HOST_MEM", text("%ld", host + page).c_str(), 1);
                 setenv("EMU_CONTEXT", "300M", 1);
+                setenv("XDG_CACHE_HOME", "/proc/none", 1);
                 setenv("EMU_LIBRARY", "200M", 1);
                 setenv("EMU_NCCL", "12M", 1);
                 setenv("EMU_NVLINK", row.nvlink, 1);
@@ -643,7 +645,7 @@ TEST(ranks_memory) {
                 setenv("EMU_GPU_MEM", text("%ld", all).c_str(), 1);
             });
             if (less) {
-                expect_refused(o, ": 1 B short", line);
+                expect_too_large(o, ": 1 B short", line);
             } else {
                 expect_success(o, line);
                 const Text mib = text("%.1f MiB", (double)(nccl >> 20));
@@ -675,8 +677,8 @@ TEST(ranks_refused) {
                    "ranks 0 and 2 would share one GPU, 0000:00:00.0 of ", "too few GPUs");
     expect_refused(program(ODD "--gpus 2", with("PMI_SIZE", "2")),
                    "a launcher has already started ranks", "two who start ranks");
-    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "82000000")), " short",
-                   "memory");
+    expect_too_large(program(ODD "--gpus 2", with("EMU_GPU_MEM", "82000000")), " short",
+                     "memory");
     expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
     expect_refused(program(ODD "--gpus 2", with("NCCL_MAX_CTAS", "0")),
                    "NCCL_MAX_CTAS is '0'; allowed: a number from 1 to 64", "NCCL_MAX_CTAS");

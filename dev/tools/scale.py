@@ -2,8 +2,8 @@
 """Bytes and time of a step from 1 to 1,024 GPUs, as tables for dev/notes/scale.md.
 
 Bytes are those printed by `train_gpt2 --plan --gpus N -z S`; compute time is its forecast for one
-H200; exchange time is bytes over rates: NVLink's is that of the forecast (nvlink_rate in
-train_gpt2.c), the others are nominal. Nothing here is measured.
+H200; exchange time is bytes over rates: NVLink's is that of the forecast (nvlink_cta_rate in
+train_gpt2.c, for sixteen of NCCL's thread blocks), the others are nominal. Nothing is measured.
 Run:    make train_gpt2 && dev/tools/scale.py
 """
 import re
@@ -16,7 +16,7 @@ PCIE, NODE = 31.5e9, 50e9                    # bytes/s: per GPU and direction, p
 MACHINE = 8                                  # GPUs per machine
 MESSAGE = 1e-6                               # s: assumed for one send to one rank
 FORECAST = Path(__file__).resolve().parents[2] / "train_gpt2.c"
-NVLINK = float(re.search(r"nvlink_rate = (\S+);", FORECAST.read_text())[1])
+NVLINK = 16 * float(re.search(r"nvlink_cta_rate = (\S+) / 2;", FORECAST.read_text())[1]) / 2
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 

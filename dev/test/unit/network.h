@@ -305,8 +305,7 @@ TEST(network_facts, ALL) {
         b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
         n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
         expect(memcmp(losses, before.data(), (size_t)t * sizeof(real)) == 0 &&
-                   losses[t] != before[(size_t)t],
-               "token %d is seen too early, or never", t);
+               losses[t] != before[(size_t)t], "token %d is seen too early, or never", t);
     }
     for (int step = 0; step < 3; step++) {
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
@@ -358,7 +357,7 @@ TEST(kv_cache, ALL) {
         size_t device[GROUPS], host[GROUPS];
         plan_groups(&cached.plan, device, host);
         const size_t cache = 2 * (size_t)(m.L * m.maxT * m.C) * sizeof(real);
-        const size_t few = sizeof(real) * GENERATE_ROWS * 20 * (size_t)(m.C + 64) +
+        const size_t few = sizeof(real) * 64 * 20 * (size_t)(m.C + 64) +
                            matmul_workspace_bytes(cached.s.threads);
         expect(device[GROUP_CACHE] - cache < PLAN_ALIGN + PLAN_GAP + 1, "%s: %zu bytes", row.e,
                device[GROUP_CACHE]);
@@ -391,7 +390,6 @@ TEST(generated_tokens, ALL) {
     Reals logits((size_t)m.V), prompt_logits((size_t)m.V), first;
     Options o;
     options_default(&o);
-    const SampleRule rule = {o.temperature, o.top_p, o.top_k};
     Generator g;
     memset((void *)&g, 0, sizeof g);
     g.engine = &cached.e;
@@ -418,7 +416,7 @@ TEST(generated_tokens, ALL) {
             whole.e.logits(&whole.e, logits.data(), &want[(size_t)start], n - start);
             const double u =
                 rng_uniform((uint64_t)o.seed, RNG_SAMPLE, 0, (uint64_t)sample << 32 | i);
-            want.push_back(sample_token(logits.data(), m.V, &rule, u, candidates.data()));
+            want.push_back(sample_token(logits.data(), m.V, &o, u, candidates.data()));
             if (want.back() == end_of_text(&byte_tokenizer)) {
                 break;
             }

@@ -177,14 +177,25 @@ static int settings_level(const Settings *s, int *blocks) {
     return level;
 }
 
+// A search for changes of the settings, as --plan makes it for steps of one micro-batch.
+static Search search_of(const Settings &s) {
+    Search q;
+    Plan p;
+    plan_build(&p, &s);
+    plan_search(&q, &p, NULL, 1);
+    plan_free(&p);
+    return q;
+}
+
 // A change that saves memory never needs more: a higher level, more blocks at it, a smaller batch,
-// narrower moments, no master weights, or an offloaded state.
+// narrower moments, no master weights, few logits and no workspace, or an offloaded state.
 TEST(plan_monotone, FLOAT) {
     const int count = full_or(200, 5000);
     for (int n = 0; n < count; n++) {
         Settings s = draw_settings();
         s.logit_rows = std::min(s.logit_rows, s.T);
-        for (int what = 0; what < 3 + 2 + OFFLOAD_TIERS; what++) {
+        const Search q = search_of(s);
+        for (int what = 0; what < 3 + 3 + OFFLOAD_TIERS; what++) {
             Settings more = s;
             int blocks, level = settings_level(&s, &blocks);
             if (what == 0 && level + 1 < RECOMPUTE_LEVELS) {
@@ -193,11 +204,12 @@ TEST(plan_monotone, FLOAT) {
                 settings_recompute(&more, level, blocks + 1);
             } else if (what == 2 && s.B > 1) {
                 more.B--;
-            } else if (what >= 3 && what < 3 + axis_steps(&s, BY_TYPE)) {
-                char option[64];
-                axis_apply(&more, BY_TYPE, what - 2, option);
-            } else if (what >= 5 && s.gpu && s.model.L > SLOTS) {  // 2 blocks: all in slots
-                settings_offload(&more, offload_tiers[what - 5]);
+            } else if (what >= 3 && what < 3 + q.last[BY_TYPE]) {
+                axis_apply(&more, &q, BY_TYPE, what - 2);
+            } else if (what == 5) {
+                axis_apply(&more, &q, BY_SCRATCH, 1);
+            } else if (what >= 6 && s.gpu && s.model.L > SLOTS) {  // 2 blocks: all in slots
+                axis_apply(&more, &q, BY_OFFLOAD, what - 6);
             }
             expect(plan_bytes(&more) <= plan_bytes(&s), "%s, change %d: %zu to %zu",
                    settings_text(s).c_str(), what, plan_bytes(&s), plan_bytes(&more));
