@@ -372,6 +372,9 @@ TEST(full_log) {
             const struct rlimit limit = {LIMIT, LIMIT};
             setrlimit(RLIMIT_FSIZE, &limit);
         });
+        if (o.status == 0 && space > end) {
+            continue;  // the times in this log have fewer digits, so all lines fit
+        }
         const size_t steps = log_steps("full/log.jsonl").size();
         const Text now = read_file("full/log.jsonl"), saved = names_in("full", "step");
         const int step = saved.empty() ? -1 : atoi(saved.c_str() + 5);
