@@ -8222,6 +8222,8 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         memset(&budget, 0, sizeof budget);
         minimum_plan(&c, asked, m, gpu, i == 1);
         budget.library = gpu ? card_library_bytes(gpu_find(asked)) : 0;
+        snprintf(budget.library_from, sizeof budget.library_from,
+                 asked->gpu[0] ? "estimated" : "assumed");
         const uint64_t outside = outside_bytes(&budget, &c.settings);
         const int found = gpu ? minimum_cards(cards, asked, m, i == 1, (int)asked->json) : 0;
         if (asked->json) {
@@ -8237,7 +8239,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         if (gpu) {
             n = text_add(text, sizeof text, n, " = %s and %s for libraries (%s)",
                          bytes_text((double)c.bytes).s, bytes_text((double)outside).s,
-                         asked->gpu[0] ? "estimated" : "assumed");
+                         budget.library_from);
         }
         n = text_add(text, sizeof text, n, ", %s of host memory%s",
                      bytes_text((double)c.host_bytes).s, each_text(asked).s);
