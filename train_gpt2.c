@@ -230,7 +230,7 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 
 typedef struct {
     const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
-    const char *gpu;
+    const char *gpu, *prove;
     int64_t schedule, dtype, moments, master, grad_dtype, matmul;  // number of the choice
     int64_t offload;                                               // bits 1 << KIND_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
@@ -443,9 +443,14 @@ static const OptionRow option_rows[] = {
      "GPU program: compare the loss and every gradient of one batch with the CPU reference"},
     {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "GPU program: compare memory and time of a step with and without recomputation"},
+    {"prove", 0, OPT_TEXT, FIELD(prove), NULL, 1, 0, NULL, OWN, 0, "Plan and checks",
+     "GPU program: try each faster kernel on this GPU for HS,T,NH,B (head size, tokens, heads, "
+     "sequences), as a run does once by itself, print whether it is right and its speed-up, and "
+     "exit"},
     {"tune", 0, OPT_SWITCH, FIELD(tune), "1", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
-     "GPU program: time cuBLASLt's algorithms at start-up and cache the choice for this GPU in "
-     "~/.cache/train_gpt2; 0: use the first one of the heuristic"},
+     "GPU program: time cuBLASLt's algorithms and try faster kernels at start-up, and cache the "
+     "choice for this GPU in ~/.cache/train_gpt2; 0: use the heuristic's first algorithm and the "
+     "default kernels"},
     {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "print version, compiler and enabled features"},
     {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
@@ -696,9 +701,10 @@ static void options_contradict(const Options *o) {
     if (o->json && !options_plan(o) && !o->eval && !o->compare) {
         die("--json needs --plan, --fit, --minimum, --largest, --compare or --eval");
     }
-    if (!!o->eval + o->plan + !!o->fit + o->minimum + !!o->largest + o->check + o->compare > 1) {
-        die("--eval, --plan, --fit, --minimum, --largest, --check and --compare are commands: give "
-            "one");
+    if (!!o->eval + !!o->prove + o->plan + !!o->fit + o->minimum + !!o->largest + o->check +
+            o->compare > 1) {
+        die("--eval, --prove, --plan, --fit, --minimum, --largest, --check and --compare are "
+            "commands: give one");
     }
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
@@ -1470,7 +1476,7 @@ typedef struct {
 } CollectiveState;
 
 // Maximum length of a GPU's name, and size of an id (NCCL's), in bytes.
-enum { RANK_TEXT = 96, RANK_ID = 128 };
+enum { RANK_TEXT = 96, RANK_ID = 128, RANK_KERNELS = 1024 };
 
 // Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
 // memory, thread blocks, GPU and id must be equal on all ranks: with different options or data,
@@ -1480,6 +1486,12 @@ typedef struct {
     uint64_t device, host;                      // bytes available for a plan
     uint64_t ctas;                              // thread blocks for NCCL
     char gpu[RANK_TEXT], id[RANK_ID];
+    // Verdicts on kernels (chapter Kernel trials) and a fingerprint of the GPU and driver that they
+    // are for, 0: none. After the handshake the verdicts are rank 0's; kernels_unlike is then a
+    // rank with another GPU or driver, or 0.
+    uint64_t kernels_where;
+    char kernels[RANK_KERNELS];
+    int kernels_unlike;
 } RankInfo;
 static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least of all
 
@@ -5723,11 +5735,15 @@ struct Engine {
     void *self;
     char device[192];         // description to print
     const char *matmul;       // matmul algorithms in use, as text; NULL: it has no choice
+    const char *kernels;      // kernels in use other than the default ones, likewise
+    const char *kernels_line;  // how these were chosen, to print; NULL: there was no choice
     int states;               // number of states held: STATES, or 1 (only the weights)
     int zero;                 // 1: opened with all states zero, and none written since
     // Adopts the matmul algorithms recorded in a checkpoint; called before any state is written.
     // Returns 0 if it cannot use them, and then keeps its own. NULL: the engine has no choice.
     int (*set_algorithms)(Engine *e, const char *choices);
+    // Likewise for kernels. If it cannot use one of those named, it uses the default instead.
+    int (*set_kernels)(Engine *e, const char *kernels);
     double peak_flops;        // the basis of "% of peak"; 0: unknown
     const char *peak_source;  // its source, or why it is unknown
     // Runs forward and backward on micro-batch `accum_step` (from 0) of `accum_steps`. The first
@@ -6435,6 +6451,8 @@ typedef struct Program {
     uint64_t (*available)(void);                              // bytes available for the plan
     uint64_t (*library)(int *measured);                       // bytes used by libraries; or NULL
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
+    int (*prove)(const char *shape);                          // --prove; NULL: not there
+    void (*try_kernels)(const Settings *s);                   // before memory is measured; or NULL
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
     const char *built;                                        // optional features built in
     // Stores the device's name in `name`. Returns 0 if no device is usable; `name` is then the
@@ -9042,6 +9060,9 @@ static void run_print_box(const Run *run) {
 static void run_print_engine(const Run *run) {
     const Engine *e = &run->engine;
     printf("device   %s\n", e->device);
+    if (e->kernels_line) {
+        printf("kernels  %s\n", e->kernels_line);
+    }
     if (e->peak_flops > 0) {
         printf("peak     %.0f GFLOP/s, %s; FLOPs per token: 6 x (parameters + padding) + "
                "6 L C T\n\n", e->peak_flops * 1e-9, e->peak_source);
@@ -9179,6 +9200,9 @@ static void run_fit(Run *run, const Program *program) {
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     if (program->refuse) {
         program->refuse(&run->s);
+    }
+    if (program->try_kernels) {
+        program->try_kernels(&run->s);
     }
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
@@ -9504,6 +9528,10 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     }
     if ((o->check || o->compare) && !program->command) {
         die("--check and --compare need the GPU program, train_gpt2cu");
+    }
+    if (o->prove) {
+        return program->prove ? program->prove(o->prove)
+                              : (die("--prove is a command of the GPU program, train_gpt2cu"), 1);
     }
     writes_return_errors();
     if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it

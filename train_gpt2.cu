@@ -38,10 +38,11 @@
 //  40  Steps and update
 // Part K. Service
 //  41  Timed matmul algorithms
-//  42  States in and out
-//  43  Opening and warm-up
-//  44  Peaks, --check and --compare
-//  45  main
+//  42  Kernel trials
+//  43  States in and out
+//  44  Opening and warm-up
+//  45  Peaks, --check and --compare
+//  46  main
 
 #include <cuda_runtime.h>
 
@@ -2414,8 +2415,19 @@ static int attention_choice[ATTENTION_KERNELS];  // rows of the tables
 
 static bool fits_any(int, int, Type) { return true; }
 
+// On the emulated device EMU_KERNELS adds a candidate: row 0 with an injected mistake (chapter
+// Kernel trials).
+#if CUDA_CPU
+template <int KERNEL> static void attention_planted(const AttentionArgs<__nv_bfloat16> &a);
+static bool fits_planted(int, int, Type) { return emu::plants_kernel(); }
+#define PLANTED_VARIANT(kernel) {"planted", 0, fits_planted, attention_planted<kernel>, nullptr},
+#else
+#define PLANTED_VARIANT(kernel)
+#endif
+
 static const AttentionVariant attention_forward_variants[] = {
     {"mma.sync", 0, fits_any, attention_forward_mma, nullptr},
+    PLANTED_VARIANT(ATTENTION_FORWARD)
 };
 
 // Launches the chosen variant of a kernel: row 0 if the chosen one does not support the shape.
@@ -2956,9 +2968,11 @@ template <class E> static void attention_dkv_mma(const AttentionArgs<E> &a) {
 
 static const AttentionVariant attention_dq_variants[] = {
     {"mma.sync", 0, fits_any, attention_dq_mma, nullptr},
+    PLANTED_VARIANT(ATTENTION_DQ)
 };
 static const AttentionVariant attention_dkv_variants[] = {
     {"mma.sync", 0, fits_any, attention_dkv_mma, nullptr},
+    PLANTED_VARIANT(ATTENTION_DKV)
 };
 
 // The tables of variants, by AttentionKernel.
@@ -2970,7 +2984,7 @@ struct AttentionTable {
     constexpr AttentionTable(const char *kernel, const AttentionVariant (&table)[N])
         : name(kernel), variants(table), count(N) {}
 };
-[[maybe_unused]] static const AttentionTable attention_tables[ATTENTION_KERNELS] = {
+static const AttentionTable attention_tables[ATTENTION_KERNELS] = {
     {"forward", attention_forward_variants},
     {"dQ", attention_dq_variants},
     {"dK and dV", attention_dkv_variants},
@@ -4531,6 +4545,7 @@ static void ranks_handshake(void) {
                  {offsetof(RankInfo, options), "was given other options"},
                  {offsetof(RankInfo, data), "has other data"},
                  {offsetof(RankInfo, settings), "has another model"}};
+    int unlike = 0;
     RankInfo *cards = (RankInfo *)alloc_zero(n, sizeof(RankInfo));
     // For tests: from version 2.30.7 on, NCCL lets ranks share a GPU if this is set (NCCL user
     // guide, Environment Variables). Each rank then plans as if all of the GPU's free memory were
@@ -4542,6 +4557,7 @@ static void ranks_handshake(void) {
     for (size_t r = 1; r < n; r++) {
         cards[0].device = cards[r].device < cards[0].device ? cards[r].device : cards[0].device;
         cards[0].host = cards[r].host < cards[0].host ? cards[r].host : cards[0].host;
+        unlike = unlike || cards[r].kernels_where == cards[0].kernels_where ? unlike : (int)r;
         cards[0].ctas = cards[r].ctas < cards[0].ctas ? cards[r].ctas : cards[0].ctas;
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
             if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,
@@ -4559,6 +4575,8 @@ static void ranks_handshake(void) {
         }
     }
     memcpy(rank_info.id, cards[0].id, RANK_ID);
+    memcpy(rank_info.kernels, cards[0].kernels, RANK_KERNELS);
+    rank_info.kernels_unlike = unlike;
     rank_info.device = cards[0].device;
     rank_info.host = cards[0].host;
     rank_info.ctas = cards[0].ctas;
@@ -5942,7 +5960,734 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 42. States in and out
+// 42. Kernel trials
+// Some kernels have variants (AttentionVariant). A run uses another row of such a table than row 0
+// only if this machine has executed that row, found it right and measured it more than 2 % faster.
+// So a kernel that has never run on a GPU of this kind cannot harm a run: in case of any doubt, and
+// with --tune 0, the run uses row 0.
+// 1. The trial (--prove) is a process of its own, started before this one creates a CUDA context:
+//    an illegal instruction ends the context of its process, and a kernel that hangs ends only with
+//    its process.
+// 2. Verdicts are cached for this GPU, driver, program and shape. A candidate whose process was
+//    ended from outside has no verdict and is tried again at the next start.
+// 3. Variants round differently, so a run keeps its rows: they are recorded in checkpoints, and all
+//    ranks adopt rank 0's verdicts.
+// 4. On the emulated device nothing is tried unless EMU_KERNELS is set.
+
+constexpr int TRIAL_ROWS = 4;            // rows of a kernel's table, at most
+constexpr int TRIAL_BATCH = 16;          // sequences, at most: 0.7 GB at 124M
+constexpr int TRIAL_LENGTH_MIN = 16;     // shorter sequences are not worth a trial
+constexpr int TRIAL_LENGTH_CPU = 1024;   // longer ones are not computed on the CPU
+constexpr int TRIAL_NOISE = 8 * 8191;    // numbers; 8191 is prime, so rows differ
+constexpr int TRIAL_GUARD = 4096;        // bytes before and after an output that must not change
+constexpr int TRIAL_UNWRITTEN = 0xff;    // these bytes, and outputs before a kernel: NaN
+constexpr int TRIAL_START_LINES = 3;     // time limit up to the first line, in limits of a line
+constexpr int TRIAL_END_S = 10;          // time limit of the end of a killed process
+#if CUDA_CPU
+static double trial_limit_s(void) { return (double)emu::set.kernel_limit_s; }
+static bool trial_allows(const char *name) {
+    return emu::set.kernels && (strcmp(name, "planted") == 0) == emu::plants_kernel();
+}
+#else
+static double trial_limit_s(void) { return 20; }  // a trial takes 2 to 4 s in all
+static bool trial_allows(const char *) { return true; }
+#endif
+
+struct TrialShape {
+    int HS, T, NH, B;
+};
+
+// A verdict is a text: "right 1.432" with the default's time divided by the candidate's; "wrong",
+// "crashed", "hung" or "absent", each with ": WHY"; or, if there is none yet, "".
+struct KernelVerdict {
+    char s[72];
+};
+typedef KernelVerdict KernelVerdicts[ATTENTION_KERNELS][TRIAL_ROWS];
+static_assert(sizeof(KernelVerdicts) <= RANK_KERNELS, "the verdicts fit into a RankInfo");
+static const char *const kernel_words[] = {"forward", "dq", "dkv"};
+
+// Returns the ratio of the times of a candidate that is right, otherwise 0.
+static double verdict_ratio(const char *verdict) {
+    char *end = nullptr;
+    const double ratio = strncmp(verdict, "right ", 6) == 0 ? strtod(verdict + 6, &end) : 0;
+    return ratio > 0 && ratio < 1e6 && *end == 0 ? ratio : 0;
+}
+
+// Returns true if a text read from the cache or from a trial is a verdict.
+static bool verdict_is(const char *text) {
+    for (const char *word : {"wrong: ", "crashed: ", "hung: ", "absent: "}) {
+        if (strncmp(text, word, strlen(word)) == 0) {
+            return true;
+        }
+    }
+    return verdict_ratio(text) > 0;
+}
+
+// Calls f(kernel, row, name) for every candidate for the shape on a GPU of this capability.
+template <class F> static void each_candidate(const TrialShape &x, int capability, F f) {
+    for (int kernel = 0; kernel < ATTENTION_KERNELS; kernel++) {
+        const AttentionTable &table = attention_tables[kernel];
+        check(table.count <= TRIAL_ROWS, "more variants than TRIAL_ROWS");
+        for (int row = 1; row < table.count; row++) {
+            const AttentionVariant &v = table.variants[row];
+            if ((!v.capability || v.capability == capability) && x.T >= TRIAL_LENGTH_MIN &&
+                v.fits(x.HS, x.T, TYPE_BF16) && trial_allows(v.name)) {
+                f(kernel, row, v.name);
+            }
+        }
+    }
+}
+
+#if CUDA_CPU
+// Row 0 of a kernel with the mistake of EMU_KERNELS in the last token's out or dQ or in the first
+// token's dK and dV.
+template <int KERNEL> static void attention_planted(const AttentionArgs<__nv_bfloat16> &a) {
+    const bool forward = KERNEL == ATTENTION_FORWARD;
+    const size_t C = (size_t)a.NH * a.HS, step = forward ? C : 3 * C;
+    __nv_bfloat16 *end = (forward ? a.out : a.dqkv) + (size_t)a.B * a.T * step;
+    __nv_bfloat16 *first = KERNEL == ATTENTION_DKV ? a.dqkv + C : end - step;
+    emu::planted_kernel(a.stream, KERNEL, first, KERNEL == ATTENTION_DKV ? 2 * C : C, a.HS, end,
+                        [&] { attention_tables[KERNEL].variants[0].start(a); });
+}
+#endif
+
+// --prove, the process of the trial.
+
+// The outputs of the kernels: rows of `parts` x C numbers or, for 0, one number per token and head.
+enum { TRIAL_OUT, TRIAL_LSE, TRIAL_DQKV, TRIAL_DROW, TRIAL_SUMS, TRIAL_OUTPUTS };
+static const struct {
+    int parts;
+    size_t bytes;  // of a number
+} trial_outputs[TRIAL_OUTPUTS] = {{1, 2}, {0, 4}, {3, 2}, {0, 4}, {3, 4}};
+
+// What each kernel computes, and the largest error relative to the norm: compared with the CPU
+// reference (0: not compared) and with the default.
+struct TrialResult {
+    const char *name;
+    int kernel, output, part;
+    double error, apart;
+};
+static const TrialResult trial_results[] = {
+    {"out", ATTENTION_FORWARD, TRIAL_OUT, 0, 5e-3, 1e-2},
+    {"LSE2", ATTENTION_FORWARD, TRIAL_LSE, 0, 1e-5, 1e-4},
+    {"dQ", ATTENTION_DQ, TRIAL_DQKV, 0, 8e-3, 1e-2},
+    {"D", ATTENTION_DQ, TRIAL_DROW, 0, 1e-5, 1e-4},
+    {"the sum of dQ", ATTENTION_DQ, TRIAL_SUMS, 0, 0, 1e-2},
+    {"dK", ATTENTION_DKV, TRIAL_DQKV, 1, 8e-3, 1e-2},
+    {"dV", ATTENTION_DKV, TRIAL_DQKV, 2, 8e-3, 1e-2},
+    {"the sum of dK", ATTENTION_DKV, TRIAL_SUMS, 1, 0, 1e-2},
+    {"the sum of dV", ATTENTION_DKV, TRIAL_SUMS, 2, 0, 1e-2},
+};
+
+// Copies of the outputs on the host: the default's, the candidate's, its second ones; the last are
+// the CPU reference's, as real.
+enum { TRIAL_DEFAULT, TRIAL_FIRST, TRIAL_SECOND, TRIAL_CPU, TRIAL_COPIES };
+
+struct Trial {
+    TrialShape shape, now;  // given, and of the present case: other B and T
+    __nv_bfloat16 noise[TRIAL_NOISE], *inputs[2];  // inputs: qkv and dout on the device
+    real *host[2];                                 // and on the host
+    char *outputs[2][TRIAL_OUTPUTS];  // of default and candidate on the device, between two guards
+    char *copies[TRIAL_COPIES][TRIAL_OUTPUTS];
+    cudaStream_t stream;
+};
+
+static size_t trial_rows(const TrialShape &x, int output) {
+    const size_t tokens = (size_t)x.B * x.T;
+    return output == TRIAL_SUMS ? (size_t)attention_parts<__nv_bfloat16>(x.B, x.T, x.HS)
+                                : tokens * (trial_outputs[output].parts ? 1 : x.NH);
+}
+
+static size_t trial_columns(const TrialShape &x, int output) {
+    const int parts = trial_outputs[output].parts;
+    return parts ? (size_t)parts * x.NH * x.HS : 1;
+}
+
+static size_t trial_bytes(const TrialShape &x, int output) {
+    return trial_rows(x, output) * trial_columns(x, output) * trial_outputs[output].bytes;
+}
+
+// Calls f(output) for every output of a kernel.
+template <class F> static void each_output(int kernel, F f) {
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        if (std::any_of(std::begin(trial_results), std::end(trial_results),
+                        [=](const TrialResult &r) {
+                            return r.kernel == kernel && r.output == output;
+                        })) {
+            f(output);
+        }
+    }
+}
+
+// Launches a kernel. A candidate (row > 0) has outputs of its own, but reads what the default's
+// earlier kernels have written.
+static void trial_launch(const Trial *t, int kernel, int row) {
+    const TrialShape &x = t->now;
+    auto at = [&](int output, bool own) {
+        return (void *)(t->outputs[own && row > 0][output] + TRIAL_GUARD);
+    };
+    const bool forward = kernel == ATTENTION_FORWARD, dq = kernel == ATTENTION_DQ;
+    attention_tables[kernel].variants[row].start(
+        {t->inputs[0], t->inputs[1], (__nv_bfloat16 *)at(TRIAL_OUT, forward),
+         (__nv_bfloat16 *)at(TRIAL_DQKV, true), (float *)at(TRIAL_LSE, forward),
+         (float *)at(TRIAL_DROW, dq), (float *)at(TRIAL_SUMS, true), x.B, x.T, x.NH, x.HS,
+         t->stream});
+#if CUDA_CPU
+    const int changed = forward ? TRIAL_OUT : TRIAL_DQKV;
+    emu::planted_trial(t->stream, row, at(changed, true), trial_bytes(x, changed));
+#endif
+}
+
+// Runs a kernel whose outputs hold NaN, and copies them to the host. Ends the process if it fails.
+static void trial_run(const Trial *t, int kernel, int row, int copy) {
+    each_output(kernel, [&](int output) {
+        cuda_check(cudaMemsetAsync(t->outputs[row > 0][output], TRIAL_UNWRITTEN,
+                                   trial_bytes(t->now, output) + 2 * TRIAL_GUARD, t->stream));
+    });
+    trial_launch(t, kernel, row);
+    const cudaError_t error = cudaStreamSynchronize(t->stream);
+    if (error != cudaSuccess) {
+        printf("crashed: %.50s\n", cudaGetErrorString(error));
+        fflush(stdout);
+        _exit(1);
+    }
+    each_output(kernel, [&](int output) {
+        copy_wait(t->copies[copy][output], t->outputs[row > 0][output],
+                  trial_bytes(t->now, output) + 2 * TRIAL_GUARD, t->stream);
+    });
+}
+
+// Begins a case: B sequences of T tokens, with q and k multiplied by `scale`. Fills the inputs and
+// runs row 0 of the kernels up to `kernel` and, if T is at most TRIAL_LENGTH_CPU and B is 1, the
+// CPU reference.
+static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
+    const size_t C = (size_t)t->shape.NH * t->shape.HS;
+    t->now.B = B;
+    t->now.T = T;
+    for (int i = 0; i < 2; i++) {
+        const size_t columns = i ? C : 3 * C, n = (size_t)B * T * columns;
+        __nv_bfloat16 *rounded = (__nv_bfloat16 *)alloc_zero(n, sizeof *rounded);
+        #pragma omp parallel for schedule(static)
+        for (size_t k = 0; k < n; k++) {
+            const float x = to_float(t->noise[(k + i * TRIAL_NOISE / 2) % TRIAL_NOISE]);
+            rounded[k] = from_float<__nv_bfloat16>(!i && k % columns < 2 * C ? scale * x : x);
+            t->host[i][k] = to_float(rounded[k]);
+        }
+        copy_wait(t->inputs[i], rounded, n * sizeof *rounded, t->stream);
+        free(rounded);
+    }
+    for (int k = 0; k <= kernel; k++) {
+        trial_run(t, k, 0, TRIAL_DEFAULT);
+    }
+    if (B > 1 || T > TRIAL_LENGTH_CPU) {
+        return;
+    }
+    // As on the GPU, the backward pass gets the forward pass's rounded output.
+    real *reference[TRIAL_OUTPUTS], *out = (real *)alloc_zero(T * C, sizeof(real));
+    const __nv_bfloat16 *rounded =
+        (const __nv_bfloat16 *)(const void *)(t->copies[TRIAL_DEFAULT][TRIAL_OUT] + TRIAL_GUARD);
+    for (size_t i = 0; i < T * C; i++) {
+        out[i] = to_float(rounded[i]);
+    }
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        reference[output] = (real *)(void *)t->copies[TRIAL_CPU][output];
+    }
+    #pragma omp parallel
+    #pragma omp single
+    {
+        attention_forward(reference[TRIAL_OUT], reference[TRIAL_LSE], t->host[0], 1, T, (int)C,
+                          t->shape.NH);
+        #pragma omp taskwait
+        attention_backward(reference[TRIAL_DQKV], t->host[1], t->host[0], out,
+                           reference[TRIAL_LSE], 1, T, (int)C, t->shape.NH);
+    }
+    for (int i = 0; i < t->shape.NH * T; i++) {  // LSE2 and D
+        double sum = 0;
+        for (int d = 0; d < t->shape.HS; d++) {
+            const size_t at = (size_t)(i % T) * C + (size_t)(i / T) * t->shape.HS + d;
+            sum += (double)t->host[1][at] * (double)out[at];
+        }
+        reference[TRIAL_DROW][i] = (real)sum;
+        reference[TRIAL_LSE][i] *= (real)LOG2_E;
+    }
+    free(out);
+}
+
+// Number i of a copy of an output.
+static double trial_number(const Trial *t, int copy, int output, size_t i) {
+    const char *bytes = t->copies[copy][output];
+    if (copy == TRIAL_CPU) {
+        return ((const real *)(const void *)bytes)[i];
+    }
+    return matmul_number(bytes + TRIAL_GUARD,
+                         trial_outputs[output].bytes == 2 ? CUDA_R_16BF : CUDA_R_32F, i);
+}
+
+// Compares a result in two copies: the norm of the difference with that of `want`, at most `most`,
+// and, except with the CPU reference, each head's row: 5 % of its norm and 1 % of the mean norm.
+static bool trial_near(const Trial *t, const TrialResult &r, int got, int want, double most,
+                       char why[64]) {
+    const size_t C = (size_t)t->shape.NH * t->shape.HS, step = trial_columns(t->now, r.output);
+    const size_t columns = step > 1 ? C : 1, unit = step > 1 ? (size_t)t->shape.HS : 1;
+    const size_t heads = trial_rows(t->now, r.output) * columns / unit;
+    double norm = 0, apart = 0, mean = 0;
+    int far = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        double sum = 0;
+        #pragma omp parallel for reduction(+ : norm, apart, sum, far)
+        for (size_t head = 0; head < heads; head++) {
+            double own = 0, difference = 0;
+            for (size_t i = head * unit; i < (head + 1) * unit; i++) {
+                const size_t at = i / columns * step + (size_t)r.part * C + i % columns;
+                const double wanted = trial_number(t, want, r.output, at);
+                const double d = trial_number(t, got, r.output, at) - wanted;
+                own += wanted * wanted;
+                difference += d * d;
+            }
+            norm += own;
+            apart += difference;
+            sum += sqrt(own);
+            far += pass && !(sqrt(difference) <= 0.05 * sqrt(own) + 0.01 * mean);
+        }
+        mean = sum / (double)heads;
+    }
+    const double error = sqrt(apart / norm);
+    const bool near = error <= most, rows = want == TRIAL_CPU || far == 0;
+    if (!near) {
+        snprintf(why, 64, "%s differs from the %s by %.1e", r.name,
+                 want == TRIAL_CPU ? "CPU's" : "default's", error);
+    } else if (!rows) {
+        snprintf(why, 64, "%s differs in %d rows of heads", r.name, far);
+    }
+    return near && rows;
+}
+
+// Returns true if the candidate has changed nothing but its results. Clears these in the second
+// copy.
+static bool trial_stays_inside(const Trial *t, int kernel) {
+    const size_t C = (size_t)t->shape.NH * t->shape.HS;
+    size_t changed = 0;
+    for (const TrialResult &r : trial_results) {
+        const size_t each = trial_outputs[r.output].bytes, step = trial_columns(t->now, r.output);
+        for (size_t row = 0; r.kernel == kernel && row < trial_rows(t->now, r.output); row++) {
+            memset(t->copies[TRIAL_SECOND][r.output] + TRIAL_GUARD +
+                       (row * step + (size_t)r.part * C) * each,
+                   TRIAL_UNWRITTEN, (step > 1 ? C : 1) * each);
+        }
+    }
+    each_output(kernel, [&](int output) {
+        const size_t bytes = trial_bytes(t->now, output) + 2 * TRIAL_GUARD;
+        const char *at = t->copies[TRIAL_SECOND][output];
+        changed += bytes - (size_t)std::count(at, at + bytes, (char)TRIAL_UNWRITTEN);
+    });
+    return changed == 0;
+}
+
+// Returns true if the candidate is right in every case; otherwise writes the reason to `why`. The
+// cases: one sequence whose length is no multiple of a tile, and the run's batch and length; scores
+// of the usual size, and a softmax that is close to one-hot.
+static bool trial_is_right(Trial *t, int kernel, int row, char why[64]) {
+    const int T = min_int(t->shape.T, TRIAL_LENGTH_CPU) - (t->shape.T > 128 ? 37 : 3);
+    for (int i = 0; i < 4; i++) {
+        const bool one = i < 2;
+        trial_begin(t, kernel, one ? 1 : t->shape.B, one ? T - (T % 64 == 0) : t->shape.T,
+                    i % 2 ? 4 : 1);
+        auto is_near = [&](int got, int want) {
+            return std::all_of(std::begin(trial_results), std::end(trial_results),
+                               [&](const TrialResult &r) {
+                const double most = want == TRIAL_CPU ? r.error : r.apart;
+                return r.kernel != kernel || most == 0 || trial_near(t, r, got, want, most, why);
+            });
+        };
+        if (one && !is_near(TRIAL_DEFAULT, TRIAL_CPU)) {
+            printf("default: %s\n", why);
+            return false;
+        }
+        bool same = true;
+        trial_run(t, kernel, row, TRIAL_FIRST);
+        trial_run(t, kernel, row, TRIAL_SECOND);
+        each_output(kernel, [&](int output) {
+            same = same && memcmp(t->copies[TRIAL_FIRST][output], t->copies[TRIAL_SECOND][output],
+                                  trial_bytes(t->now, output) + 2 * TRIAL_GUARD) == 0;
+        });
+        if (!same || !trial_stays_inside(t, kernel)) {
+            snprintf(why, 64, same ? "it writes outside its outputs" : "not the same bits twice");
+            return false;
+        }
+        if ((one && !is_near(TRIAL_FIRST, TRIAL_CPU)) || !is_near(TRIAL_FIRST, TRIAL_DEFAULT)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Tries a candidate: prints "try KERNEL NAME" before its first launch, then the verdict.
+static bool trial_verdict(Trial *t, int kernel, int row) {
+    const AttentionVariant &v = attention_tables[kernel].variants[row];
+    cudaFuncAttributes built = {};
+    char why[64] = "";
+    printf("try %s %s\n", kernel_words[kernel], v.name);
+    if (v.kernel && (cudaFuncGetAttributes(&built, v.kernel) != cudaSuccess ||
+                     built.ptxVersion < v.capability)) {
+        (void)cudaGetLastError();
+        printf("absent: this program is built for other GPUs\n");
+        return true;
+    }
+    fflush(stdout);
+    const bool right = trial_is_right(t, kernel, row, why);
+    double ms[2][TUNE_ROUNDS];
+    if (right) {
+        trial_begin(t, kernel, t->shape.B, t->shape.T, 1);
+    }
+    for (int i = 0; right && i < 2 * TUNE_ROUNDS; i++) {  // in turn
+        ms[i % 2][i / 2] = gpu_time_ms(1, t->stream, [&](int) {
+            trial_launch(t, kernel, i % 2 ? row : 0);
+        });
+    }
+    right ? printf("right %.3f\n", median(ms[0], TUNE_ROUNDS) / median(ms[1], TUNE_ROUNDS))
+          : printf("wrong: %s\n", why);
+    fflush(stdout);
+    return right;
+}
+
+// Returns true if a list such as ",dq=wgmma,dkv=wgmma" names the variant of a kernel.
+static bool kernel_is_named(const char *list, char before, int kernel, const char *name) {
+    char word[64];
+    const int n = snprintf(word, sizeof word, "%c%s=%s", before, kernel_words[kernel], name);
+    const char *at = strstr(list, word);
+    return at && (at[n] == before || at[n] == 0);
+}
+
+// Parses HS,T,NH,B, with B at most TRIAL_BATCH; returns the text after it. Ends the program if it
+// is not a shape of the kernels.
+static const char *trial_shape_parse(TrialShape *x, const char *text) {
+    int n = 0;
+    if (sscanf(text, "%d,%d,%d,%d%n", &x->HS, &x->T, &x->NH, &x->B, &n) != 4 ||
+        (text[n] && !strchr(&text[n], '=')) || x->HS < HEAD_UNIT || x->HS > HEAD_MAX ||
+        x->HS % HEAD_UNIT != 0 || x->T < TRIAL_LENGTH_MIN || x->T > LENGTH_MAX || x->NH < 1 ||
+        (int64_t)x->NH * x->HS > CHANNELS_MAX || x->B < 1) {
+        die("--prove: '%s' is not HS,T,NH,B: the head size, a multiple of %d up to %d; %d to %d "
+            "tokens; heads with at most %d channels in all; sequences", text, HEAD_UNIT, HEAD_MAX,
+            TRIAL_LENGTH_MIN, LENGTH_MAX, CHANNELS_MAX);
+    }
+    x->B = min_int(x->B, TRIAL_BATCH);
+    return &text[n];
+}
+
+// Allocates the memory of a trial and fills in the noise.
+static void trial_open(Trial *t) {
+    const TrialShape &x = t->shape;
+    cuda_check(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
+    matmul_workspace = (real *)alloc_zero(matmul_workspace_bytes(thread_count()), 1);
+    for (size_t i = 0; i < TRIAL_NOISE; i++) {  // q, k, v and dO between -2 and 2
+        t->noise[i] = from_float<__nv_bfloat16>((float)(4 * rng_uniform(1, 0, 3, i) - 2));
+    }
+    for (int i = 0; i < 2; i++) {
+        const size_t numbers = (size_t)x.B * x.T * (i ? 1 : 3) * x.NH * x.HS;
+        cuda_check(cudaMalloc((void **)&t->inputs[i], numbers * sizeof *t->inputs[i]));
+        t->host[i] = (real *)alloc_zero(numbers, sizeof(real));
+    }
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        const size_t bytes = trial_bytes(x, output) + 2 * TRIAL_GUARD;
+        for (int i = 0; i < 2; i++) {
+            cuda_check(cudaMalloc((void **)&t->outputs[i][output], bytes));
+        }
+        for (int i = 0; i < TRIAL_COPIES; i++) {
+            t->copies[i][output] = (char *)alloc_zero(bytes, i == TRIAL_CPU ? sizeof(real) : 1);
+        }
+    }
+}
+
+// Program.prove: tries the candidates for heads of HS channels, T tokens, NH heads and B sequences
+// on the first GPU: all, or those in a list after the shape. Returns the exit status: 0 if all are
+// right or absent.
+static int kernels_prove(const char *shape) {
+    Trial *t = (Trial *)alloc_zero(1, sizeof *t);
+    const char *list = trial_shape_parse(&t->shape, shape);
+    cudaDeviceProp gpu;
+    int candidates = 0, wrong = 0;
+    t->now = t->shape;
+    device_select(0);
+    cuda_check(cudaGetDeviceProperties(&gpu, 0));
+    auto each_named = [&](auto f) {
+        each_candidate(t->shape, 10 * gpu.major + gpu.minor, [&](int kernel, int row,
+                                                                 const char *name) {
+            if (!list[0] || kernel_is_named(list, ',', kernel, name)) {
+                f(kernel, row);
+            }
+        });
+    };
+    each_named([&](int, int) { candidates++; });
+    printf("gpu %.64s: %d candidates\n", gpu.name, candidates);
+    fflush(stdout);
+    if (candidates == 0) {
+        return 0;
+    }
+    trial_open(t);
+    each_named([&](int kernel, int row) { wrong += !trial_verdict(t, kernel, row); });
+    fflush(stdout);
+    _exit(wrong > 0);  // frees nothing: a kernel may have harmed this process
+}
+
+// The run: its child process, the cache and the choice.
+
+// The process of a trial, as its parent sees it.
+struct TrialChild {
+    pid_t pid;      // -1: it could not be started
+    int pipe;       // its standard output
+    char line[128]; // what has been read of a line, n bytes
+    size_t n;
+    int lines;      // read so far
+    char *verdict;  // of the candidate that is being tried; null: none is
+};
+
+// Starts --prove for the shape and the candidates without a verdict. Only async-signal-safe
+// functions are called between fork and exec, because this process may have other threads. The
+// child is in a process group of its own, so that Ctrl-C ends it only through this process; if this
+// process is killed, the system kills it too.
+static TrialChild trial_start(const TrialShape &x, int capability,
+                              const KernelVerdicts &verdicts) {
+    TrialChild child = {-1, -1, "", 0, 0, nullptr};
+    char shape[512];
+    int ends[2], n = snprintf(shape, sizeof shape, "%d,%d,%d,%d", x.HS, x.T, x.NH, x.B);
+    const char *const arguments[] = {program_name, "--prove", shape, nullptr};
+    const pid_t parent = getpid();
+    each_candidate(x, capability, [&](int kernel, int row, const char *name) {
+        n = verdicts[kernel][row].s[0] ? n : text_add(shape, sizeof shape, n, ",%s=%s",
+                                                      kernel_words[kernel], name);
+    });
+    signal(SIGCHLD, SIG_DFL);  // if a shell set it to be ignored, the exit status would be lost
+    if (pipe2(ends, O_CLOEXEC) != 0) {
+        return child;
+    }
+    child.pid = fork();
+    child.pipe = ends[0];
+    if (child.pid == 0) {
+        setpgid(0, 0);
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        dup2(ends[1], STDOUT_FILENO);
+        dup2(open("/dev/null", O_WRONLY | O_CLOEXEC), STDERR_FILENO);
+        if (getppid() == parent) {
+            execv("/proc/self/exe", (char *const *)arguments);
+        }
+        _exit(127);
+    }
+    close(ends[1]);
+    return child;
+}
+
+// Reads a byte of the child's output, and acts on a line that it completes. Returns false at the
+// end.
+static bool trial_read(TrialChild *child, KernelVerdicts *verdicts, const TrialShape &x,
+                       int capability) {
+    static KernelVerdict unnamed;
+    char *line = child->line;
+    const ssize_t got = read(child->pipe, &line[child->n], 1);
+    child->n += got == 1 && child->n + 1 < sizeof child->line;
+    if (got != 1 || line[child->n - 1] != '\n') {
+        return got == 1 || (got < 0 && errno == EINTR);
+    }
+    line[child->n - 1] = 0;
+    child->n = 0;
+    child->lines++;
+    if (strncmp(line, "try ", 4) == 0) {
+        child->verdict = unnamed.s;
+        each_candidate(x, capability, [&](int kernel, int row, const char *name) {
+            char word[64];
+            snprintf(word, sizeof word, "%s %s", kernel_words[kernel], name);
+            child->verdict = strcmp(line + 4, word) == 0 ? (*verdicts)[kernel][row].s
+                                                         : child->verdict;
+        });
+    } else if (strncmp(line, "default: ", 9) == 0) {
+        fprintf(stderr, "%s: attention's default kernel is wrong on this GPU or in this trial: %s; "
+                "the run goes on with it. Please report this line\n", program_name, line + 9);
+    } else if (child->verdict && verdict_is(line)) {
+        snprintf(child->verdict, sizeof(KernelVerdict), "%.71s", line);
+        child->verdict = nullptr;
+    }
+    return true;
+}
+
+// Waits for the end of the child. If it ended by itself while it tried a candidate, that has
+// crashed; but if the user or the system has killed it, there is no verdict.
+static void trial_end(TrialChild *child) {
+    const int faults[] = {0, SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP, SIGSYS};
+    int status = 0;
+    for (double since_ms = now_ms(); waitpid(child->pid, &status, WNOHANG) == 0; usleep(1000)) {
+        progress();
+        if (now_ms() - since_ms > 1e3 * TRIAL_END_S) {
+            die("the trial of kernels, process %d, cannot be ended: nvidia-smi and dmesg show the "
+                "state of the GPU; --tune 0 starts no trial", (int)child->pid);
+        }
+    }
+    const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    if (child->verdict && std::count(faults, std::end(faults), number)) {
+        snprintf(child->verdict, sizeof(KernelVerdict),
+                 number ? "crashed: signal %d" : "crashed: exit status %d",
+                 number ? number : WEXITSTATUS(status));
+    }
+}
+
+// Runs the trial and fills in the verdicts it finds. Returns false if a signal has ended it.
+static bool trial_supervise(KernelVerdicts *verdicts, const TrialShape &x, int capability) {
+    enum { LOOK_MS = 100 };
+    // All together less than --timeout, for which other ranks wait.
+    const double most_ms = this_rank.ranks > 1 ? 0.8 * rank_timeout_ms : HUGE_VAL;
+    double look_ms = now_ms(), all_ms = 0, line_ms = 0;
+    TrialChild child = trial_start(x, capability, *verdicts);
+    bool open = child.pid >= 0, late = false;
+    while (open && !late && !stop_signal) {
+        struct pollfd ready = {child.pipe, POLLIN, 0};
+        const int reads = poll(&ready, 1, LOOK_MS), lines = child.lines;
+        // A look counts for one second at most: both processes may be stopped, as by Ctrl-Z.
+        const double now = now_ms(), passed = fmin(now - look_ms, 1000);
+        look_ms = now;
+        all_ms += passed;
+        open = reads <= 0 || trial_read(&child, verdicts, x, capability);
+        line_ms = child.lines > lines ? 0 : line_ms + passed;
+        late = all_ms > most_ms ||
+               line_ms > 1e3 * trial_limit_s() * (child.lines ? 1 : TRIAL_START_LINES);
+        progress();
+    }
+    if (open) {
+        kill(child.pid, SIGKILL);  // the driver then ends the context and whatever hangs in it
+        if (child.verdict && late) {
+            snprintf(child.verdict, sizeof(KernelVerdict), "hung: no answer in %.0f s",
+                     line_ms * 1e-3);
+        }
+        child.verdict = nullptr;
+    }
+    close(child.pipe);
+    if (child.pid >= 0) {
+        trial_end(&child);
+    }
+    return !stop_signal;
+}
+
+// Reads or, with `before`, writes the cache of verdicts. It has one line per candidate,
+//   GPU, 132 SMs, driver 13000 580.65.06, build 0123456789abcdef| dq:64,1024,12=wgmma right 1.432
+// A line that cannot be parsed is ignored; of two for the same candidate, the first counts. Writes
+// those that `before` lacks.
+static void trial_cache(KernelVerdicts *verdicts, const KernelVerdicts *before, const char *where,
+                        const TrialShape &x, int capability) {
+    FILE *file = cache_open("kernels", before ? "a" : "r");
+    char line[512] = "";
+    while (file && (before ? !line[0] : fgets(line, sizeof line, file) != nullptr)) {
+        each_candidate(x, capability, [&](int kernel, int row, const char *name) {
+            char head[352], *verdict = (*verdicts)[kernel][row].s;
+            const int n = snprintf(head, sizeof head, "%s| %s:%d,%d,%d=%s ", where,
+                                   kernel_words[kernel], x.HS, x.T, x.NH, name);
+            const size_t end = strcspn(line, "\n");
+            if (before && verdict[0] && !(*before)[kernel][row].s[0]) {
+                fprintf(file, "%s%s\n", head, verdict);
+            } else if (!before && !verdict[0] && line[end] && strncmp(line, head, (size_t)n) == 0) {
+                line[end] = 0;
+                snprintf(verdict, sizeof(KernelVerdict), "%.71s",
+                         verdict_is(line + n) ? line + n : "");
+            }
+        });
+        line[0] = 1;
+    }
+    if (file) {
+        fclose(file);
+    }
+}
+
+// Program.try_kernels: writes a fingerprint of this rank's GPU and driver to rank_info and, on rank
+// 0, the verdicts, from the cache or from a trial. Calls nothing that creates a CUDA context.
+// Never tries under MPS, whose server ends the kernels of all its clients after a fault of one
+// (CUDA Multi-Process Service, "Error Containment").
+static void kernels_try(const Settings *s) {
+    const TrialShape x = {s->model.C / s->model.NH, s->T, s->model.NH, min_int(s->B, TRIAL_BATCH)};
+    KernelVerdicts verdicts = {}, before;
+    cudaDeviceProp gpu;
+    char where[256], version[64] = "";
+    int driver = 0, count = 0, candidates = 0, unknown = 0;
+    if (!s->tune || s->dtype != TYPE_BF16 || s->cache ||
+        cudaGetDeviceCount(&count) != cudaSuccess || count == 0 ||
+        cudaGetDeviceProperties(&gpu, this_rank.local_rank % count) != cudaSuccess ||
+        cudaDriverGetVersion(&driver) != cudaSuccess) {
+        return;
+    }
+    const int capability = 10 * gpu.major + gpu.minor;
+    FILE *file = fopen("/sys/module/nvidia/version", "r");
+    if (file) {
+        version[fread(version, 1, sizeof version - 1, file)] = 0;
+        version[strcspn(version, "\n")] = 0;
+        fclose(file);
+    }
+    const int n = snprintf(where, sizeof where, "%.64s, %d SMs, driver %d %s", gpu.name,
+                           gpu.multiProcessorCount, driver, version);
+    each_candidate(x, capability, [&](int, int, const char *) { candidates++; });
+    rank_info.kernels_where = candidates ? fnv1a(fnv1a_start, where, (size_t)n) : 0;
+    if (!candidates || this_rank.rank > 0) {
+        return;
+    }
+    snprintf(where + n, sizeof where - (size_t)n, ", build %016" PRIx64, fingerprint_program());
+    trial_cache(&verdicts, nullptr, where, x, capability);
+    memcpy(&before, &verdicts, sizeof before);
+    each_candidate(x, capability, [&](int kernel, int row, const char *) {
+        unknown += !verdicts[kernel][row].s[0];
+    });
+    if (unknown && this_rank.local_rank == 0 && !getenv("CUDA_MPS_PIPE_DIRECTORY") &&
+        access("/tmp/nvidia-mps/control", F_OK) != 0) {
+        trial_supervise(&verdicts, x, capability)
+            ? trial_cache(&verdicts, &before, where, x, capability)
+            : (void)memcpy(&verdicts, &before, sizeof verdicts);
+    }
+    each_candidate(x, capability, [&](int kernel, int row, const char *) {
+        KernelVerdict *v = &verdicts[kernel][row];
+        *v = v->s[0] ? *v : KernelVerdict{"not tried"};
+    });
+    memcpy(rank_info.kernels, &verdicts, sizeof verdicts);
+}
+
+// Chooses each kernel's row: the fastest that is right or, if `wanted` is not null, the one that a
+// checkpoint names (" forward=wgmma dq=wgmma"; row 0 is not named), however fast, if it is right
+// here. Sets the engine's texts. Returns false if the choice is not the wanted one.
+static bool kernels_choose(Engine *e, const char *wanted) {
+    static char chosen[128], line[512];
+    KernelVerdicts verdicts;
+    const int unlike = rank_info.kernels_unlike;
+    int k = 0, n = snprintf(line, sizeof line,
+                            unlike   ? "attention; rank %d has another GPU or driver than rank 0:"
+                            : wanted ? "attention, as in the checkpoint:"
+                                     : "attention, tried once on this GPU:", unlike);
+    memcpy(&verdicts, rank_info.kernels, sizeof verdicts);
+    chosen[0] = 0;
+    for (int kernel = 0; kernel < ATTENTION_KERNELS; kernel++) {
+        const AttentionTable &table = attention_tables[kernel];
+        double best = 1 / TUNE_GAIN;
+        int choice = 0;
+        char why[128] = "";
+        for (int row = 1; row < table.count; row++) {
+            const char *verdict = unlike ? "" : verdicts[kernel][row].s;
+            const double ratio = verdict_ratio(verdict);
+            const bool named =
+                wanted && kernel_is_named(wanted, ' ', kernel, table.variants[row].name);
+            if (wanted ? named && ratio > 0 : ratio > best) {
+                best = ratio;
+                choice = row;
+                snprintf(why, sizeof why, ", %.2fx", ratio);
+            } else if (verdict[0] && !choice) {
+                snprintf(why, sizeof why, " (%s %s)", table.variants[row].name, verdict);
+            }
+        }
+        attention_choice[kernel] = choice;
+        if (choice) {
+            k = text_add(chosen, sizeof chosen, k, " %s=%s", kernel_words[kernel],
+                         table.variants[choice].name);
+        }
+        n = text_add(line, sizeof line, n, "%s %s %s%s", kernel ? ";" : "", table.name,
+                     table.variants[choice].name, why);
+    }
+    e->kernels = chosen;
+    e->kernels_line = rank_info.kernels_where || unlike ? line : nullptr;
+    return !wanted || strcmp(chosen, wanted) == 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 43. States in and out
 // States (weights, moments and gradients) are read and written as fp32 whatever their type on the
 // device, so a checkpoint does not depend on a run's types. A StateView describes how a state is
 // stored in memory, so that reading and writing are each implemented once.
@@ -6247,7 +6992,7 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 43. Opening and warm-up
+// 44. Opening and warm-up
 // Turns an empty device into a network that is ready to train: allocates memory, fills the tables
 // and runs every kernel and collective once as a warm-up. Also closes the network again.
 
@@ -6391,11 +7136,10 @@ static void gpu_warm_up_step(Engine *e) {
     free(logits);
 }
 
-// Engine.set_algorithms. With several ranks, each rank first runs the newly chosen kernels by
-// itself: see 3 of chapter Exchange between ranks. The other ranks wait no longer than this takes.
-static int gpu_set_algorithms(Engine *e, const char *choices) {
+// With several ranks, each rank first runs newly chosen kernels by itself: see 3 of chapter
+// Exchange between ranks. The other ranks wait no longer than this takes.
+static void rank_rehearse(Engine *e) {
     GpuNetwork *net = (GpuNetwork *)e->self;
-    const bool taken = matmul_choices_import(choices);
     if (net->ranks.ranks > 1) {
         gpu_begin(net);  // or the data last gathered would be read as step statuses
         net->ranks.on = 0;
@@ -6403,6 +7147,18 @@ static int gpu_set_algorithms(Engine *e, const char *choices) {
         net->ranks.on = 1;
         gpu_scale_loss(e, LOSS_SCALE_LOG2, 0);  // gpu_begin has cleared the loss scale
     }
+}
+
+// Engine.set_algorithms and Engine.set_kernels.
+static int gpu_set_algorithms(Engine *e, const char *choices) {
+    const bool taken = matmul_choices_import(choices);
+    rank_rehearse(e);
+    return taken;
+}
+
+static int gpu_set_kernels(Engine *e, const char *kernels) {
+    const bool taken = kernels_choose(e, kernels);
+    rank_rehearse(e);
     return taken;
 }
 
@@ -6471,6 +7227,7 @@ static void gpu_methods(Engine *e, GpuNetwork *net) {
     e->write = gpu_write;
     e->close = gpu_close;
     e->set_algorithms = gpu_set_algorithms;
+    e->set_kernels = gpu_set_kernels;
     if (s->ranks > 1) {
         e->gather = gpu_gather;
         e->replica = gpu_replica;
@@ -6525,7 +7282,7 @@ static void gpu_open(Engine *e, Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 44. Peaks, --check and --compare
+// 45. Peaks, --check and --compare
 // The peak throughput of this GPU, for "% of peak": dense operations of the run's type per clock
 // and SM, 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120
 // the rate of GeForce cards, half that of workstation cards; for sm_75 the rate of a T4, twice that
@@ -6725,7 +7482,7 @@ static int gpu_command(Run *run, const Program *program) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 45. main
+// 46. main
 // The program of train_gpt2.c with the GPU engine and two commands of its own: --check compares one
 // batch with the CPU reference, --compare runs the same steps with and without recomputation.
 
@@ -6734,6 +7491,7 @@ static void gpu_engine_open(Engine *e, Plan *p) {
     const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
     device_describe(e, s);
+    kernels_choose(e, nullptr);
     gpu_open(e, p);
     size_t length = strlen(e->device);
     snprintf(e->device + length, sizeof e->device - length,
@@ -6784,6 +7542,8 @@ int train_gpt2cu_main(int argc, char **argv) {
         .available = device_available,
         .library = device_library_bytes,
         .command = gpu_command,
+        .prove = kernels_prove,
+        .try_kernels = kernels_try,
         .refuse = gpu_settings_check,
         .built = built,
         .device = device_name,

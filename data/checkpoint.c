@@ -22,7 +22,8 @@
 //
 // Header of the first rank's state file, for a model of two blocks (buckets 3 and 4), two ranks:
 //
-//     "__metadata__": {"run": what a resume must share, "matmul": "...", "--lr": "0.001", ...,
+//     "__metadata__": {"run": what a resume must share, "matmul": "...", "kernels": "...",
+//                      "--lr": "0.001", ...,
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
 //
@@ -356,8 +357,10 @@ static size_t range_piece(void *self, unsigned char *out) {
     return (size_t)(r.count * file_types[r.span.type].bytes);
 }
 
-// Returns the engine's choice of matmul algorithms as text for a checkpoint, or "" if it made none.
+// Return the engine's choice of matmul algorithms, and of kernels, as text for a checkpoint, or ""
+// if it made none.
 static const char *engine_matmul(const Engine *e) { return e->matmul ? e->matmul : ""; }
+static const char *engine_kernels(const Engine *e) { return e->kernels ? e->kernels : ""; }
 
 // Writes this rank's state file. The metadata has the run's identity, its options, its matmul
 // algorithms (results depend on them) and the counters; the tensors are the norms and the ranges.
@@ -369,6 +372,9 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     header_start(&header);
     fprintf(header.file, ",\"run\":\"%s\",\"matmul\":\"", snapshot->identity);
     json_text(header.file, matmul, strlen(matmul));
+    if (engine_kernels(snapshot->engine)[0]) {
+        fprintf(header.file, "\",\"kernels\":\"%s", engine_kernels(snapshot->engine));
+    }
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         const char *value = option_text(text, snapshot->options, &option_rows[i]);
@@ -1025,19 +1031,26 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
     }
 }
 
-// Makes the engine use the checkpoint's matmul algorithms, on every rank and even with --quiet,
-// because the run's bits depend on them. Returns 0 if the engine cannot.
-static int checkpoint_matmul(Engine *e, const StateFiles *f) {
-    char matmul[MATMUL_TEXT];
+// Makes the engine use the checkpoint's matmul algorithms and kernels, on every rank and even with
+// --quiet, because the run's bits depend on them. A checkpoint that names no kernels has the
+// default ones. Returns what the engine cannot use, to print, or NULL.
+static const char *checkpoint_algorithms(Engine *e, const StateFiles *f) {
+    static const char *const names[] = {NULL, "matmul algorithms", "kernels",
+                                        "matmul algorithms and kernels"};
+    char matmul[MATMUL_TEXT], kernels[MATMUL_TEXT];
     safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
-    return !matmul[0] || strcmp(matmul, engine_matmul(e)) == 0 ||
-           (e->set_algorithms && e->set_algorithms(e, matmul));
+    safetensors_text(&f->header, "kernels", kernels, sizeof kernels);
+    const int took = !matmul[0] || strcmp(matmul, engine_matmul(e)) == 0 ||
+                     (e->set_algorithms && e->set_algorithms(e, matmul));
+    const int took_kernels = strcmp(kernels, engine_kernels(e)) == 0 ||
+                             (e->set_kernels && e->set_kernels(e, kernels));
+    return names[!took + 2 * !took_kernels];
 }
 
 // Reports what a resume loses: precision, if the checkpoint stores weights or moments in fp32 and
-// the run has them in bf16; its matmul algorithms; its loss scale.
+// the run has them in bf16; its matmul algorithms or kernels; its loss scale.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
-                                int other_matmul, const char *folder) {
+                                const char *others, const char *folder) {
     const Settings *s = run->settings;
     int moments_fp32 = 0;
     for (int i = 0; i < f->count; i++) {
@@ -1050,9 +1063,8 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     if (moments_fp32 && s->moment_dtype == TYPE_BF16) {
         printf("moments were fp32 in %s and are bf16 from here on\n", folder);
     }
-    if (other_matmul) {
-        printf("matmul algorithms differ from those of %s: losses may differ by rounding\n",
-               folder);
+    if (others) {
+        printf("%s differ from those of %s: losses may differ by rounding\n", others, folder);
     }
     if (f->run.loss_scale_log2 && s->dtype != TYPE_FP16) {
         printf("ignoring the fp16 loss scale of %s, 2^%" PRId64 "\n", folder,
@@ -1104,7 +1116,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     state_cover(&f, &model.model, folder, ranks);
     checkpoint_options(run, &f, folder, 0);
     checkpoint_require_same_run(run, &f, &model.model, folder);
-    const int other_matmul = !checkpoint_matmul(run->engine, &f);
+    const char *others = checkpoint_algorithms(run->engine, &f);
     model_file_load(run->engine, &model);
     for (int i = 0; i < f.count; i++) {
         range_load(run->engine, s, &f.ranges[i], folder);
@@ -1113,7 +1125,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         printf("resumed from %s\n", folder);
         checkpoint_options(run, &f, folder, 1);
         checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32,
-                            other_matmul, folder);
+                            others, folder);
     }
     *state = f.run;
     // A loss scale that is dropped here is 0 in the next checkpoint too. If the checkpoint has

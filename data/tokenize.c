@@ -708,7 +708,7 @@ static uint32_t learner_replace(Learner *l, Pair *pair, int id, Neighbours *left
             continue;
         }
         const int64_t times = symbol_count(l, at);
-        if (s[at - 1] != BREAK && s[at - 1] != id) {    // id: already lost on the right of that one
+        if (s[at - 1] != BREAK) {
             neighbour(left, s[at - 1])->lost += times;
         }
         if (s[after] != BREAK) {
@@ -729,7 +729,7 @@ static void learner_count(const Learner *l, const uint32_t *places, uint32_t cou
     const uint32_t bytes = l->lengths[id];
     for (uint32_t i = 0; i < count; i++) {
         const uint32_t at = places[i];
-        const int ids[2] = {s[at - 1] == id ? BREAK : s[at - 1], s[at + bytes]};
+        const int ids[2] = {s[at - 1] == id ? (int)BREAK : s[at - 1], s[at + bytes]};
         for (int side = 0; side < 2; side++) {
             if (ids[side] == BREAK || l->lengths[ids[side]] + bytes > BPE_LONGEST) {
                 continue;

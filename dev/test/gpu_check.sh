@@ -40,6 +40,17 @@ steps=0 zero='' ranks=1 folder=''
 while [ $# -gt 0 ]; do
     case $1 in
         --check) echo 'check  dwte  relative difference 1.0e-03' ;;
+        --prove)
+            echo "gpu Planted: $([ "${FAULT-}" = none ] && echo 0 || echo 3) candidates"
+            [ "${FAULT-}" != none ] || exit 0
+            printf 'try forward wgmma\nright 1.432\ntry dq wgmma\n'
+            case ${FAULT-} in
+                wrong) printf 'wrong: dQ differs\ntry dkv wgmma\nabsent: older\n'; exit 1 ;;
+                crash) echo "crashed: an illegal instruction"; exit 1 ;;
+                dies) exit 134 ;;
+            esac
+            printf 'right 0.970\ntry dkv wgmma\nright 1.500\n'
+            exit 0 ;;
         -x) steps=$2 ;;
         -z) zero=$2 ;;
         --gpus) ranks=$2 ;;
@@ -91,7 +102,7 @@ check -u STAGES
 verdict "all stages" $status "$said"
 order=$(sed -n 's/^\([a-z]*\) .* took [0-9]* s; expected on an H200: [0-9]* s$/\1/p' <<< "$said")
 says "order of the stages, with the expected seconds" \
-    "^machine build check bits speed test sanitizer offload gpus bench torch $" \
+    "^machine build check bits prove speed test sanitizer offload gpus bench torch $" \
     "$(tr '\n' ' ' <<< "$order")"
 says "the context is the first check on the GPU" "gpu +ok.*context +ok +450 MiB.*build " "$said"
 says "caches are in LOGS" "^timeout.*program XDG_CACHE_HOME=$LOGS/cache P2P" "$calls"
@@ -156,6 +167,22 @@ check STAGES=gpus FAULT=old
 says "... an older NCCL" "skipped +needs NCCL 2.30.7 .NCCL_HOME.: Multiple Ranks are" "$said"
 check STAGES=gpus FAULT=p2p
 says "... without peer access" "4 ranks on it, -z 3 +ok .*; NCCL_P2P_DISABLE=1" "$said"
+
+check STAGES=prove
+says "kernels that are right" \
+    "prove +forward wgmma +ok +right, 1.432 x .*dq wgmma +ok +right, 0.970 x .*dkv wgmma +ok" \
+    "$said"
+check STAGES=prove FAULT=none
+says "... none to try" "prove +candidates +skipped" "$said"
+check STAGES=prove FAULT=wrong
+says "... one that is wrong" "dq wgmma +FAILED +wrong: dQ differs.*dkv wgmma +skipped +older" \
+    "$said"
+[ $status -eq 1 ]
+verdict "... is a failure" $?
+check STAGES=prove FAULT=crash
+says "... one that crashes" "forward wgmma +ok.*dq wgmma +FAILED +crashed: an illegal" "$said"
+check STAGES=prove FAULT=dies
+says "... one that ends the process" "forward wgmma +ok.*dq wgmma +FAILED +exit status 134" "$said"
 
 # Ranks share a GPU only if NCCL is told to.
 if [ -x train_gpt2cu_cpu ]; then

@@ -5,6 +5,7 @@
 // Run:    build/test/gpu_program [--program ./train_gpt2cu] [NAME...]
 
 #include "files.h"
+#include <map>
 #include <numeric>
 
 // The CPU program, for results on which both must agree.
@@ -604,6 +605,339 @@ TEST(gpu_choices) {
         expect(out.find(other) != Text::npos, "%s", out.c_str());
         expect(choices != own && algorithms_in(choices, own) == 0, "%s", choices.c_str());
         expect(tensors_of("out", 4) == end, "its own are right");
+    }
+}
+
+// Kernel trials. A small model with two heads and a folder for the caches of the test's runs.
+static const Text tried_run = "-i train.bin -e l1h2c16t64 -b 2 ";
+
+// Environment of a run whose trials find the candidate `kernels` (EMU_KERNELS) and whose caches are
+// in `cache`, plus variables such as "EMU_KERNEL_NUMBER=3 EMU_KERNEL_TIMES=35".
+static std::function<void()> with_kernels(const Text &kernels, const Text &cache,
+                                          const Text &more = "") {
+    const Text here = cache[0] == '/' ? cache : current_folder() + "/" + cache;
+    return [=] {
+        setenv("EMU_KERNELS", kernels.c_str(), 1);
+        setenv("XDG_CACHE_HOME", here.c_str(), 1);
+        for (const Text &word : split(more.c_str())) {
+            const size_t at = word.find('=');
+            if (at != Text::npos) {
+                setenv(word.substr(0, at).c_str(), word.c_str() + at + 1, 1);
+            }
+        }
+    };
+}
+
+// The line in which a run prints its kernels; "" if there is none, or more than one.
+static Text kernels_in(const Text &out) {
+    const Text begins = "\nkernels  ";
+    const size_t at = out.find(begins);
+    return at == Text::npos || out.find(begins, at + 1) != Text::npos
+               ? "" : out.substr(at + begins.size(), out.find('\n', at + 1) - at - begins.size());
+}
+
+// Runs in `folder`, expects success and `says` in its line, and returns its losses.
+static Text tried(const Text &folder, const Text &says, const std::function<void()> &where,
+                  const Text &options = "") {
+    const Outcome o = program(tried_run + "-x 3 -o " + folder + " " + options, where);
+    expect_success(o, folder);
+    expect(kernels_in(o.out).find(says) != Text::npos && says.empty() == kernels_in(o.out).empty(),
+           "%s, wanted '%s': %s", folder.c_str(), says.c_str(), kernels_in(o.out).c_str());
+    const Text losses = losses_in(folder);
+    expect(losses.size() > 30, "%s: %s", folder.c_str(), losses.c_str());
+    remove_folder(folder);
+    return losses;
+}
+
+// A candidate that is right and faster is used. With any other, a run has the bits of the default
+// kernels and says why in one line. The verdict is cached: the next run has the same kernels and
+// tries nothing, whatever it would find.
+TEST(gpu_kernels) {
+    if (!is_emulated()) {
+        skip("on the emulated device");
+    }
+    more_arguments = "";
+    write_corpus();
+    const Text plain = tried("plain", "", with_kernels("", "none"));
+    expect(!exists("none/train_gpt2/kernels"), "tried without EMU_KERNELS");
+    const Text good = tried("good", "attention, tried once on this GPU: forward planted, 1.67x; dQ "
+                                    "planted, 1.67x; dK and dV planted, 1.67x",
+                            with_kernels("good", "good.cache"));
+    expect(good != plain, "the candidate was not used: %s", good.c_str());
+    expect(tried("good", ": forward planted, 1.67x; ",
+                 with_kernels("good", "good.cache", "EMU_KERNEL_TIMES=35")) == good,
+           "a second start");
+    const struct {
+        const char *kernels, *more, *says;
+    } rows[] = {
+        {"wrong", "", "; dQ mma.sync (planted wrong: dQ differs in 1 rows of heads); dK and dV "
+                      "mma.sync (planted wrong: dV differs from the CPU's by "},
+        {"unstable", "", "dQ mma.sync (planted wrong: not the same bits twice); dK and dV mma.sync "
+                         "(planted wrong: not"},
+        {"stray", "", "dK and dV mma.sync (planted wrong: it writes outside its outputs)"},
+        {"partial", "", "forward mma.sync (planted wrong: not the same bits twice); dQ mma.sync"},
+        {"crash", "", "forward mma.sync (planted crashed: exit status 86); dQ mma.sync (planted "
+                      "not tried)"},
+        {"hang", "EMU_KERNEL_LIMIT_S=2",
+         "forward mma.sync (planted hung: no answer in 2 s); dQ mma.sync (planted not"},
+        {"slow", "", "dQ mma.sync (planted right 0.417)"},
+        {"good", "EMU_KERNEL_TIMES=55", "dQ mma.sync (planted right 1.000)"},
+        {"good", "EMU_KERNEL_TIMES=35", "dQ mma.sync (planted right 0.600)"},
+    };
+    for (auto &row : rows) {
+        const Text cache = Text(row.kernels) + row.more + ".cache";
+        expect(tried(row.kernels, row.says, with_kernels(row.kernels, cache, row.more)) == plain,
+               "%s: losses", row.kernels);
+        const Text kept = read_file(cache + "/train_gpt2/kernels");
+        expect(std::count(kept.begin(), kept.end(), '\n') == (strchr("ch", row.kernels[0]) ? 1 : 3),
+               "%s: %s", row.kernels, kept.c_str());
+        if (kept.find("\n", kept.find("\n") + 1) != Text::npos) {
+            expect(tried(row.kernels, row.says, with_kernels("good", cache)) == plain &&
+                       kept == read_file(cache + "/train_gpt2/kernels"),
+                   "%s: a second start", row.kernels);
+        }
+    }
+    // Kernels are chosen one by one; those after one that crashed are tried at the next start.
+    for (const char *says : {"forward planted, 1.67x; dQ mma.sync (planted crashed: exit status "
+                             "86); dK and dV mma.sync (planted not tried)",
+                             "(planted crashed: exit status 86); dK and dV planted, 1.67x"}) {
+        const Text losses =
+            tried("some", says, with_kernels("crash", "some.cache", "EMU_KERNEL_NUMBER=2"));
+        expect((losses == plain) == (says[0] == 'f'), "%s: %s", says, losses.c_str());
+    }
+    // The default kernel is not right either: a line that asks for a report.
+    const Outcome o = program(tried_run + "-x 1", with_kernels("judge", "judge.cache"));
+    expect(o.status == 0 && std::count(o.err.begin(), o.err.end(), '\n') == 3 &&
+               o.err.find(": attention's default kernel is wrong on this GPU or in this trial: out "
+                          "differs from the CPU's by ") != Text::npos &&
+               o.err.find("Please report this line\n") != Text::npos &&
+               kernels_in(o.out).find("dQ mma.sync (planted wrong: ") != Text::npos,
+           "status %d, %s%s", o.status, o.err.c_str(), kernels_in(o.out).c_str());
+}
+
+// Nothing that happens to the cache, the child process or the environment ends a run. A line of
+// another build or with other text is no verdict.
+TEST(gpu_kernels_cache) {
+    if (!is_emulated()) {
+        skip("on the emulated device");
+    }
+    more_arguments = "";
+    write_corpus();
+    const Text path = "cache/train_gpt2/kernels", fast = "forward planted, 1.67x; dQ planted, ";
+    const Text not_tried = "forward mma.sync (planted not tried); dQ mma.sync (planted not tried)";
+    const Text good = tried("good", fast, with_kernels("good", "cache"));
+    const Text kept = read_file(path);
+    const size_t build = kept.find("build ") + 6, verdict = kept.find("right 1.667");
+    expect(build > 6 && verdict != Text::npos &&
+               kept.find("CUDA on the CPU, 2 SMs, driver 1") == 0 &&
+               kept.find("| forward:8,64,2=planted right 1.667\n") != Text::npos, "%s",
+           kept.c_str());
+    // What stands in the file, and how many lines a run adds that finds all candidates wrong.
+    Text other = kept, torn = kept, odd = kept;
+    other[build] = other[build] == '0' ? '1' : '0';
+    torn.resize(verdict + 6);
+    odd.replace(verdict, 11, "right 1.667x");
+    const struct {
+        Text file;
+        int added;
+    } rows[] = {{other, 1}, {torn, 3}, {odd, 1}, {kept.substr(0, kept.size() - 1), 1},
+                {"\n" + Text(5000, 'x') + kept, 1}, {Text("\0\xff|\n", 4) + kept, 0}};
+    for (auto &row : rows) {
+        write_file(path, row.file);
+        tried("file", "attention, tried once", with_kernels("unstable", "cache"));
+        const Text now = read_file(path);
+        const Text tail = now.substr(row.file.size());
+        expect(now.compare(0, row.file.size(), row.file) == 0 &&
+                   std::count(tail.begin(), tail.end(), '\n') == row.added, "%s",
+               now.substr(now.size() > 600 ? now.size() - 600 : 0).c_str());
+    }
+    write_file(path, kept);
+    const Text longer = current_folder() + "/train_gpt2cu_cpu";  // another build
+    write_file(longer, read_file(tested) + "\n");
+    chmod(longer.c_str(), 0755);
+    const Text once = tried_run + "-x 1";
+    expect_success(outcome(start_program(longer, once, with_kernels("good", "cache"))), "a build");
+    const Text both = read_file(path);
+    expect(both.size() == 2 * kept.size() && both.compare(0, kept.size(), kept) == 0, "%s",
+           both.c_str());
+    expect(tried("shape", "planted, 1.67x", with_kernels("good", "cache"), "-t 32") != good &&
+               read_file(path).find("| dq:8,32,2=") != Text::npos, "another shape");
+    for (const char *folder : {"/proc/none", "/dev/null"}) {
+        expect(tried("nowhere", fast, with_kernels("good", folder)) == good, "no cache");
+    }
+    tried("mps", not_tried, with_kernels("good", "empty", "CUDA_MPS_PIPE_DIRECTORY=/none"));
+    expect(tried("mps", fast, with_kernels("good", "cache", "CUDA_MPS_PIPE_DIRECTORY=/none")) ==
+               good, "under MPS, from the cache");
+    tried("tune", "", with_kernels("good", "cache"), "--tune 0");
+    tried("fp32", "", with_kernels("good", "cache"), "--dtype fp32");
+    // The child's pipe needs two descriptors at a time; nothing else in this run does.
+    Outcome o = program(tried_run + "-x 1", [=] {
+        with_kernels("good", "empty")();
+        struct rlimit r = {4, 4};
+        setrlimit(RLIMIT_NOFILE, &r);
+    });
+    expect_success(o, "a child that cannot be started");
+    expect(kernels_in(o.out).find(not_tried) != Text::npos, "%s", o.out.c_str());
+    expect(!exists("empty/train_gpt2/kernels"), "a verdict without a trial");
+    // The program's own candidates; a build without their instructions.
+    for (const char *ptx : {"EMU_PTX=90", "EMU_PTX=80"}) {
+        o = program("--prove 64,64,1,1", with_kernels("own", "empty", ptx));
+        const bool any = o.out.find(": 0 candidates\n") == Text::npos;
+        expect(o.status == 0 && o.out.find("gpu CUDA on the CPU: ") == 0 &&
+                   any == (o.out.find(ptx[8] == '9' ? "\nright " : "\nabsent: ") != Text::npos),
+               "%s: status %d, %s%s", ptx, o.status, o.out.c_str(), o.err.c_str());
+    }
+    o = program("--prove 8,64,2,2", with_kernels("good", "empty"));
+    expect(o.status == 0 && o.out == "gpu CUDA on the CPU: 3 candidates\ntry forward planted\n"
+               "right 1.667\ntry dq planted\nright 1.667\ntry dkv planted\nright 1.667\n", "%s",
+           o.out.c_str());
+    o = program("--prove 8,64,2,999999", with_kernels("stray", "empty", "EMU_KERNEL_NUMBER=2"));
+    expect(o.status == 1 && o.out.find("\ntry dq planted\nwrong: it writes outside its outputs\n"
+                                       "try dkv planted\nright 1.667\n") != Text::npos, "%s%s",
+           o.out.c_str(), o.err.c_str());
+    for (const char *shape : {"", "8", "8,64,2", "8,64,2,2,", "0,64,2,2", "12,64,2,2", "136,64,2,2",
+                              "8,15,2,2", "8,999999999,2,2", "8,64,0,2", "128,64,33,2", "8,64,2,0",
+                              "8,64,2,-1", "8,64,2,2x", "99999999999,64,2,2"}) {
+        o = program(Text("--prove=") + shape, with_kernels("good", "empty"));
+        expect_refused(o, shape[0] ? "--prove: '" : "--prove: '' names nothing", shape);
+    }
+    expect_refused(program("--prove 8,64,2,2 --check"), "are commands: give one", "two commands");
+    expect_refused(cpu_program("--prove 8,64,2,2"), "--prove is a command of the GPU program",
+                   "the CPU program");
+}
+
+// The processes that process `pid` has started.
+static Text children_of(pid_t pid) {
+    return read_file(text("/proc/%d/task/%d/children", (int)pid, (int)pid));
+}
+
+// A signal during a trial ends it and the run, with no verdict; so does the end of the run itself,
+// even if it is killed.
+TEST(gpu_kernels_stopped) {
+    if (!is_emulated() || has_sanitizers()) {
+        skip("on the emulated device");
+    }
+    more_arguments = "";
+    write_corpus();
+    for (int number : {SIGINT, SIGKILL}) {
+        const pid_t pid = start(tried_run + "-x 3000",
+                                with_kernels("hang", "cache", "EMU_KERNEL_LIMIT_S=60"));
+        wait_until([=] { return !children_of(pid).empty(); });
+        const pid_t child = (pid_t)atoi(children_of(pid).c_str());
+        kill(pid, number);
+        const Outcome o = outcome(pid);
+        expect(o.status == (number == SIGINT ? 0 : 256 + SIGKILL) || o.status == 128 + number,
+               "status %d, %s", o.status, o.err.c_str());
+        wait_until([=] { return child <= 0 || kill(child, 0) != 0; });
+        expect(child > 0 && !exists("cache/train_gpt2/kernels"), "%d: %s", (int)child,
+               read_file("cache/train_gpt2/kernels").c_str());
+    }
+    // A child that is ended from outside has no verdict either.
+    const pid_t pid =
+        start(tried_run + "-x 1", with_kernels("hang", "cache", "EMU_KERNEL_LIMIT_S=60"));
+    const Text key = "\nvoluntary_ctxt_switches:";  // many if it hangs, for it sleeps in a loop
+    wait_until([=] {
+        const Text status = read_file(text("/proc/%d/status", atoi(children_of(pid).c_str())));
+        const size_t at = status.find(key);
+        return at != Text::npos && atoi(status.c_str() + at + key.size()) > 300;
+    });
+    kill(atoi(children_of(pid).c_str()), SIGKILL);
+    const Outcome o = outcome(pid);
+    expect_success(o, "its child is killed");
+    expect(kernels_in(o.out).find("forward mma.sync (planted not tried)") != Text::npos &&
+               read_file("cache/train_gpt2/kernels").empty(), "%s", o.out.c_str());
+}
+
+// All ranks use what rank 0 has found or, if one of them has another GPU, the default kernels.
+TEST(gpu_kernels_ranks) {
+    if (!is_emulated()) {
+        skip("on the emulated device");
+    }
+    more_arguments = "";
+    write_corpus();
+    const Text plain = tried("plain", "", with_kernels("", "cache"), "--gpus 2");
+    const Text good = tried("good", "dQ planted, 1.67x", with_kernels("good", "cache"), "--gpus 2");
+    expect(good != plain, "%s", good.c_str());
+    const Text log = program(tried_run + "-x 1 --gpus 2",
+                             with_kernels("good", "cache", "EMU_LOG=1")).err;
+    std::map<Text, int> ranks;  // launches of candidates by each process
+    const Text says = "] planted kernel ";
+    for (size_t at = 0; (at = log.find(says, at)) != Text::npos; at++) {
+        ranks[log.substr(log.rfind(' ', at) + 1, at - log.rfind(' ', at) - 1)]++;
+    }
+    expect(ranks.size() == 2 && ranks.begin()->second == ranks.rbegin()->second,
+           "%zu ranks use candidates", ranks.size());
+    const Outcome o = program(tried_run + "-x 3 --gpus 2 -o unlike",
+                              with_kernels("good", "cache", "EMU_UNLIKE=1"));
+    expect(o.status == 0 && losses_in("unlike") == plain &&
+               kernels_in(o.out) == "attention; rank 1 has another GPU or driver than rank 0: "
+                                    "forward mma.sync; dQ mma.sync; dK and dV mma.sync",
+           "%s%s", o.err.c_str(), o.out.c_str());
+    // A trial takes less than --timeout in all, for which the other ranks wait.
+    const double began = wall_ms();
+    expect(tried("hang", "forward mma.sync (planted hung: no answer in ",
+                 with_kernels("hang", "other", "EMU_KERNEL_LIMIT_S=60"),
+                 "--gpus 2 --timeout 4") == plain && wall_ms() - began < 40e3, "hang");
+}
+
+// A resumed run has the kernels of its checkpoint, if they are right here, however fast; a run that
+// began with the default kernels keeps them. Otherwise it says that losses may differ.
+TEST(gpu_kernels_resume) {
+    if (!is_emulated()) {
+        skip("on the emulated device");
+    }
+    more_arguments = "";
+    write_corpus();
+    auto kernels_at = [](const Text &folder, int step) {
+        const Text state = in_checkpoint(folder, step, SAVED_STATE), key = "\"kernels\":\"";
+        const size_t at = state.find(key);
+        return at == Text::npos ? "" : state.substr(at + key.size(),
+                                                    state.find('"', at + key.size()) - at -
+                                                        key.size());
+    };
+    const Text other = "\nkernels differ from those of ";
+    const Text all = " forward=planted dq=planted dkv=planted";
+    const Text run = "-i train.bin -e l1h2c16t64 -b 2 -x 4 -n 2 -y 1 -o ";
+    struct Row {
+        const char *folder, *kernels, *more, *says;
+        bool same;
+    };
+    const Row rows[] = {
+        {"fast", "good", "EMU_KERNEL_TIMES=35",
+         "attention, as in the checkpoint: forward planted, 0.60x; dQ planted, 0.60x", true},
+        {"fast", "slow", "--quiet", "", true},
+        {"fast", "good", "", "attention, tried once on this GPU: forward planted", true},
+        {"fast", "wrong", "EMU_KERNEL_NUMBER=2", "checkpoint: forward planted, 1.67x; dQ mma.sync",
+         false},
+        {"fast", "", "", "", false},
+        {"plain", "good", "", "attention, as in the checkpoint: forward mma.sync (planted right",
+         true},
+        {"plain", "wrong", "", "attention, tried once on this GPU: forward mma.sync", true},
+    };
+    Text ends[2];
+    for (int plain = 0; plain < 2; plain++) {
+        const Text folder = plain ? "plain" : "fast";
+        expect_success(program(run + folder, with_kernels(plain ? "" : "good", folder)), folder);
+        ends[plain] = tensors_of(folder, 4);
+        expect(kernels_at(folder, 2) == (plain ? "" : all) && !ends[plain].empty(), "%s: %s",
+               folder.c_str(), kernels_at(folder, 2).c_str());
+    }
+    expect(ends[0] != ends[1], "the same weights");
+    for (const Row &row : rows) {
+        remove_folder(Text(row.folder) + "/step-00000004");
+        const bool quiet = row.more[0] == '-';
+        const Outcome o = program(run + row.folder + (quiet ? " --quiet" : ""),
+                                  with_kernels(row.kernels, "/proc/none", quiet ? "" : row.more));
+        expect_success(o, row.kernels);
+        const bool plain = row.folder[0] == 'p';
+        expect(kernels_in(o.out).find(row.says) != Text::npos &&
+                   (o.out.find(other + row.folder + "/step-00000002: losses may differ by "
+                               "rounding\n") == Text::npos) == row.same,
+               "%s, %s %s: %s", row.folder, row.kernels, row.more, o.out.c_str());
+        expect((tensors_of(row.folder, 4) == ends[plain]) == row.same &&
+                   (kernels_at(row.folder, 4) == (plain ? "" : all)) == row.same,
+               "%s, %s %s: %s", row.folder, row.kernels, row.more,
+               kernels_at(row.folder, 4).c_str());
     }
 }
 

@@ -249,7 +249,7 @@ sanitized() {
 }
 
 STAGES="speed tests" check
-says "gpu_check: unknown stage" "STAGES has no stage 'tests': build check bits speed" "$said"
+says "gpu_check: unknown stage" "STAGES has no stage 'tests': build check bits prove" "$said"
 NONE=yes STAGES=build LOGS=$scratch/none check
 says "gpu_check: ends without a GPU" "^gpu_check.sh: nvidia-smi shows no GPU; .*_cpu$" "$said"
 [ $status -eq 1 ] && ! compgen -G "$scratch/none/*" > /dev/null
