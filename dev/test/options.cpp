@@ -513,6 +513,9 @@ TEST(all_cards) {
                    remedy.c_str());
         }
     }
+    const Text narrow = program("--plan --gpu all -e d12 --moments bf16").out;
+    expect(narrow.find("fits, but no bf16\n", narrow.find("\nt4 ")) < narrow.find("\n2080ti "),
+           "%s", narrow.c_str());
     expect(out.find("\nv100 ") != Text::npos &&
                out.find("this program needs compute capability 7.5") != Text::npos, "%s",
            o.out.c_str());
