@@ -25,7 +25,8 @@ def plan(model, batch, gpus, stage):
     command = ["./train_gpt2", "-e", model, "-b", str(batch), "-r", "none", "--plan"]
     card = ["--gpu", CARD]
     ranks = ["--gpus", str(gpus), "-z", str(stage)] if gpus > 1 else []
-    return subprocess.run(command + card + ranks, capture_output=True, text=True).stdout
+    text = subprocess.run(command + card + ranks, capture_output=True, text=True).stdout
+    return " ".join(text.split())  # long lines are wrapped
 
 
 def size(text, pattern):
