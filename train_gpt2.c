@@ -606,7 +606,9 @@ static void recompute_print_help(void);  // chapter Memory plan
 static void gpu_print_help(void);        // chapter Step time
 
 // Prints the words of `text` from column `column` on, in lines of at most 80 columns. All but the
-// first begin at column `indent`; the last one is ended.
+// first begin at column `indent`; the last one is ended. No line ends at UNBROKEN, which is printed
+// as a space.
+#define UNBROKEN '\037'
 static void text_wrap(const char *text, int column, int indent) {
     enum { WIDTH = 80 };
     for (int space = 0; *text;) {
@@ -616,7 +618,10 @@ static void text_wrap(const char *text, int column, int indent) {
             column = indent;
             space = 0;
         }
-        column += printf("%*s%.*s", space, "", n, text);
+        column += printf("%*s", space, "") + n;
+        for (int i = 0; i < n; i++) {
+            putchar(text[i] == UNBROKEN ? ' ' : text[i]);
+        }
         space = 1;
         text += n + (text[n] != 0);
     }
@@ -7455,8 +7460,9 @@ static double plan_unused(const Plan *p, const MemoryBudget *budget, const Optio
     for (int state = 0; state < KINDS; state++) {
         q.base.placement[state] &= PLACE_SHARD;
     }
+    const int64_t most = budget->windows ? budget->windows / s->ranks : TOKENS;
     int64_t sequences = o->tokens_per_step ? micros * s->B : 1;
-    while (!o->tokens_per_step && 2 * sequences * s->T <= TOKENS) {
+    while (!o->tokens_per_step && 2 * sequences <= min_i64(most, TOKENS / s->T)) {
         sequences *= 2;
     }
     if (!s->gpu || s->forward || !micros || plan_taken(p) >= budget->device) {
@@ -7881,15 +7887,16 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
                bytes_text((double)all).s, 0.1 * LEAST_CAPABILITY);
     } else if (budget->device) {
         print_wrapped(4, "%s: %s%s; %s, %s %s", budget->where, bytes_text((double)all).s,
-                      available_limit, fits ? "fits" : "DOES NOT FIT",
+                      available_limit, fits ? "fits" : "DOES\037NOT\037FIT",
                       bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
                       fits ? "free" : "short");
     }
     const int host_fits = p->host_bytes <= budget->host;
     if (!host_fits) {  // plan_refuse_host() would end a run
         const HostMemory h = host_memory("");
-        print_wrapped(4, "host memory of this machine: %s (%s); DOES NOT FIT, %s short; fewer "
-                      "states in --offload need less of it", bytes_text((double)budget->host).s,
+        print_wrapped(4, "host memory of this machine: %s (%s); DOES\037NOT\037FIT, %s short; "
+                      "fewer states in --offload need less of it",
+                      bytes_text((double)budget->host).s,
                       h.limit, bytes_text((double)(p->host_bytes - budget->host)).s);
     }
     forecast_print(s, budget, o);
@@ -8996,8 +9003,8 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     if (known && (!o->json || program->device)) {  // measuring a CPU takes a while
         budget_measure(&budget, program, &s, micros, o->steps);
     }
+    budget.windows = run->train.windows;
     if (!o->plan) {
-        budget.windows = run->train.windows;
         return o->fit ? fit_command(o, m, &budget) : largest_command(o, m, &budget);
     }
     settings_auto(&s, o, &budget);
@@ -9235,6 +9242,8 @@ static void run_fit(Run *run, const Program *program) {
         run_handshake(run, program, &budget);  // no rank has allocated memory before this
     settings_auto(&run->s, &run->o, &least);
     run->budget = least;
+    run->budget.windows = run->has_val ? min_i64(run->train.windows, run->val.windows)
+                                       : run->train.windows;
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
