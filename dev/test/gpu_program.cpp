@@ -358,6 +358,10 @@ TEST(gpu_library) {
     planned(" 31,457,280    30.0 MiB   measured on this GPU");
     expect_success(program(run, with_library("25M")), "less is measured");
     planned(" 31,457,280    30.0 MiB   measured on this GPU");
+    // The start-up box says what unused memory would buy, with no more sequences than the data has.
+    const Text box = flat(program(run, with_library("0")).out);
+    expect(box.find(" unused memory would buy -b 128, a step of 2,048 tokens: ") != Text::npos,
+           "%s", box.c_str());
     const Text kept = read_file("cache/train_gpt2/library");
     expect(std::count(kept.begin(), kept.end(), '\n') == 1, "%s", kept.c_str());
     expect_success(program(run, with_library("40M")), "more is measured");
