@@ -3825,10 +3825,10 @@ static void changes_text(char text[256], const Settings *from, const Settings *t
 // 0 of an axis keeps what the base settings have; each step frees more memory than the one before
 // it, except along BY_BATCH, whose steps are batches of the search's choice.
 // 1. BY_LEVEL: a recomputation level in all blocks. BY_TYPE: bf16 moments, then also no low halves
-//    of master weights, which alone free less than the moments do. BY_HOST: an offload tier.
+//    of master weights, which alone free less than the moments do. BY_OFFLOAD: an offload tier.
 //    BY_SCRATCH: few rows of logits and no workspace. BY_BATCH: another micro-batch.
 // 2. A step that changes nothing, or no more than the step before it, is not a candidate.
-enum { BY_LEVEL, BY_TYPE, BY_HOST, BY_SCRATCH, BY_BATCH, AXES };
+enum { BY_LEVEL, BY_TYPE, BY_OFFLOAD, BY_SCRATCH, BY_BATCH, AXES };
 enum { MAX_BATCHES = 40, SCRATCH_ROWS = 128, SCRATCH_WORKSPACE = 256 };
 
 typedef struct {
@@ -3872,7 +3872,7 @@ static void axis_apply(Settings *s, const Search *q, int axis, int step) {
         s->moment_dtype = TYPE_BF16;
         s->split_master = step == 2 ? 0 : s->split_master;
         s->placement[KIND_MASTER] = s->split_master ? s->placement[KIND_MASTER] : 0;
-    } else if (axis == BY_HOST) {
+    } else if (axis == BY_OFFLOAD) {
         settings_offload(s, offload_tiers[step]);
     } else if (axis == BY_SCRATCH && step) {
         s->logit_rows = min_int(s->logit_rows, SCRATCH_ROWS);
@@ -3884,7 +3884,7 @@ static void axis_apply(Settings *s, const Search *q, int axis, int step) {
 
 // Sets the candidate's settings from its steps. Returns 0 if one of them changes nothing.
 static int candidate_apply(PlanCandidate *c, const Search *q) {
-    static const int order[AXES] = {BY_BATCH, BY_TYPE, BY_HOST, BY_SCRATCH, BY_LEVEL};
+    static const int order[AXES] = {BY_BATCH, BY_TYPE, BY_OFFLOAD, BY_SCRATCH, BY_LEVEL};
     Settings *s = &c->settings;
     int changes = 1;
     *s = q->base;
@@ -3905,7 +3905,7 @@ static int candidate_apply(PlanCandidate *c, const Search *q) {
 // host memory; if equal, fewer narrow number types; if equal, a smaller batch.
 static int candidate_is_simpler(const PlanCandidate *a, const PlanCandidate *b) {
     const int *x = a->steps, *y = b->steps;
-    return x[BY_HOST] != y[BY_HOST]   ? x[BY_HOST] < y[BY_HOST]
+    return x[BY_OFFLOAD] != y[BY_OFFLOAD]   ? x[BY_OFFLOAD] < y[BY_OFFLOAD]
            : x[BY_TYPE] != y[BY_TYPE] ? x[BY_TYPE] < y[BY_TYPE]
                                       : a->settings.B < b->settings.B;
 }
@@ -3987,12 +3987,12 @@ static void settings_auto(Settings *s, const Options *o, const MemoryBudget *bud
     search_begin(&q, s, budget);
     q.speed = speed_usual(s);  // the same choice whether or not this machine's speed is known
     q.mix = trains && strcmp(o->recompute, "auto") == 0;
-    q.last[BY_HOST] = trains && s->gpu && o->offload == OFFLOAD_AUTO ? OFFLOAD_TIERS - 1 : 0;
+    q.last[BY_OFFLOAD] = trains && s->gpu && o->offload == OFFLOAD_AUTO ? OFFLOAD_TIERS - 1 : 0;
     PlanCandidate c;
     memset(&c, 0, sizeof c);
     while (budget->device > 0 && least > budget->device) {
         if (candidate_try(&c, &q) != CHANGES_NOTHING && c.bytes < least &&
-            (c.host_bytes <= budget->host || !c.steps[BY_HOST])) {
+            (c.host_bytes <= budget->host || !c.steps[BY_OFFLOAD])) {
             *s = c.settings;
             least = c.bytes;
         }
@@ -7355,7 +7355,7 @@ static void plan_search(Search *q, const Plan *p, const MemoryBudget *budget, in
     q->sequences = s->B * max_i64(micros, 1);
     q->last[BY_LEVEL] = RECOMPUTE_BLOCK;
     q->last[BY_TYPE] = s->dtype == TYPE_BF16 ? 2 : 0;
-    q->last[BY_HOST] = s->gpu ? OFFLOAD_TIERS - 1 : 0;
+    q->last[BY_OFFLOAD] = s->gpu ? OFFLOAD_TIERS - 1 : 0;
     q->last[BY_SCRATCH] = 1;
     for (int *last = &q->last[BY_BATCH]; q->batch[*last] > 1; ++*last) {
         q->batch[*last + 1] = q->batch[*last] / 2;
@@ -7593,46 +7593,42 @@ static void plan_refuse_host(const Plan *p, uint64_t available, const char *limi
 
 // The printed plan: output of --plan, as text and as JSON.
 
-// The options of a command with chosen settings, and the text of its levels.
-typedef struct {
-    Options o;
-    LevelsText levels;
-} Command;
-
-// Sets the options of `asked` that a search may have changed to those of the settings `s`, so that
-// settings_from_options() gives these settings again, and removes those that only plan.
-static void command_of(Command *c, const Options *asked, const Settings *s) {
-    Options *o = &c->o;
-    const int64_t rows = default_logit_rows(&s->model, type_bytes(s->dtype),
-                                            (int64_t)s->B * s->T, s->gpu);
-    const int64_t offloaded = settings_offload_bits(s);
-    *o = *asked;
-    c->levels = recompute_text(s);
-    o->recompute = c->levels.s;
-    o->batch = s->B;
-    o->seq_len = o->seq_len || s->T != s->model.maxT ? s->T : 0;
-    o->moments = s->gpu && s->moment_dtype == TYPE_BF16 ? (int64_t)MOMENTS_BF16 : o->moments;
-    o->master = s->dtype == TYPE_BF16 && !s->split_master ? (int64_t)MASTER_NONE : o->master;
-    o->offload = offloaded || o->offload != OFFLOAD_AUTO ? offloaded : (int64_t)OFFLOAD_AUTO;
-    o->logit_rows = s->logit_rows == rows ? 0 : s->logit_rows;
-    o->workspace = s->gpu && s->workspace != default_workspace(&s->model) ? s->workspace : 0;
-    o->plan = o->fit = o->minimum = o->largest = o->json = o->gpu_mem = 0;
-    o->gpu = "";
-}
-
-// Prints the command that trains with the options `asked`, but with settings `s`, on the CPU or a
+// Prints the command that trains with these options, without those that only plan, on the CPU or a
 // GPU: this program as it was called or, if the CPU program has planned a GPU run, train_gpt2cu in
-// the same folder.
-static void training_print(const Options *asked, const Settings *s, int json) {
+// the same folder. With `json`, an array of its words, in which the program has no folder.
+static void training_print(const Options *chosen, int gpu, int json) {
     const char *slash = strrchr(program_command, '/');
     const int folder = slash ? (int)(slash + 1 - program_command) : 0;
     char neighbor[PATH_BYTES];
-    Command c;
-    command_of(&c, asked, s);
+    Options o = *chosen;
+    o.plan = o.fit = o.minimum = o.largest = o.json = o.gpu_mem = 0;
+    o.gpu = "";
+    o.train_data = option_given(&o, "train-data") ? o.train_data : NULL;
+    o.val_data = option_given(&o, "val-data") ? o.val_data : NULL;
     snprintf(neighbor, sizeof neighbor, "%.*strain_gpt2cu", folder, program_command);
-    command_print(s->gpu && strcmp(program_name, "train_gpt2") == 0 ? neighbor : program_command,
-                  &c.o, json);
+    const int other = gpu && strcmp(program_name, "train_gpt2") == 0;
+    const char *program = other ? neighbor + json * folder : json ? program_name : program_command;
+    command_print(program, &o, json);
     printf("%s", json ? "" : "\n");
+}
+
+// Prints the command that trains with the options `asked`, except that its settings are `s`:
+// settings_from_options() gives these settings again.
+static void settings_print_command(const Options *asked, const Settings *s, int json) {
+    Options o = *asked;
+    const LevelsText levels = recompute_text(s);
+    const int64_t rows = default_logit_rows(&s->model, type_bytes(s->dtype),
+                                            (int64_t)s->B * s->T, s->gpu);
+    const int64_t offloaded = settings_offload_bits(s);
+    o.recompute = levels.s;
+    o.batch = s->B;
+    o.seq_len = o.seq_len || s->T != s->model.maxT ? s->T : 0;
+    o.moments = s->gpu && s->moment_dtype == TYPE_BF16 ? (int64_t)MOMENTS_BF16 : o.moments;
+    o.master = s->dtype == TYPE_BF16 && !s->split_master ? (int64_t)MASTER_NONE : o.master;
+    o.offload = offloaded || o.offload != OFFLOAD_AUTO ? offloaded : (int64_t)OFFLOAD_AUTO;
+    o.logit_rows = s->logit_rows == rows ? 0 : s->logit_rows;
+    o.workspace = s->gpu && s->workspace != default_workspace(&s->model) ? s->workspace : 0;
+    training_print(&o, s->gpu, json);
 }
 
 // Prints the command that names the settings chosen by settings_auto(), if it has chosen any.
@@ -7641,7 +7637,7 @@ static void choice_print(const Plan *p, const Options *o) {
     const int offloads = o->offload == OFFLOAD_AUTO && settings_offloads(s);
     if (offloads || (strcmp(o->recompute, "auto") == 0 && strcmp(recompute_text(s).s, "none"))) {
         printf("chosen   ");
-        training_print(o, s, 0);
+        settings_print_command(o, s, 0);
         printf("         so that it fits, same bits; %s of host memory\n\n",
                bytes_text((double)p->host_bytes).s);
     }
@@ -7678,7 +7674,7 @@ static void settings_print_json(const Options *asked, const Settings *s, const M
                                 uint64_t bytes, uint64_t host_bytes, double tokens_per_s) {
     char offload[64];
     printf("\"command\":");
-    training_print(asked, s, 1);
+    settings_print_command(asked, s, 1);
     printf(",\"batch\":%d,\"seq_len\":%d,\"recompute\":\"%s\",\"offload\":\"%s\",\"dtype\":\"%s\","
            "\"moments\":\"%s\",\"master\":%s,\"logit_rows\":%d,\"workspace\":%" PRId64
            ",\"gpus\":%d,\"zero\":%d",
@@ -8005,7 +8001,7 @@ static void fit_search(Search *q, const Options *asked, const Model *m,
     q->mix = strcmp(o.recompute, "auto") == 0;
     q->sequences = o.tokens_per_step / (o.gpus * T);
     q->last[BY_LEVEL] = q->mix && o.fit == FIT_ALL ? RECOMPUTE_BLOCK : 0;
-    q->last[BY_HOST] = o.offload == OFFLOAD_AUTO && gpu ? OFFLOAD_TIERS - 1 : 0;
+    q->last[BY_OFFLOAD] = o.offload == OFFLOAD_AUTO && gpu ? OFFLOAD_TIERS - 1 : 0;
     if (o.fit != FIT_BITS && base.dtype == TYPE_BF16 &&
         (!option_given(&o, "moments") || o.moments == MOMENTS_BF16)) {
         q->last[BY_TYPE] = option_given(&o, "master") && o.master == MASTER_SPLIT ? 1 : 2;
@@ -8043,13 +8039,13 @@ static int fit_candidates(PlanCandidate list[MAX_CANDIDATES], Search *q, int64_t
 }
 
 // Returns the simplest candidate within half a percent of the fastest, among those with the given
-// steps of BY_TYPE and BY_HOST (-1: any), or NULL if there is none.
+// steps of BY_TYPE and BY_OFFLOAD (-1: any), or NULL if there is none.
 static const PlanCandidate *fit_fastest(const PlanCandidate *list, int n, int type, int tier) {
     const PlanCandidate *best = NULL;
     double most = 0;
     for (int i = 0; i < 2 * n; i++) {
         const PlanCandidate *c = &list[i % n];
-        if ((type < 0 || c->steps[BY_TYPE] == type) && (tier < 0 || c->steps[BY_HOST] == tier)) {
+        if ((type < 0 || c->steps[BY_TYPE] == type) && (tier < 0 || c->steps[BY_OFFLOAD] == tier)) {
             most = fmax(most, c->tokens_per_s);  // final after the first n iterations
             if (i >= n && c->tokens_per_s >= 0.995 * most &&
                 (!best || candidate_is_simpler(c, best))) {
@@ -8191,7 +8187,7 @@ static int fit_command(const Options *o, const Model *m, const MemoryBudget *bud
             fit_print_row(&rows[i]);
         }
         printf(o->tokens_per_step ? "fastest: " : "least on the host, then fastest: ");
-        training_print(o, &best->settings, 0);
+        settings_print_command(o, &best->settings, 0);
         print_changes("", &best->settings,
                       o->tokens_per_step ? "; -d keeps the step's tokens, in another split"
                                          : "; a step is B x T tokens unless -d says otherwise");
@@ -8225,7 +8221,7 @@ static void minimum_plan(PlanCandidate *c, const Options *asked, const Model *m,
     memset(c, 0, sizeof *c);
     c->steps[BY_LEVEL] = RECOMPUTE_BLOCK;
     c->steps[BY_SCRATCH] = 1;
-    c->steps[BY_HOST] = offload ? OFFLOAD_TIERS - 1 : 0;
+    c->steps[BY_OFFLOAD] = offload ? OFFLOAD_TIERS - 1 : 0;
     c->steps[BY_TYPE] = gpu && !offload && base.dtype == TYPE_BF16 ? 2 : 0;
     candidate_apply(c, &q);
     candidate_plan(c, &q);
@@ -8307,7 +8303,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         }
         text_wrap(text, 0, 2);
         printf("  ");
-        training_print(asked, &c.settings, 0);
+        settings_print_command(asked, &c.settings, 0);
         print_changes("  ", &c.settings,
                       gpu ? "; --logit-rows, --workspace and -b change rounding"
                           : "; --logit-rows and -b change rounding");
@@ -8384,7 +8380,7 @@ static int largest_command(const Options *asked, const Model *m, const MemoryBud
             print_wrapped(4, "forecast: %s tokens/s; %s", count_text((int64_t)best.tokens_per_s).s,
                           budget->from);
         }
-        training_print(&o, &best.settings, 0);
+        settings_print_command(&o, &best.settings, 0);
     }
     free(values);
     return found ? 0 : STATUS_TOO_LARGE;

@@ -218,7 +218,8 @@ typedef struct ncclComm *ncclComm_t;
 // launch(kernel, grid, block, shared_memory_bytes, stream, arguments...) launches a kernel and
 // converts its arguments as in a function call. Kernel templates are named with all their template
 // arguments. SHARED(type, name, [dims]) declares static shared memory, DYN_SHARED(type, name) the
-// dynamic shared memory whose size is given at the launch. UNROLL precedes long loops whose counter
+// dynamic shared memory whose size is given at the launch, and DYN_TILES the same, starting at a
+// multiple of 1024 bytes, for tiles that wgmma reads. UNROLL precedes long loops whose counter
 // must be a compile-time constant so that an array stays in registers. After FORGET the compiler
 // assumes nothing about a variable's value.
 #if !CUDA_CPU
@@ -240,9 +241,13 @@ static void launch_at(const char *file, int line, const char *name, void (*kerne
 #define DYN_SHARED(type, name)                                                                     \
     extern __shared__ __align__(128) unsigned char dynamic_shared_memory[];                        \
     type *name = reinterpret_cast<type *>(dynamic_shared_memory)
+#define DYN_TILES(type, name)                                                                      \
+    extern __shared__ __align__(1024) unsigned char dynamic_tiles[];                               \
+    type *name = reinterpret_cast<type *>(dynamic_tiles)
 #define UNROLL _Pragma("unroll")
 #define FORGET(word) asm volatile("" : "+r"(word))
 #else
+#define DYN_TILES DYN_SHARED
 #define UNROLL
 #define FORGET(word) (void)(word)
 #endif
@@ -774,8 +779,10 @@ static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, 
 //    an mma with k = 16 and asynchronous copies that bypass registers, trap on older GPUs. mma_k16,
 //    copy_16, copy_commit and copy_wait fall back to sm_75's features there, so kernels that call
 //    these have one source for all GPUs.
-// 4. On the CPU, functions of the same names in dev/cuda_cpu/emu_ptx.h follow the ISA exactly,
-//    except that cp.async copies as late as allowed and that ex2 and rcp are correctly rounded.
+// 4. On the CPU, functions of the same names in dev/cuda_cpu/emu_ptx.h and emu_wgmma.h follow the
+//    ISA exactly, except that cp.async and wgmma run as late as allowed and that ex2 and rcp are
+//    correctly rounded.
+// 5. The wgmma functions exist on sm_90a only, and trap elsewhere.
 
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
@@ -888,6 +895,87 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 #undef NEEDS_SM80
+
+// Hopper's products of warpgroups, which read shared memory by themselves and run asynchronously.
+// From its issue until a wait covers it, nothing may read or write a product's accumulators, or
+// write the shared memory that it reads. All 128 threads of a warpgroup issue the same products,
+// with the same descriptors, and never diverge in between.
+// source: PTX ISA 9.0, section 9.7.15, "Asynchronous Warpgroup Level Matrix Instructions".
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define NEEDS_SM90A(...) asm volatile(__VA_ARGS__)
+#else
+#define NEEDS_SM90A(...) __trap()
+#endif
+
+// The address that instructions use for shared memory.
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+// Makes this thread's writes to shared memory, its finished cp.async included, visible to products
+// that any thread issues after the next barrier.
+// source: PTX ISA, section 9.7.15.4, "Async Proxy"; "membar / fence", fence.proxy.async.
+__device__ __forceinline__ void fence_async() {
+    NEEDS_SM90A("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Orders this thread's accesses to registers before the products that use them. Needed before the
+// first product, and after each wait.
+__device__ __forceinline__ void wgmma_fence() {
+    NEEDS_SM90A("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Commits the products issued since the last commit, as one group.
+__device__ __forceinline__ void wgmma_commit() {
+    NEEDS_SM90A("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most the N most recent groups are under way.
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+    NEEDS_SM90A("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Keeps the compiler from moving uses of accumulators before the wait that this follows: it does
+// not know that a product may still be writing them.
+__device__ __forceinline__ void settle(float (&d)[1][8][4]) {
+    UNROLL
+    for (int i = 0; i < 32; i++) {
+        asm volatile("" : "+f"(d[0][i / 4][i % 4])::"memory");
+    }
+}
+
+// wgmma: d (64,64) fp32 = a b or, with ADD, += a b, for bf16 a (64,16), b (16,64). Warp w of the
+// warpgroup holds rows 16w to 16w + 15 of d, laid out as mma_m16n8k16's d for eight n8 tiles.
+//   a: a descriptor of a K-major tile, or registers laid out as mma_m16n8k16's a;
+//   b: a descriptor of a K-major tile (its rows are columns of b) or, with MN, of one whose rows
+//   are k.
+// source: PTX ISA, sections 9.7.15.5.1.1, "Register Fragments", and 9.7.15.5.2, "wgmma.mma_async".
+#define D4(n) "+f"(d[0][n][0]), "+f"(d[0][n][1]), "+f"(d[0][n][2]), "+f"(d[0][n][3])
+#define D32 D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+#define D32_LIST                                                                                   \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "  \
+    "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+template <bool ADD>
+__device__ __forceinline__ void wgmma(float (&d)[1][8][4], uint64_t a, uint64_t b) {
+    NEEDS_SM90A("{.reg .pred add; setp.ne.b32 add, %34, 0;\n"
+                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " D32_LIST
+                "%32, %33, add, 1, 1, 0, 0;}"
+                : D32
+                : "l"(a), "l"(b), "n"(ADD));
+}
+
+template <bool ADD, bool MN>
+__device__ __forceinline__ void wgmma(float (&d)[1][8][4], const uint32_t (&a)[4], uint64_t b) {
+    NEEDS_SM90A("{.reg .pred add; setp.ne.b32 add, %37, 0;\n"
+                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " D32_LIST
+                "{%32, %33, %34, %35}, %36, add, 1, 1, %38;}"
+                : D32
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD), "n"(MN));
+}
+#undef D4
+#undef D32
+#undef D32_LIST
+#undef NEEDS_SM90A
 #else
 #define BEFORE_SM80 (emu::set.cc < 80)  // the emulated GPU's capability is a setting
 #endif
@@ -928,6 +1016,54 @@ template <int N> __device__ __forceinline__ void copy_wait() {
     if (!BEFORE_SM80) {
         cp_async_wait<N>();
     }
+}
+
+// tile_descriptor: describes to wgmma a tile in shared memory, `offset` bytes from `tile`. Its rows
+// are 128 bytes of 64 16-bit elements, swizzled like tile_offset<64>; it starts at a multiple of
+// 1024 bytes, as the swizzle does. columns64: bytes from 64 columns to the next 64, used by
+// MN-major tiles wider than that. Adding DESCRIPTOR_K moves on by 16 columns, DESCRIPTOR_MN by 16
+// rows.
+//   bits 0..13 start >> 4   16..29 columns64 >> 4   32..45 bytes from 8 rows to the next 8, >> 4
+//   62..63 1: 128-byte swizzle
+// source: PTX ISA, sections 9.7.15.5.1.2.2, "Matrix Descriptor Format", and "Strides"; NVIDIA's
+//   cutlass, include/cute/arch/mma_sm90_desc.hpp, agrees.
+constexpr int DESCRIPTOR_K = 32 >> 4, DESCRIPTOR_MN = 2048 >> 4;
+
+__device__ __forceinline__ uint64_t tile_descriptor(const void *tile, uint32_t offset,
+                                                    uint32_t columns64 = 16) {
+    const uint32_t at = shared_address(tile) + offset;
+    return (uint64_t)1 << 62 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)(columns64 >> 4) << 16 |
+           (at & 0x3ffff) >> 4;
+}
+
+// d (64,64) = A B^T: the 64 columns of a K-major tile a, 64 rows, times those of tile b.
+__device__ __forceinline__ void wgmma_abt(float (&d)[1][8][4], uint64_t a, uint64_t b) {
+    wgmma<false>(d, a, b);
+    wgmma<true>(d, a + DESCRIPTOR_K, b + DESCRIPTOR_K);
+    wgmma<true>(d, a + 2 * DESCRIPTOR_K, b + 2 * DESCRIPTOR_K);
+    wgmma<true>(d, a + 3 * DESCRIPTOR_K, b + 3 * DESCRIPTOR_K);
+}
+
+// d (64,64) += p B: p (64,64), fragments of 16 columns in registers, times the 64 rows of tile b.
+__device__ __forceinline__ void wgmma_add(float (&d)[1][8][4], const uint32_t (&p)[4][4],
+                                          uint64_t b) {
+    wgmma<true, true>(d, p[0], b);
+    wgmma<true, true>(d, p[1], b + DESCRIPTOR_MN);
+    wgmma<true, true>(d, p[2], b + 2 * DESCRIPTOR_MN);
+    wgmma<true, true>(d, p[3], b + 3 * DESCRIPTOR_MN);
+}
+
+// Traps if tiles do not start at a multiple of 1024, because wgmma would read another swizzle.
+__device__ __forceinline__ void check_tiles(const void *tiles) {
+    if (shared_address(tiles) % 1024 != 0) {
+        __trap();
+    }
+}
+
+// Returns which warpgroup of the block this is. The shuffle tells the compiler that the number is
+// the same in a whole warp, so that descriptors are computed in uniform registers.
+__device__ __forceinline__ int warpgroup_index() {
+    return __shfl_sync(ALL_LANES, (int)threadIdx.x / (4 * WARP), 0);
 }
 
 // Returns 1 / x, accurate if E is fp32. Otherwise it is the hardware's approximation, since the
@@ -2057,17 +2193,17 @@ __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
     }
 }
 
-// mask_future: causal mask; sets scores with key > query to -inf. Rows of s are queries starting at
-// query0, columns are keys starting at key0; swapped if `keys_are_rows`.
+// mask_future: causal mask; sets scores with key > query to `value`. Rows of s are queries starting
+// at query0, columns are keys starting at key0; swapped if `keys_are_rows`.
 template <int MT, int N8>
 __device__ __forceinline__ void mask_future(float (&s)[MT][N8][4], int query0, int key0,
-                                            bool keys_are_rows) {
+                                            bool keys_are_rows, float value = -INFINITY) {
     const int row = (int)threadIdx.x % WARP / 4, col = (int)threadIdx.x % 4 * 2;
     const int ahead = key0 - query0 + (keys_are_rows ? row - col : col - row);
     each_element<MT, N8>([&](int i, int n, int e) {
         const int step = 8 * n + e % 2 - 16 * i - e / 2 * 8;
         if (ahead + (keys_are_rows ? -step : step) > 0) {
-            s[i][n][e] = -INFINITY;
+            s[i][n][e] = value;
         }
     });
 }
@@ -2139,6 +2275,59 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
     }
 }
 
+// online_softmax: a step of the softmax of a warp's rows over tiles of scores. s: scores, replaced
+// by P; o: the sums of P V so far, rescaled to the new maximum; m, l: maximum (times c) and sum of
+// each of the thread's rows, r: acc[r / 2], e / 2 = r % 2. Four lanes share a row, and l is this
+// lane's part. After the first step m is finite in every row, so -inf + inf cannot occur.
+template <int MT, int N8, int O8>
+__device__ __forceinline__ void online_softmax(float (&s)[MT][N8][4], float (&o)[MT][O8][4],
+                                               float (&m)[2 * MT], float (&l)[2 * MT], float c) {
+    UNROLL
+    for (int r = 0; r < 2 * MT; r++) {
+        const int i = r / 2, e = r % 2 * 2;
+        float top = -INFINITY;
+        UNROLL
+        for (int n = 0; n < N8; n++) {
+            top = fmaxf(top, fmaxf(s[i][n][e], s[i][n][e + 1]));
+        }
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
+        top = fmaxf(m[r], fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2)) * c);
+        const float rescale = ex2_approx(m[r] - top);
+        m[r] = top;
+        l[r] *= rescale;
+        UNROLL
+        for (int n = 0; n < N8; n++) {
+            s[i][n][e] = ex2_approx(fmaf(s[i][n][e], c, -top));
+            s[i][n][e + 1] = ex2_approx(fmaf(s[i][n][e + 1], c, -top));
+            l[r] += s[i][n][e] + s[i][n][e + 1];
+        }
+        UNROLL
+        for (int n = 0; n < O8; n++) {
+            o[i][n][e] *= rescale;
+            o[i][n][e + 1] *= rescale;
+        }
+    }
+}
+
+// softmax_end: adds l across the four lanes of a row, divides o by it, and writes LSE2 of the rows
+// `first` on, less than T, to lse.
+template <int MT, int O8>
+__device__ __forceinline__ void softmax_end(float (&o)[MT][O8][4], float *lse, float (&m)[2 * MT],
+                                            float (&l)[2 * MT], int first, int T) {
+    const int lane = threadIdx.x % WARP;
+    UNROLL
+    for (int r = 0; r < 2 * MT; r++) {
+        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
+        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
+        const int row = first + 8 * r + lane / 4;
+        if (lane % 4 == 0 && row < T) {
+            lse[row] = m[r] + log2f(l[r]);
+        }
+        l[r] = 1.0f / l[r];
+    }
+    each_element<MT, O8>([&](int i, int n, int e) { o[i][n][e] *= l[2 * i + e / 2]; });
+}
+
 // attention_forward_kernel: out = softmax(mask(Q K^T / sqrt(HS))) V and LSE2, for 16-bit types.
 //   For each query row, over tiles of keys:  m' = max(m, c max_j s_j),  p_j = 2^(c s_j - m'),
 //   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  finally
@@ -2171,7 +2360,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCK
     using A = AttentionTiles<E, HD>;
     constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::FORWARD_ROWS;
     E *tile_k = tile_q + BM * HD, *tile_v = tile_k + 2 * BN * HD;
-    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
+    const int HS = WHOLE ? HD : head_size;
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
     const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
@@ -2188,7 +2377,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCK
     // 1. Start copying Q and the first K and V.
     tile_load<HD, BM>(tile_q, q, stride, row0, T, HS);
     load_keys(0);
-    float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};  // row r: acc[r / 2], e / 2 = r % 2
+    float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};
     UNROLL
     for (int r = 0; r < 2 * MT; r++) {
         m[r] = -INFINITY;
@@ -2218,52 +2407,136 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCK
             mask_future(s, first, j * BN, false);
         }
 
-        // 5. Four lanes share a row. After tile 0 m is finite in every row, so -inf + inf cannot
-        //    occur.
-        UNROLL
-        for (int r = 0; r < 2 * MT; r++) {
-            const int i = r / 2, e = r % 2 * 2;
-            float top = -INFINITY;
-            UNROLL
-            for (int n = 0; n < BN / 8; n++) {
-                top = fmaxf(top, fmaxf(s[i][n][e], s[i][n][e + 1]));
-            }
-            top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
-            top = fmaxf(m[r], fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2)) * c);
-            const float rescale = ex2_approx(m[r] - top);
-            m[r] = top;
-            l[r] *= rescale;
-            UNROLL
-            for (int n = 0; n < BN / 8; n++) {
-                s[i][n][e] = ex2_approx(fmaf(s[i][n][e], c, -top));
-                s[i][n][e + 1] = ex2_approx(fmaf(s[i][n][e + 1], c, -top));
-                l[r] += s[i][n][e] + s[i][n][e + 1];
-            }
-            UNROLL
-            for (int n = 0; n < HD / 8; n++) {
-                o[i][n][e] *= rescale;
-                o[i][n][e + 1] *= rescale;
-            }
-        }
+        // 5. P overwrites S.
+        online_softmax(s, o, m, l, c);
 
         // 6. P, rounded to E, times V.
         warp_mul_add<HD>(o, s, tile_v + j % 2 * BN * HD);
     }
 
-    // 7. Reduce l across the four lanes, then divide once per row. Only this warp touches its rows
-    //    of Q, so it can stage the output in their shared memory without a block barrier.
-    UNROLL
-    for (int r = 0; r < 2 * MT; r++) {
-        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
-        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
-        const int row = first + 8 * r + lane / 4;
-        if (lane % 4 == 0 && row < T) {
-            lse[block.stat_at + row] = m[r] + log2f(l[r]);
-        }
-        l[r] = 1.0f / l[r];
-    }
-    each_element<MT, HD / 8>([&](int i, int n, int e) { o[i][n][e] *= l[2 * i + e / 2]; });
+    // 7. Only this warp touches its rows of Q, so it can stage the output in their shared memory
+    //    without a block barrier.
+    softmax_end(o, lse + block.stat_at, m, l, first, T);
     warp_store_rows<HD, false>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
+}
+
+// The wgmma kernels, for bf16 heads of 64 channels. A thread block is two warpgroups, each of which
+// owns 64 of the block's 128 rows and handles 64 rows of the other side per step.
+// 1. Copies are those of the other kernels. Each thread calls fence_async for its own copies before
+//    the barrier, which makes the tile visible to products.
+// 2. STAGES places for the tiles of the other side. With two, a step's last products are waited for
+//    at its end. With three ("late wait") they run on during the next step's barrier and scores,
+//    and the wait for those scores covers them.
+// 3. Warps never diverge inside the loop: conditions are the same in a whole warpgroup.
+struct AttentionWgmma {
+    enum {
+        HS = 64,
+        WARPS = 8,
+        OWN_ROWS = 128,
+        STEP = 64,            // rows of the other side
+        TILE = STEP * HS,     // elements
+        FORWARD_STAGES = 3,
+        DQ_STAGES = 2,
+        DKV_STAGES = 3,
+        FORWARD_BYTES = 2 * (OWN_ROWS * HS + FORWARD_STAGES * 2 * TILE),
+        DQ_BYTES = 2 * (2 * OWN_ROWS * HS + DQ_STAGES * 2 * TILE),
+        DKV_BYTES = 2 * (2 * OWN_ROWS * HS + DKV_STAGES * 2 * TILE) + DKV_STAGES * 2 * STEP * 4
+    };
+};
+
+// fragments: rounds scores s to bf16, as the operand a of wgmma_add.
+__device__ __forceinline__ void fragments(uint32_t (&p)[4][4], const float (&s)[1][8][4]) {
+    UNROLL
+    for (int i = 0; i < 16; i++) {
+        const float *pair = s[0][i / 2] + i % 2 * 2;
+        p[i / 4][i % 4] = pack2<__nv_bfloat16>(pair[0], pair[1]);
+    }
+}
+
+// attention_forward_wgmma_kernel: as attention_forward_kernel; E is bf16 and HS 64.
+// grid B NH ceil(T / 128), mapped by AttentionBlock, last (longest) rows first; block 256; dynamic
+// shared memory FORWARD_BYTES: Q, and K and V in three places each.
+// stages: as above; the products of stage 6 run until the wait of the next step's stage 3.
+// numerics: as above: bf16: out 2.0e-3, LSE2 6e-8.
+// budget: sm 90a threads 256 shared 65536 regs 111 blocks 2 instr/elem 11.5 of 32 loop hgmma 8
+//   test gpu_attention
+__global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
+    attention_forward_wgmma_kernel(__nv_bfloat16 *out, float *lse, const __nv_bfloat16 *qkv, int B,
+                                   int T, int NH, int, int section) {
+    DYN_TILES(__nv_bfloat16, tile_q);
+    using A = AttentionWgmma;
+    constexpr int HS = A::HS, BM = A::OWN_ROWS, BN = A::STEP, STAGES = A::FORWARD_STAGES;
+    __nv_bfloat16 *tile_k = tile_q + BM * HS, *tile_v = tile_k + STAGES * A::TILE;
+    check_tiles(tile_q);
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM, group = warpgroup_index();
+    const int first = row0 + 64 * group;  // row of the warpgroup
+    const int warp_row = (int)threadIdx.x / WARP * 16;
+    const float c = LOG2_E / sqrtf((float)HS);
+    const uint32_t C = NH * HS, stride = 3 * C;
+    const __nv_bfloat16 *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
+
+    auto load_keys = [&](int j, int stage) {
+        tile_load<HS, BN, A::WARPS>(tile_k + stage * A::TILE, k, stride, j * BN, T, HS);
+        tile_load<HS, BN, A::WARPS>(tile_v + stage * A::TILE, v, stride, j * BN, T, HS);
+        copy_commit();
+    };
+
+    // 1. Start copying Q and the first K and V.
+    tile_load<HS, BM, A::WARPS>(tile_q, q, stride, row0, T, HS);
+    load_keys(0, 0);
+    float o[1][8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+    const uint64_t q_rows = tile_descriptor(tile_q, 2 * A::TILE * group);
+
+    const int tiles = ceil_div(min(row0 + BM, T), BN);
+    for (int j = 0, stage = 0; j < tiles; j++) {
+        // 2. The barrier makes all threads' copies of tile j (and of Q) visible to the block's
+        //    products, and ensures that the products of tile j - 2, whose place tile j + 1 reuses,
+        //    are complete.
+        copy_wait<0>();
+        fence_async();
+        __syncthreads();
+        const int next = stage == STAGES - 1 ? 0 : stage + 1;
+        if (j + 1 < tiles) {
+            load_keys(j + 1, next);
+        }
+        if (j * BN >= first + 64 || first >= T) {
+            wgmma_wait<0>();  // fully masked, or past T; tile j - 1 is about to be overwritten
+        } else {
+            // 3. Scores. The wait also covers the previous step's P V.
+            float s[1][8][4];
+            uint32_t p[4][4];
+            wgmma_fence();
+            wgmma_abt(s, q_rows, tile_descriptor(tile_k, 2 * A::TILE * stage));
+            wgmma_commit();
+            wgmma_wait<0>();
+            settle(s);
+            settle(o);
+
+            // 4. As above, for the warpgroup.
+            if ((j + 1) * BN > first + 1) {
+                mask_future(s, row0 + warp_row, j * BN, false);
+            }
+
+            // 5. P overwrites S.
+            online_softmax(s, o, m, l, c);
+
+            // 6. P, rounded to bf16, times V.
+            fragments(p, s);
+            wgmma_fence();
+            wgmma_add(o, p, tile_descriptor(tile_v, 2 * A::TILE * stage));
+            wgmma_commit();
+        }
+        stage = next;
+    }
+    wgmma_wait<0>();
+    settle(o);
+
+    // 7. Each warp stages its output in its own rows of Q.
+    softmax_end(o, lse + block.stat_at, m, l, row0 + warp_row, T);
+    __syncthreads();  // all warps' products have read Q
+    warp_store_rows<HS, false>(out + block.out_at, C, row0 + warp_row, T, HS, tile_q, warp_row,
+                               1.0f, o);
 }
 
 // The simple fp32 kernels: one warp per row, four rows per block, 32 rows of the other side per
@@ -2425,8 +2698,21 @@ static bool fits_planted(int, int, Type) { return emu::plants_kernel(); }
 #define PLANTED_VARIANT(kernel)
 #endif
 
+static bool fits_wgmma(int HS, int, Type type) {
+    return HS == AttentionWgmma::HS && type == TYPE_BF16;
+}
+
+// Launches attention_forward_wgmma_kernel.
+static void attention_forward_wgmma(const AttentionArgs<__nv_bfloat16> &a) {
+    using A = AttentionWgmma;
+    launch_attention<A::OWN_ROWS, A::FORWARD_BYTES, A::WARPS>(attention_forward_wgmma_kernel, a,
+                                                              a.out, a.lse, a.qkv);
+}
+
 static const AttentionVariant attention_forward_variants[] = {
     {"mma.sync", 0, fits_any, attention_forward_mma, nullptr},
+    {"wgmma", 90, fits_wgmma, attention_forward_wgmma,
+     (const void *)attention_forward_wgmma_kernel},
     PLANTED_VARIANT(ATTENTION_FORWARD)
 };
 
@@ -2635,6 +2921,52 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 // source: "FlashAttention-2", algorithm 2, with a separate kernel for dQ instead of its atomic
 // sums.
 
+// row_statistics: computes D of the rows `first` on of a head, less than T, and writes it to drow;
+// loads their LSE2. out, dout: row 0 of the head, rows `stride` apart. The four lanes that will
+// hold a row of scores share the computation of its D: lane t takes packs t, t + 4, .... All loads
+// are issued before the first value is used.
+template <int HD, class E, int MT>
+__device__ __forceinline__ void row_statistics(float (&d)[2 * MT], float (&lse2)[2 * MT],
+                                               float *drow, const float *lse, const E *out,
+                                               const E *dout, uint32_t stride, int first, int T,
+                                               int HS) {
+    const int lane = threadIdx.x % WARP;
+    Pack<E> a[2 * MT][HD / 32], b[2 * MT][HD / 32];
+    auto each_pack = [&](auto f) {
+        UNROLL
+        for (int x = 0; x < 2 * MT * (HD / 32); x++) {
+            const int r = x / (HD / 32), p = x % (HD / 32), chunk = lane % 4 + 4 * p;
+            const int row = first + 8 * r + lane / 4;
+            if (row < T && 8 * chunk < HS) {
+                f(r, a[r][p], b[r][p], row * stride + 8 * chunk);
+            }
+        }
+    };
+    each_pack([&](int, Pack<E> &in_out, Pack<E> &in_dout, size_t at) {
+        in_out = pack_load(out + at);
+        in_dout = pack_load(dout + at);
+    });
+    each_pack([&](int r, Pack<E> &in_out, Pack<E> &in_dout, size_t) {
+        float x[8], y[8];
+        pack_to_floats(x, in_out);
+        pack_to_floats(y, in_dout);
+        UNROLL
+        for (int i = 0; i < 8; i++) {
+            d[r] = fmaf(x[i], y[i], d[r]);
+        }
+    });
+    UNROLL
+    for (int r = 0; r < 2 * MT; r++) {
+        const int row = first + 8 * r + lane / 4;
+        d[r] += __shfl_xor_sync(ALL_LANES, d[r], 1);
+        d[r] += __shfl_xor_sync(ALL_LANES, d[r], 2);
+        lse2[r] = row < T ? lse[row] : INFINITY;
+        if (lane % 4 == 0 && row < T) {
+            drow[row] = d[r];
+        }
+    }
+}
+
 // attention_backward_dq_kernel: computes dQ and D, for 16-bit types.
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
@@ -2663,7 +2995,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
     using A = AttentionTiles<E, HD>;
     constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::DQ_ROWS;
     E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
-    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
+    const int HS = WHOLE ? HD : head_size;
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
     const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
@@ -2683,43 +3015,10 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
     tile_load<HD, BM>(tile_do, dout + o_at, C, row0, T, HS);
     load_keys(0);
 
-    // 2. The four lanes that will hold a row of scores share the computation of its D: lane t takes
-    //    packs t, t + 4, .... All loads are issued before the first value is used.
+    // 2. D.
     float dq[MT][HD / 8][4] = {}, d[2 * MT] = {}, lse2[2 * MT];
-    Pack<E> a[2 * MT][HD / 32], b[2 * MT][HD / 32];
-    auto each_pack = [&](auto f) {
-        UNROLL
-        for (int x = 0; x < 2 * MT * (HD / 32); x++) {
-            const int r = x / (HD / 32), p = x % (HD / 32), chunk = lane % 4 + 4 * p;
-            const int row = first + 8 * r + lane / 4;
-            if (row < T && 8 * chunk < HS) {
-                f(r, a[r][p], b[r][p], o_at + row * C + 8 * chunk);
-            }
-        }
-    };
-    each_pack([&](int, Pack<E> &in_out, Pack<E> &in_dout, size_t at) {
-        in_out = pack_load(out + at);
-        in_dout = pack_load(dout + at);
-    });
-    each_pack([&](int r, Pack<E> &in_out, Pack<E> &in_dout, size_t) {
-        float x[8], y[8];
-        pack_to_floats(x, in_out);
-        pack_to_floats(y, in_dout);
-        UNROLL
-        for (int i = 0; i < 8; i++) {
-            d[r] = fmaf(x[i], y[i], d[r]);
-        }
-    });
-    UNROLL
-    for (int r = 0; r < 2 * MT; r++) {
-        const int row = first + 8 * r + lane / 4;
-        d[r] += __shfl_xor_sync(ALL_LANES, d[r], 1);
-        d[r] += __shfl_xor_sync(ALL_LANES, d[r], 2);
-        lse2[r] = row < T ? lse[stat_at + row] : INFINITY;
-        if (lane % 4 == 0 && row < T) {
-            drow[stat_at + row] = d[r];
-        }
-    }
+    row_statistics<HD, E, MT>(d, lse2, drow + stat_at, lse + stat_at, out + o_at, dout + o_at, C,
+                              first, T, HS);
 
     const int tiles = ceil_div(min(row0 + BM, T), BN);
     for (int j = 0; j < tiles; j++) {
@@ -2869,6 +3168,241 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
     head_column_sums<HD>(sums + C, tile_v, 16 * MT, HS);
 }
 
+// attention_backward_dq_wgmma_kernel: as attention_backward_dq_kernel; E is bf16 and HS 64.
+// grid B NH ceil(T / 128), mapped by AttentionBlock, last rows first; block 256; dynamic shared
+// memory DQ_BYTES: Q, dO, and K and V in two places each.
+// stages: as above. P is computed while dP is still under way. The wait for dQ stands at the end of
+// a step: with a late wait the fragments of dS, kept until then, would leave too few registers.
+// numerics: as above: bf16: dQ 3.3e-3.
+// budget: sm 90a threads 256 shared 65536 regs 122 blocks 2 instr/elem 10.6 of 32 loop hgmma 12
+//   overlap 32 test gpu_attention
+__global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
+    attention_backward_dq_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, float *drow,
+                                       const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
+                                       const __nv_bfloat16 *out, const float *lse, int B, int T,
+                                       int NH, int, int section) {
+    DYN_TILES(__nv_bfloat16, tile_q);
+    using A = AttentionWgmma;
+    constexpr int HS = A::HS, BM = A::OWN_ROWS, BN = A::STEP;
+    __nv_bfloat16 *tile_do = tile_q + BM * HS, *tile_k = tile_do + BM * HS;
+    __nv_bfloat16 *tile_v = tile_k + A::DQ_STAGES * A::TILE;
+    check_tiles(tile_q);
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM, group = warpgroup_index();
+    const int first = row0 + 64 * group;  // row of the warpgroup
+    const int warp_row = (int)threadIdx.x / WARP * 16;
+    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
+    const uint32_t C = NH * HS, stride = 3 * C;
+    const __nv_bfloat16 *k = qkv + block.qkv_at + C, *v = k + C;
+
+    auto load_keys = [&](int j) {
+        const int at = j % 2 * A::TILE;
+        tile_load<HS, BN, A::WARPS>(tile_k + at, k, stride, j * BN, T, HS);
+        tile_load<HS, BN, A::WARPS>(tile_v + at, v, stride, j * BN, T, HS);
+        copy_commit();
+    };
+
+    // 1. Start copying Q, dO and the first K and V.
+    tile_load<HS, BM, A::WARPS>(tile_q, qkv + block.qkv_at, stride, row0, T, HS);
+    tile_load<HS, BM, A::WARPS>(tile_do, dout + block.out_at, C, row0, T, HS);
+    load_keys(0);
+
+    // 2. D.
+    float dq[1][8][4] = {}, d[2] = {}, lse2[2];
+    row_statistics<HS, __nv_bfloat16, 1>(d, lse2, drow + block.stat_at, lse + block.stat_at,
+                                         out + block.out_at, dout + block.out_at, C,
+                                         row0 + warp_row, T, HS);
+    const uint64_t q_rows = tile_descriptor(tile_q, 2 * A::TILE * group);
+    const uint64_t do_rows = tile_descriptor(tile_do, 2 * A::TILE * group);
+
+    const int tiles = ceil_div(min(row0 + BM, T), BN);
+    for (int j = 0; j < tiles; j++) {
+        // 3. The barrier makes all threads' copies of tile j (and of Q, dO) visible to the block's
+        //    products, and ensures that all warps are done with tile j - 1, whose place tile j + 1
+        //    reuses.
+        copy_wait<0>();
+        fence_async();
+        __syncthreads();
+        if (j + 1 < tiles) {
+            load_keys(j + 1);
+        }
+        if (j * BN >= first + 64 || first >= T) {
+            continue;  // the tile is fully masked, or the warpgroup's rows are past T
+        }
+
+        // 4. Scores, and the gradient of P, both under way.
+        float s[1][8][4], dp[1][8][4];
+        uint32_t ds[4][4];
+        const uint64_t keys = tile_descriptor(tile_k, j % 2 * 2 * A::TILE);
+        wgmma_fence();
+        wgmma_abt(s, q_rows, keys);
+        wgmma_commit();
+        wgmma_abt(dp, do_rows, tile_descriptor(tile_v, j % 2 * 2 * A::TILE));
+        wgmma_commit();
+        wgmma_wait<1>();
+        settle(s);
+
+        // 5. P, masked after the exponentials: without a branch between these and the second wait,
+        //    ptxas would move the wait before them. Then dS.
+        each_element<1, 8>([&](int, int n, int e) {
+            s[0][n][e] = ex2_approx(fmaf(s[0][n][e], c, -lse2[e / 2]));
+        });
+        settle(s);
+        if ((j + 1) * BN > first + 1) {
+            mask_future(s, row0 + warp_row, j * BN, false, 0.0f);
+        }
+        wgmma_wait<0>();
+        settle(dp);
+        each_element<1, 8>([&](int, int n, int e) { s[0][n][e] *= dp[0][n][e] - d[e / 2]; });
+
+        // 6. dS, rounded to bf16, times K.
+        fragments(ds, s);
+        wgmma_fence();
+        wgmma_add(dq, ds, keys);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(dq);
+    }
+
+    // 7. Each warp stages dQ in its own rows of Q.
+    __syncthreads();  // all warps' products have read Q
+    warp_store_rows<HS, true>(dqkv + block.qkv_at, stride, row0 + warp_row, T, HS, tile_q, warp_row,
+                              scale, dq);
+    __syncthreads();  // all warps have written their sums
+    head_column_sums<HS, A::WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16, HS);
+}
+
+// attention_backward_dkv_wgmma_kernel: as attention_backward_dkv_kernel; E is bf16 and HS 64.
+// grid B NH ceil(T / 128), mapped by AttentionBlock, first (longest) rows first; block 256; dynamic
+// shared memory DKV_BYTES: K, V, and Q, dO, LSE2 and D in three places each.
+// stages: as above, but 5 starts before 4: P^T is computed while dP^T is still under way. The
+// products of stages 6 and 7 run until the first wait of the next step.
+// numerics: as above: bf16: dK 3.1e-3, dV 2.4e-3.
+// budget: sm 90a threads 256 shared 83456 regs 194 blocks 1 instr/elem 12.5 of 32 loop hgmma 16
+//   overlap 32 test gpu_attention
+__global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
+    attention_backward_dkv_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, const float *drow,
+                                        const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
+                                        const float *lse, int B, int T, int NH, int, int section) {
+    DYN_TILES(__nv_bfloat16, tile_k);
+    using A = AttentionWgmma;
+    constexpr int HS = A::HS, BN = A::OWN_ROWS, BM = A::STEP, STAGES = A::DKV_STAGES;
+    __nv_bfloat16 *tile_v = tile_k + BN * HS, *tile_q = tile_v + BN * HS;
+    __nv_bfloat16 *tile_do = tile_q + STAGES * A::TILE;
+    float *stats = (float *)(tile_do + STAGES * A::TILE);  // (STAGES, LSE2 and D, BM)
+    check_tiles(tile_k);
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = block.tile * BN, group = warpgroup_index();
+    const int first = row0 + 64 * group;  // row of the warpgroup
+    const int thread = threadIdx.x, warp_row = thread / WARP * 16;
+    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
+    const uint32_t C = NH * HS, stride = 3 * C;
+    const __nv_bfloat16 *q = qkv + block.qkv_at, *d_o = dout + block.out_at;
+
+    auto load_queries = [&](int j, int stage) {
+        tile_load<HS, BM, A::WARPS>(tile_q + stage * A::TILE, q, stride, j * BM, T, HS);
+        tile_load<HS, BM, A::WARPS>(tile_do + stage * A::TILE, d_o, C, j * BM, T, HS);
+        copy_commit();
+    };
+    // Threads 0 .. BM - 1 load LSE2 of a tile's queries, the others D (only BM of those are used).
+    // There is no branch, after which the warp might not be whole.
+    const float *stat = (thread < BM ? lse : drow) + block.stat_at;
+    auto load_stat = [&](int j) {
+        const int query = j * BM + thread % BM;
+        const float x = stat[min(query, T - 1)];
+        return query < T ? x : thread < BM ? INFINITY : 0.0f;
+    };
+    auto store_stat = [&](int stage, float x) {
+        if (thread < 2 * BM) {
+            stats[stage * 2 * BM + thread] = x;
+        }
+    };
+
+    // 1. Start copying K, V and the tile of queries on the diagonal.
+    const int start = row0 / BM, end = ceil_div(T, BM);
+    tile_load<HS, BN, A::WARPS>(tile_k, q + C, stride, row0, T, HS);
+    tile_load<HS, BN, A::WARPS>(tile_v, q + 2 * C, stride, row0, T, HS);
+    load_queries(start, 0);
+    store_stat(0, load_stat(start));
+
+    float dk[1][8][4] = {}, dv[1][8][4] = {};
+    const uint64_t k_rows = tile_descriptor(tile_k, 2 * A::TILE * group);
+    const uint64_t v_rows = tile_descriptor(tile_v, 2 * A::TILE * group);
+    for (int j = start, stage = 0; j < end; j++) {
+        // 2. The barrier makes all threads' copies of tile j (and of K, V) visible to the block's
+        //    products, and their statistics to the block, and ensures that the products of tile
+        //    j - 2, whose place tile j + 1 reuses, are complete.
+        copy_wait<0>();
+        fence_async();
+        __syncthreads();
+        const int next = stage == STAGES - 1 ? 0 : stage + 1;
+        if (j + 1 < end) {
+            load_queries(j + 1, next);
+        }
+        const float next_stat = load_stat(j + 1);
+        if ((j + 1) * BM <= first || first >= T) {
+            wgmma_wait<0>();  // all queries precede the keys; tile j - 1 is about to be overwritten
+        } else {
+            // 3. Scores, one row per key, and dP^T, both under way. The wait also covers the
+            //    previous step's products.
+            float s[1][8][4], dp[1][8][4];
+            uint32_t p[4][4], ds[4][4];
+            const uint64_t queries = tile_descriptor(tile_q, 2 * A::TILE * stage);
+            const uint64_t gradients = tile_descriptor(tile_do, 2 * A::TILE * stage);
+            wgmma_fence();
+            wgmma_abt(s, k_rows, queries);
+            wgmma_commit();
+            wgmma_abt(dp, v_rows, gradients);
+            wgmma_commit();
+            wgmma_wait<1>();
+            settle(s);
+
+            // 4. P overwrites S; masked after the exponentials, as in the dQ kernel.
+            const float *lse2 = stats + stage * 2 * BM + thread % 4 * 2, *d = lse2 + BM;
+            each_element<1, 8>([&](int, int n, int e) {
+                s[0][n][e] = ex2_approx(fmaf(s[0][n][e], c, -lse2[8 * n + e % 2]));
+            });
+            settle(s);
+            if (j * BM < first + 63) {
+                mask_future(s, j * BM, row0 + warp_row, true, 0.0f);
+            }
+
+            // 5. dS overwrites dP.
+            wgmma_wait<0>();
+            settle(dp);
+            each_element<1, 8>([&](int, int n, int e) {
+                dp[0][n][e] = s[0][n][e] * (dp[0][n][e] - d[8 * n + e % 2]);
+            });
+
+            // 6. P, rounded to bf16, times dO.   7. dS, rounded to bf16, times Q.
+            fragments(p, s);
+            fragments(ds, dp);
+            wgmma_fence();
+            wgmma_add(dv, p, gradients);
+            wgmma_add(dk, ds, queries);
+            wgmma_commit();
+        }
+
+        // 8. This place's statistics, those of tile j - 2, were last read before this iteration's
+        //    barrier.
+        store_stat(next, next_stat);
+        stage = next;
+    }
+    wgmma_wait<0>();
+    settle(dk);
+    settle(dv);
+
+    // 9. Each warp stages dK and dV in its own rows of K and V.
+    __syncthreads();  // all warps' products have read K and V
+    dqkv += block.qkv_at + C;
+    warp_store_rows<HS, true>(dqkv, stride, row0 + warp_row, T, HS, tile_k, warp_row, scale, dk);
+    warp_store_rows<HS, true>(dqkv + C, stride, row0 + warp_row, T, HS, tile_v, warp_row, 1.0f, dv);
+    __syncthreads();  // all warps have written their sums
+    sums += sums_place<BN>(block, T, C) + C;
+    head_column_sums<HS, A::WARPS>(sums, tile_k, 16, HS);
+    head_column_sums<HS, A::WARPS>(sums + C, tile_v, 16, HS);
+}
+
 // attention_backward_rows_kernel: computes the same in fp32 and for any HS. It is launched twice:
 // first for dQ and D with one warp per query, then with `keys` for dK and dV with one warp per key.
 // The warp's own row is a pair (a, b): (q, dO) or, with `keys`, (k, v). The far rows are those of
@@ -2966,12 +3500,32 @@ template <class E> static void attention_dkv_mma(const AttentionArgs<E> &a) {
     });
 }
 
+// Launches attention_backward_dq_wgmma_kernel.
+static void attention_dq_wgmma(const AttentionArgs<__nv_bfloat16> &a) {
+    using A = AttentionWgmma;
+    launch_attention<A::OWN_ROWS, A::DQ_BYTES, A::WARPS>(attention_backward_dq_wgmma_kernel, a,
+                                                         a.dqkv, a.sums, a.drow, a.dout, a.qkv,
+                                                         a.out, a.lse);
+}
+
+// Launches attention_backward_dkv_wgmma_kernel.
+static void attention_dkv_wgmma(const AttentionArgs<__nv_bfloat16> &a) {
+    using A = AttentionWgmma;
+    launch_attention<A::OWN_ROWS, A::DKV_BYTES, A::WARPS>(attention_backward_dkv_wgmma_kernel, a,
+                                                          a.dqkv, a.sums, a.drow, a.dout, a.qkv,
+                                                          a.lse);
+}
+
 static const AttentionVariant attention_dq_variants[] = {
     {"mma.sync", 0, fits_any, attention_dq_mma, nullptr},
+    {"wgmma", 90, fits_wgmma, attention_dq_wgmma,
+     (const void *)attention_backward_dq_wgmma_kernel},
     PLANTED_VARIANT(ATTENTION_DQ)
 };
 static const AttentionVariant attention_dkv_variants[] = {
     {"mma.sync", 0, fits_any, attention_dkv_mma, nullptr},
+    {"wgmma", 90, fits_wgmma, attention_dkv_wgmma,
+     (const void *)attention_backward_dkv_wgmma_kernel},
     PLANTED_VARIANT(ATTENTION_DKV)
 };
 
@@ -4925,9 +5479,9 @@ static void rank_close(RankComm *c) {
 // -------------------------------------------------------------------------------------------------
 // 39. The network on the GPU
 // The network of train_gpt2.c with kernels as layers. The plan, the loop over stages (run_stages)
-// and the stages are the same. Everything runs on one stream, except the copies of streamed buffers
-// and the exchange between ranks.
-// The stages are in the same order as there, so that the two can be read side by side.
+// and the stages are the same, and in the same order, so that the two can be read side by side.
+// Everything runs on one stream, except the copies of streamed buffers and the exchange between
+// ranks.
 // 1. E is the element type of weights and activations, G that of matrix gradients. Statistics,
 //    losses and vector gradients are fp32, because they are small and many numbers are summed in
 //    each.

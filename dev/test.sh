@@ -70,6 +70,7 @@ row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_exam
 row main harness build/test/harness build/test/harness
 row main data build/test/data build/test/data
 row main "kernels of sm_80" "build/test/sass ${NVCC:+build/sm_80.log}" kernels 80
+row main "kernels of sm_90a" "build/test/sass ${NVCC:+build/sm_90a.log}" kernels 90a
 # The same tests as on the emulated device, on a real GPU.
 row main test_gpt2cu build/test_gpt2cu build/test_gpt2cu
 driver main gpu_program train_gpt2cu
@@ -97,7 +98,7 @@ tests="gpu_gradients_16 gpu_steps gpu_offload_mixed gpu_gaps"
 row rest "test_gpt2cu_cpu sm_75" build/test_gpt2cu_cpu env EMU_CC=75 build/test_gpt2cu_cpu $tests
 row rest "gpu_program sm_75" "build/test/gpu_program train_gpt2cu_cpu" \
     env EMU_CC=75 build/test/gpu_program gpu_commands gpu_eval gpu_checkpoints
-for arch in 75 89 90a 100 120; do
+for arch in 75 89 100 120; do
     row rest "kernels of sm_$arch" "build/test/sass build/sm_$arch.log" kernels $arch
 done
 [ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links

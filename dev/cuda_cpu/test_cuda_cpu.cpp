@@ -11,7 +11,7 @@
 //   2  Threads, barriers, warps
 //   3  Shared memory and seeds
 //   4  Memory, streams, events, devices
-//   5  Tensor cores and cp.async
+//   5  Tensor cores, cp.async and wgmma
 //   6  cublasLt
 //   7  NCCL
 //   8  Injected bugs
@@ -688,7 +688,7 @@ TEST(gaps) {  // accesses next to a gap or a dead buffer are allowed
 }
 
 // -------------------------------------------------------------------------------------------------
-// 5. Tensor cores and cp.async
+// 5. Tensor cores, cp.async and wgmma
 // Compared with sums in double, element by element, with the fragments as drawn in the PTX ISA.
 
 template <class E> static E narrow(float x);
@@ -804,6 +804,169 @@ TEST(copy_async) {
     launch(k_copy_async, 1, 1, 0, 0, in, out);
     std::vector<float4> v = host(out, 4);
     expect(v[0].x == 7 && std::isnan(v[1].x) && v[2].x == 0 && v[2].w == 0 && std::isnan(v[3].x));
+}
+
+// What can go wrong in a kernel of asynchronous products; each bug is caught below.
+enum WgmmaBug {
+    CORRECT,
+    NO_WAIT,         // before the scores are used
+    NO_ASYNC_FENCE,
+    SWIZZLE,         // chunks are XORed with row % 4
+    TWO_PLACES,      // for three tiles
+    MN_STEP,         // a step along k as in a K-major tile
+    NO_FENCE,
+    NO_BARRIER,
+    EARLY_RESCALE,   // of an accumulator under way
+    NO_COPY_WAIT,
+    STRIDE,          // 512 bytes from eight rows to the next
+    BASE_OFFSET,     // in a descriptor
+    NO_SWIZZLE_BIT,
+    FAR,             // a descriptor beyond dynamic shared memory
+    LANES_DIFFER,
+    WARPS_DIFFER,
+    WARP_STOPS,      // one warp skips the last product
+    UNFINISHED       // no wait at the end
+};
+
+// out (128,64): over the tiles B_j (64,64) of b, O = O / 2 + bf16(A B_j^T) B_j for A (128,64); two
+// warpgroups, B in three places, as in attention: the products of O run on during the next step.
+template <int BUG>
+static __global__ void k_wgmma(float *out, const bf16 *a, const bf16 *b, int tiles) {
+    DYN_SHARED(bf16, tile_a);
+    bf16 *tile_b = tile_a + 128 * 64;
+    const int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int places = BUG == TWO_PLACES ? 2 : 3;
+    auto load = [&](bf16 *to, const bf16 *from, int rows) {
+        for (int i = thread; i < rows * 8; i += 256) {
+            const int row = i / 8, chunk = i % 8 ^ (row & (BUG == SWIZZLE ? 3 : 7));
+            cp_async_16(to + row * 64 + 8 * chunk, from + i * 8);
+        }
+    };
+    auto descriptor = [&](const bf16 *tile) {
+        const uint64_t stride = BUG == STRIDE ? 512 : 1024;
+        return (uint64_t)(BUG != NO_SWIZZLE_BIT) << 62 | (uint64_t)(BUG == BASE_OFFSET) << 49 |
+               stride >> 4 << 32 | 1 << 16 | shared_address(tile) >> 4;
+    };
+    load(tile_a, a, 128);
+    load(tile_b, b, 64);
+    cp_async_commit();
+    float o[1][8][4] = {}, s[1][8][4];
+    const uint64_t at_a = descriptor(tile_a + warp / 4 * 64 * 64);
+    for (int j = 0, place = 0; j < tiles; j++) {
+        if (BUG != NO_COPY_WAIT) {
+            cp_async_wait<0>();
+        }
+        if (BUG != NO_ASYNC_FENCE) {
+            fence_async();
+        }
+        if (BUG != NO_BARRIER) {
+            __syncthreads();
+        }
+        const int next = (place + 1) % places;
+        if (j + 1 < tiles) {
+            load(tile_b + next * 64 * 64, b + (j + 1) * 64 * 64, 64);
+            cp_async_commit();
+        }
+        const uint64_t at_b = descriptor(tile_b + place * 64 * 64) + (BUG == FAR ? 4096 : 0);
+        const uint64_t mine = at_a + (BUG == LANES_DIFFER ? lane / 31 * 2 : 0) +
+                              (BUG == WARPS_DIFFER ? warp / 7 * 2 : 0);
+        if (BUG != NO_FENCE) {
+            wgmma_fence();
+        }
+        wgmma<false>(s, mine, at_b);
+        for (int k = 1; k < 4; k++) {
+            wgmma<true>(s, mine + 2 * k, at_b + 2 * k);
+        }
+        wgmma_commit();
+        if (BUG != NO_WAIT) {
+            wgmma_wait<0>();
+        }
+        settle(s);
+        settle(o);
+        uint32_t p[4][4];
+        for (int i = 0; i < 16; i++) {
+            const float *pair = s[0][i / 2] + i % 2 * 2;
+            const bf16 both[2] = {narrow<bf16>(pair[0]), narrow<bf16>(pair[1])};
+            memcpy(&p[i / 4][i % 4], both, 4);
+        }
+        for (int i = 0; i < 32; i++) {
+            o[0][i / 4][i % 4] *= 0.5f;
+        }
+        wgmma_fence();
+        for (int k = 0; k < (BUG == WARP_STOPS && j + 1 == tiles && warp == 3 ? 3 : 4); k++) {
+            wgmma<true, true>(o, p[k], at_b + (BUG == MN_STEP ? 2 : 128) * k);
+        }
+        wgmma_commit();
+        if (BUG == EARLY_RESCALE) {
+            o[0][7][3] *= 0.5f;
+        }
+        place = next;
+    }
+    if (BUG != UNFINISHED) {
+        wgmma_wait<0>();
+    }
+    for (int i = 0; i < 32; i++) {
+        const int row = warp * 16 + lane / 4 + 8 * (i / 2 % 2);
+        out[row * 64 + 8 * (i / 4) + lane % 4 * 2 + i % 2] = o[0][i / 4][i % 4];
+    }
+}
+// Relative error of the kernel's result compared with sums in double, NaN if it has one. Rounding
+// P to bf16 differs where the sum is near the middle between two numbers.
+template <int BUG> static double wgmma_error() {
+    const int tiles = 4;
+    std::vector<bf16> A(128 * 64), B((size_t)tiles * 64 * 64);
+    for (bf16 &x : A) { x = narrow<bf16>(uniform()); }
+    for (bf16 &x : B) { x = narrow<bf16>(uniform()); }
+    bf16 *a = device(A), *b = device(B);
+    float *out = device<float>(128 * 64);
+    OK(cudaFuncSetAttribute(k_wgmma<BUG>, cudaFuncAttributeMaxDynamicSharedMemorySize, 40 << 10));
+    launch(k_wgmma<BUG>, 1, 256, 40 << 10, 0, out, a, b, tiles);
+    std::vector<float> got = host(out, 128 * 64);
+    double error = 0, norm = 0;
+    for (int m = 0; m < 128; m++) {
+        double o[64] = {};
+        for (int j = 0; j < tiles; j++) {
+            for (double &x : o) {
+                x /= 2;
+            }
+            for (int n = 0; n < 64; n++) {
+                const bf16 *row = &B[(size_t)(j * 64 + n) * 64];
+                double s = 0;
+                for (int k = 0; k < 64; k++) {
+                    s += (double)(float)A[m * 64 + k] * (double)(float)row[k];
+                }
+                for (int k = 0; k < 64; k++) {
+                    o[k] += (double)(float)narrow<bf16>((float)s) * (double)(float)row[k];
+                }
+            }
+        }
+        for (int k = 0; k < 64; k++) {
+            error += pow(got[m * 64 + k] - o[k], 2);
+            norm += o[k] * o[k];
+        }
+    }
+    return sqrt(error / norm);
+}
+TEST(wgmma) {
+    double worst = 0;
+    for (long seed = 0; seed < 3; seed++) {
+        Setting s(emu::set.seed, seed);
+        worst = std::max(worst, wgmma_error<CORRECT>());
+    }
+    expect(worst < 1e-3);
+    detail = text("max err %.1e", worst);
+}
+// Ends the process with code 86 if the results are wrong, whatever the seed.
+template <int BUG> static void run_wgmma() {
+    for (long seed = 0; seed < 3; seed++) {
+        emu::set.seed = seed;
+        if (wgmma_error<BUG>() < 1e-2) {
+            return;
+        }
+    }
+    fprintf(stderr, "wrong results\n");
+    fflush(stderr);
+    _exit(86);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1626,6 +1789,28 @@ static const Bug bugs[] = {
          emu::set.cc = 75;
          launch(k_copy_async, 1, 1, 0, 0, device<float4>(3), device<float4>(3));
      }, "cp.async: needs compute capability 8.0", "k_copy_async"},
+    {[] {
+         emu::set.cc = 100;
+         wgmma_error<CORRECT>();
+     }, "fence_async: needs compute capability 9.0", "k_wgmma"},
+    {run_wgmma<NO_WAIT>, "settle: a product that writes these accumulators", "k_wgmma"},
+    {run_wgmma<NO_ASYNC_FENCE>, "wrong results", ""},
+    {run_wgmma<SWIZZLE>, "wrong results", ""},
+    {run_wgmma<TWO_PLACES>, "wrong results", ""},
+    {run_wgmma<MN_STEP>, "wrong results", ""},
+    {run_wgmma<NO_FENCE>, "has not called wgmma_fence since its last wait", "k_wgmma"},
+    {run_wgmma<NO_BARRIER>, "wrong results", ""},
+    {run_wgmma<EARLY_RESCALE>, "accumulator 31 of lane 0 changed while a product was under way",
+     "k_wgmma"},
+    {run_wgmma<NO_COPY_WAIT>, "wrong results", ""},
+    {run_wgmma<STRIDE>, "wrong results", ""},
+    {run_wgmma<BASE_OFFSET>, "only a 128-byte swizzle without base offset", "k_wgmma"},
+    {run_wgmma<NO_SWIZZLE_BIT>, "only a 128-byte swizzle without base offset", "k_wgmma"},
+    {run_wgmma<FAR>, "reaches beyond dynamic shared memory", "k_wgmma"},
+    {run_wgmma<LANES_DIFFER>, "lanes 0 and 31 differ in a descriptor", "k_wgmma"},
+    {run_wgmma<WARPS_DIFFER>, "warps of a warpgroup issue different products", "k_wgmma"},
+    {run_wgmma<WARP_STOPS>, "warp 3 issued fewer products than others", "k_wgmma"},
+    {run_wgmma<UNFINISHED>, "ended with products under way", "k_wgmma"},
     {[] {  // the limit was raised while another device was set
          const cudaFuncAttribute limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
          OK(cudaFuncSetAttribute(k_copy_async, limit, 80 << 10));

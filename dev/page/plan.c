@@ -70,9 +70,13 @@ static void tables_print(void) {
         settings_offload(&s, offload_tiers[i]);
         print_pair(i == 0, offload_text(text, &s), "");
     }
+    const char *separator = "";
     printf("],\n\"minimum\":[");  // options that --minimum decides
-    for (size_t i = 0; i < sizeof minimum_decides / sizeof minimum_decides[0]; i++) {
-        print_string(i ? "," : "", minimum_decides[i]);
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        if (option_rows[i].commands & LEAST) {
+            print_string(separator, option_rows[i].name);
+            separator = ",";
+        }
     }
     printf("]}\n");
 }
@@ -82,6 +86,17 @@ static void refuse_here(const Options *o) {
     if (!o->minimum && !o->gpu[0] && !o->gpu_mem && o->gpus == 1) {
         die("--gpu: name a card, or give its memory with --gpu-mem");
     }
+}
+
+// Prints the command line with these options, and the one that trains with them on a GPU.
+static void commands_print(const Options *given) {
+    Options o = *given;
+    command_print(program_command, &o, 0);
+    o.plan = o.fit = o.minimum = o.largest = o.json = o.gpu_mem = 0;
+    o.gpu = "";
+    printf("\n");
+    command_print("./train_gpt2cu", &o, 0);
+    printf("\n");
 }
 
 int main(int argc, char **argv) {
@@ -99,9 +114,7 @@ int main(int argc, char **argv) {
     options_parse(&o, argc - commands, argv + commands);
     refuse_here(&o);
     if (commands) {
-        command_print(program_command, &o);
-        printf("\n");
-        training_print(&o, o.recompute, 1);
+        commands_print(&o);
         return 0;
     }
     return train_gpt2_main(argc, argv);

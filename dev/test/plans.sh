@@ -52,24 +52,27 @@ draws() {
     }'
 }
 
-# answer PROGRAM FILE OPTION...: writes what the program says and its exit status into FILE.
+# The native program, in a folder without data: with data, the commands that it prints name it.
+mkdir "$scratch/bare" && cp train_gpt2 "$scratch/bare" || exit 1
+native() { (cd "$scratch/bare" && exec ./train_gpt2 "$@"); }
+
+# answer FILE COMMAND...: writes what the command says and its exit status into FILE.
 answer() {
-    local program=$1 file=$2
-    shift 2
-    "$program" "$@" > "$file" 2>&1
-    echo "status $?" >> "$file"
+    "${@:2}" > "$1" 2>&1
+    echo "status $?" >> "$1"
 }
 
-# compare_program: draw by draw.
+# compare_program: draw by draw. A copy with the same path prints the same commands.
 compare_program() {
     local how differ=''
+    mkdir "$scratch/other bare" && cp "$program" "$scratch/other bare/train_gpt2"
+    other() { (cd "$scratch/other bare" && exec ./train_gpt2 "$@"); }
     while read -r -a options; do
         for how in --plan "--plan --json"; do
             # shellcheck disable=SC2086  # two words
-            answer ./train_gpt2 "$scratch/native" "${options[@]}" $how
+            answer "$scratch/native" native "${options[@]}" $how
             # shellcheck disable=SC2086
-            answer "$program" "$scratch/other" "${options[@]}" $how
-            sed -i "s|$program|PROGRAM|; s|\./train_gpt2|PROGRAM|" "$scratch"/{native,other}
+            answer "$scratch/other" other "${options[@]}" $how
             cmp -s "$scratch"/{native,other} || differ+="; ${options[*]} $how: $(
                 diff "$scratch"/{native,other} | sed -n 2p)"
         done
@@ -128,20 +131,20 @@ compare_page() {
         }
         return out;" > "$scratch/page" 2> "$scratch/log"
     while read -r -a options; do
-        ./train_gpt2 "${options[@]}" --plan --json 2>&1
+        native "${options[@]}" --plan --json 2>&1
         echo '$'
-        [ $((n++ % 4)) -ne 0 ] || ./train_gpt2 "${options[@]}" --plan 2>&1
+        [ $((n++ % 4)) -ne 0 ] || native "${options[@]}" --plan 2>&1
     done < "$scratch/draws" > "$scratch/native"
     sed 's/^\$ .*/$/' "$scratch/page" | cmp -s - "$scratch/native"
     verdict "$DRAWS drawn plans of the page equal the program's" $? "SEED=$SEED: $(
         sed 's/^\$ .*/$/' "$scratch/page" | diff "$scratch/native" - | head -c 600) $(
         head -c 300 "$scratch/log")"
     grep '^\$ ' "$scratch/page" | while read -r _ command; do
-        eval "$command" 2>&1
+        (cd "$scratch/bare" && eval "$command" 2>&1)
         echo '$'
     done > "$scratch/commands"
     while read -r -a options; do
-        ./train_gpt2 "${options[@]}" --plan --json 2>&1
+        native "${options[@]}" --plan --json 2>&1
         echo '$'
     done < "$scratch/draws" | cmp -s - "$scratch/commands"
     verdict "the command lines of the page print the same" $?
@@ -153,7 +156,7 @@ test_form() {
     found=$(browse 1200x900 "type('option-gpu', 'h1000');
         await answer();
         return \$('error-gpu').textContent + \$('option-gpu').getAttribute('aria-invalid');")
-    expected=$(./train_gpt2 --plan -e d12 --gpu h1000 2>&1)
+    expected=$(native --plan -e d12 --gpu h1000 2>&1)
     [ "$found" = "${expected}true" ]
     verdict "a message is shown under its field" $? "'$found', not '$expected'"
     found=$(browse 1200x900 "
@@ -188,7 +191,7 @@ test_form() {
 draws > "$scratch/draws"
 planned=0 large=0
 while read -r -a options; do
-    ./train_gpt2 "${options[@]}" --plan --json > "$scratch/native" 2>&1
+    native "${options[@]}" --plan --json > "$scratch/native" 2>&1
     ! grep -q '^{"target":"gpu"' "$scratch/native" || planned=$((planned + 1))
     ! grep -Eq '"bytes":[0-9]{10}' "$scratch/native" || large=$((large + 1))
 done < "$scratch/draws"

@@ -539,8 +539,33 @@ def of(what, path, other=None):
         return " ".join(page(path)["dd"])
     if what == "newest":    # the newest sample
         return page(path)["pre"][0]
+    if what == "cards":
+        cells, cards = " ".join(page(path)["td"]), json.load(open(other))["cards"]
+        missing = [row for row in cards if row["gpu"] + " " not in cells or row["tokens_per_s"] and
+                   "{:,}".format(row["tokens_per_s"]) not in cells or
+                   row["takes"] and row["takes"] not in cells]
+        return "every card" if cards and not missing else "missing: %s" % missing
     tree = xml.etree.ElementTree.parse(path)
     titles = [title.text for title in tree.iter(svg + "title")]
+    if what == "points":
+        planned = [row for row in json.load(open(other))["candidates"]]
+        found = {}
+        for point in tree.iter(svg + "circle"):
+            numbers = re.findall("([0-9][0-9,]*) ", point.find(svg + "title").text)[:3]
+            found[tuple(int(text.replace(",", "")) for text in numbers)] = point
+        keys = sorted(found)
+        named = sorted({(row["device_bytes"], row["tokens_per_s"], row["host_bytes"])
+                        for row in planned})
+        if keys != named:
+            return "%s, planned %s" % (keys, named)
+        for axis, place, sign in ((0, "cx", 1), (1, "cy", -1)):
+            at = [sign * float(found[key].get(place)) for key in
+                  sorted(keys, key=lambda key: key[axis])]
+            if at != sorted(at):
+                return "%s is not in order" % place
+        colours = {key[2]: found[key].get("fill") for key in keys}
+        return "every candidate" if len(set(colours.values())) > 2 and all(
+            found[key].get("fill") == colours[key[2]] for key in keys) else "colours %s" % colours
     if what == "checks":
         return " ".join(titles)
     drawn = sorted(int(re.search("([0-9,]+) bytes", title)[1].replace(",", "")) for title in titles)
@@ -569,6 +594,22 @@ if command -v python3 > /dev/null; then
     "$root/train_gpt2" $plan > plan.json
     report --plan - --svg plan.svg < plan.json > /dev/null
     equal "report: a plan" "$(python3 read.py buffers plan.svg plan.json)" "every buffer"
+    # What fits: a circle for each candidate, at coordinates that increase with its numbers.
+    "$root/train_gpt2" --fit all -e d12 --gpu 3070 --json > fit.json
+    "$root/train_gpt2" --plan --gpu all -e d36 -b 8 -r none --offload none --json > cards.json
+    report --fit - --svg fit.svg < fit.json > /dev/null
+    equal "report: what fits" "$(python3 read.py points fit.svg fit.json)" "every candidate"
+    report --fit fit.json cards.json -o fit.html > /dev/null
+    equal "report: the table of cards" "$(python3 read.py cards fit.html cards.json)" "every card"
+    echo '{"query":"fit","model":"<b>","available_bytes":0,"best":null,"candidates":[]}' \
+        > none.json
+    report --fit none.json --svg none.svg > /dev/null
+    says "report: nothing fits" ">Nothing fits.<" "$(cat none.svg)"
+    refuses "report: --fit of a plan" "plan.json is not the output of --fit --json or of" \
+        report --fit plan.json -o bad
+    sed 's/"device_bytes":[0-9]*/"device_bytes":-1/' fit.json > damaged.json
+    refuses "report: a damaged candidate" "damaged.json is not the output of --fit" \
+        report --fit damaged.json -o bad
     mkfifo pipe
     refuses "report: a FIFO" "cannot read pipe: not a regular file" \
         timeout 20 python3 "$root/dev/report.py" pipe

@@ -441,20 +441,20 @@ TEST(fit_sizes, FLOAT) {
     // Candidates of --fit all include mixed levels, so the best one is as good as --fit any's.
     const PlanCandidate any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
                         all = chosen("--fit all -e d12 --gpu-mem 3GiB");
-    expect(all.tokens_per_s >= any.tokens_per_s && all.steps[BY_HOST] <= any.steps[BY_HOST],
+    expect(all.tokens_per_s >= any.tokens_per_s && all.steps[BY_OFFLOAD] <= any.steps[BY_OFFLOAD],
            "%.0f tokens/s, any %.0f", all.tokens_per_s, any.tokens_per_s);
     PlanCandidate c = chosen("--fit any -e d48 --gpu-mem 15GiB");
     expect(c.settings.B >= 8 && !settings_offloads(&c.settings) &&
                c.settings.moment_dtype == TYPE_BF16 && !c.settings.split_master,
-           "-b %d, tier %d", c.settings.B, c.steps[BY_HOST]);
+           "-b %d, tier %d", c.settings.B, c.steps[BY_OFFLOAD]);
     c = chosen("--fit bits -e d48 --gpu-mem 15GiB");
     expect(c.settings.B >= 24 && c.settings.split_master &&
                settings_offload_bits(&c.settings) == HOST_MOMENTS,
-           "-b %d, tier %d", c.settings.B, c.steps[BY_HOST]);
+           "-b %d, tier %d", c.settings.B, c.steps[BY_OFFLOAD]);
     c = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
     expect(524288 % (c.settings.B * 1024) == 0 && c.settings.split_master, "-b %d", c.settings.B);
     c = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
-    expect(recompute_text(&c.settings).s == Text("gelu") && c.steps[BY_HOST] == 0);
+    expect(recompute_text(&c.settings).s == Text("gelu") && c.steps[BY_OFFLOAD] == 0);
 }
 
 // Several GPUs: the largest batch that --fit finds uses on each GPU what its plan says, in addition
@@ -483,8 +483,8 @@ TEST(fit_ranks, FLOAT) {
         for (int i = 0; i < n; i++) {
             const PlanCandidate &c = list[(size_t)i];
             expect(!(c.settings.placement[KIND_GRADIENTS] & PLACE_HOST), "%s", options.c_str());
-            B = c.steps[BY_HOST] == 0 ? std::max(B, c.settings.B) : B;
-            if (c.steps[BY_HOST] == 0 && c.settings.B == B) {
+            B = c.steps[BY_OFFLOAD] == 0 ? std::max(B, c.settings.B) : B;
+            if (c.steps[BY_OFFLOAD] == 0 && c.settings.B == B) {
                 Settings s = planned(options + text("%d --offload none", B));
                 expect(c.bytes == plan_bytes(&s), "%s%d", options.c_str(), B);
             }

@@ -283,6 +283,28 @@ TEST(gpu_bits, CUDA_ALL) {
     detail = text("%d runs", runs);
 }
 
+// The same with each wgmma variant of attention. The emulated forward variants have the same bits,
+// because both sum over 64 keys per step in the order of the keys.
+TEST(gpu_bits_wgmma, CUDA_ALL) {
+    need_wgmma();
+    Model m = shape("l2h1c64t70", 65);
+    auto run = [&](const char *level) {
+        Net n(m, Text("-b 1 -t 70 -r ") + level);
+        Trace t = trace(&n, 2);
+        return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
+    };
+    choose_wgmma(0);
+    std::vector<Outputs> seen = {run("none")};
+    for (int kernels : {1, 2, 4}) {
+        choose_wgmma(kernels);
+        seen.push_back(run("none"));
+        expect(seen.back() == run("block"), "-r block, kernels %d", kernels);
+        for (size_t i = 0; i + 1 < seen.size() && kernels > 1; i++) {
+            expect(seen[i] != seen.back(), "kernels %d have bits of their own", kernels);
+        }
+    }
+}
+
 // wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding.
 // Measures the distance to the same sums in fp32, for one chunk and for eight, the most up to
 // 65,536 tokens.

@@ -518,6 +518,130 @@ TEST(gpu_attention, CUDA_ALL) {
     attention_cache_bytes = 0;
 }
 
+// Ends a test of wgmma on a GPU that does not have it.
+static void need_wgmma() {
+    int major = 0;
+    cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    if (major != 9) {
+        skip("wgmma needs compute capability 9.0");
+    }
+}
+
+// out (64,64) fp32 = a b, by one warpgroup. FORM 0: a (64,64) and b, stored (n,k), in shared
+// memory; 1: a in registers, b (n,k); 2: a in registers, b (k,n).
+template <int FORM>
+static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
+    DYN_TILES(bf16, tile_a);
+    bf16 *tile_b = tile_a + 64 * 64;
+    check_tiles(tile_a);
+    tile_load<64, 64, 4>(tile_a, a, 64, 0, 64, 64);
+    tile_load<64, 64, 4>(tile_b, b, 64, 0, 64, 64);
+    copy_commit();
+    copy_wait<0>();
+    fence_async();
+    __syncthreads();
+    const int row0 = (int)threadIdx.x / WARP * 16 + (int)threadIdx.x % WARP / 4;
+    const int column0 = (int)threadIdx.x % 4 * 2;
+    float d[1][8][4] = {};
+    uint32_t p[4][4];
+    for (int i = 0; i < 16; i++) {
+        const int row = row0 + 8 * (i % 2), k = 16 * (i / 4) + column0 + i % 4 / 2 * 8;
+        memcpy(&p[i / 4][i % 4], a + row * 64 + k, 4);
+    }
+    const uint64_t at_a = tile_descriptor(tile_a, 0), at_b = tile_descriptor(tile_b, 0);
+    wgmma_fence();
+    if constexpr (FORM == 0) {
+        wgmma_abt(d, at_a, at_b);
+    } else if constexpr (FORM == 1) {
+        UNROLL
+        for (int k = 0; k < 4; k++) {
+            wgmma<true, false>(d, p[k], at_b + k * DESCRIPTOR_K);
+        }
+    } else {
+        wgmma_add(d, p, at_b);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(d);
+    each_element<1, 8>([&](int, int n, int e) {
+        out[(row0 + e / 2 * 8) * 64 + column0 + 8 * n + e % 2] = d[0][n][e];
+    });
+}
+
+// Which element of shared memory does each place of an operand read? With the unit matrix as the
+// other operand the result shows the operand as it was read; elements numbered by row, then by
+// column, name themselves. A misread descriptor thus shows as a map of where it read.
+template <int FORM> static void check_wgmma(bool of_a) {
+    Reals one(4096), numbers[2] = {Reals(4096), Reals(4096)}, got[2];
+    for (int i = 0; i < 4096; i++) {
+        one[i] = i % 65 == 0;
+        numbers[0][i] = i / 64;
+        numbers[1][i] = i % 64;
+    }
+    for (int k = 0; k < 2; k++) {
+        Device<bf16> a(of_a ? numbers[k] : one), b(of_a ? one : numbers[k]);
+        Device<float> out(4096);
+        launch(wgmma_kernel<FORM>, 1, 128, 16384, 0, out.p, a.p, b.p);
+        got[k] = out.get();
+    }
+    for (int i = 0; i < 4096; i++) {
+        const bool turned = !of_a && FORM != 2;  // b is stored (n,k)
+        const int row = turned ? i % 64 : i / 64, column = turned ? i / 64 : i % 64;
+        expect(got[0][i] == row && got[1][i] == column,
+               "form %d, %s (%d,%d) is read from row %g, column %g", FORM, of_a ? "a" : "b", row,
+               column, (double)got[0][i], (double)got[1][i]);
+    }
+}
+
+TEST(gpu_wgmma, CUDA_ALL) {
+    need_wgmma();
+    check_wgmma<0>(true);
+    check_wgmma<0>(false);
+    check_wgmma<1>(true);
+    check_wgmma<1>(false);
+    check_wgmma<2>(true);
+    check_wgmma<2>(false);
+}
+
+// Selects the wgmma variant of the kernels whose bit is set in `kernels`, and row 0 of the others.
+static void choose_wgmma(int kernels) {
+    for (int k = 0; k < ATTENTION_KERNELS; k++) {
+        const AttentionTable &table = attention_tables[k];
+        attention_choice[k] = 0;
+        for (int i = 0; i < table.count && kernels >> k & 1; i++) {
+            if (strcmp(table.variants[i].name, "wgmma") == 0) {
+                attention_choice[k] = i;
+            }
+        }
+        expect((attention_choice[k] > 0) == (kernels >> k & 1), "%s has no wgmma", table.name);
+    }
+}
+
+// The wgmma variants: lengths around the tile sizes, flat and sharp scores, sections; and wgmma
+// forward with mma.sync backward and the reverse, because LSE2 and D mean the same in both. A shape
+// that they do not support is computed by row 0.
+TEST(gpu_attention_wgmma, CUDA_ALL) {
+    need_wgmma();
+    enum { FORWARD = 1, DQ = 2, DKV = 4, EVERY = 7 };
+    static const int rows[][6] = {
+        {EVERY, 1, 1, 64, 2, 1},   {EVERY, 1, 64, 64, 1, 4},  {EVERY, 2, 65, 64, 3, 1},
+        {EVERY, 1, 130, 64, 1, 4}, {EVERY, 1, 193, 64, 1, 1}, {EVERY, 1, 333, 64, 1, 1},
+        {FORWARD, 1, 130, 64, 1, 1}, {DQ | DKV, 1, 130, 64, 1, 1}, {DQ, 1, 66, 64, 1, 1},
+        {EVERY, 1, 33, 32, 1, 1}};  // kernels, B, T, head size, heads, sharpness
+    for (auto &r : rows) {
+        choose_wgmma(r[0]);
+        if (sampled(r[2] == 65)) {
+            check_attention<bf16>(r[1], r[2], r[3], r[4], r[5]);
+        }
+    }
+    choose_wgmma(EVERY);
+    attention_cache_bytes = 2 * 2 * 130 * 64 * 4;  // sections of two of three heads
+    if (sampled(false)) {
+        check_attention<bf16>(1, 130, 64, 3, 1);
+    }
+    attention_cache_bytes = 0;
+}
+
 template <class E> static void check_classifier(int rows, int V, double sharp) {
     const Text who = text("rows %d V %d x %g", rows, V, sharp);
     const int Vp = (int)round_up_i64(V, 128);

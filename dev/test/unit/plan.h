@@ -209,7 +209,7 @@ TEST(plan_monotone, FLOAT) {
             } else if (what == 5) {
                 axis_apply(&more, &q, BY_SCRATCH, 1);
             } else if (what >= 6 && s.gpu && s.model.L > SLOTS) {  // 2 blocks: all in slots
-                axis_apply(&more, &q, BY_HOST, what - 6);
+                axis_apply(&more, &q, BY_OFFLOAD, what - 6);
             }
             expect(plan_bytes(&more) <= plan_bytes(&s), "%s, change %d: %zu to %zu",
                    settings_text(s).c_str(), what, plan_bytes(&s), plan_bytes(&more));
