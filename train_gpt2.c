@@ -8407,6 +8407,7 @@ static int cards_command(const Options *asked, const Model *m) {
         const int no_bf16 = o.dtype == DTYPE_BF16 && card_capability(card) < BF16_CAPABILITY;
         o.dtype = no_bf16 ? 0 : o.dtype;  // a plan of what the card can compute, not a fit
         settings_from_options(&s, &o, m, 1);
+        settings_auto_batch(&s, &o, gpu_memory_from_options(&o), 1 << 26);
         const int64_t micros = step_whole_micros(&o, &s);
         const MemoryBudget budget = budget_named(&o, &s);
         settings_auto(&s, &o, &budget);
