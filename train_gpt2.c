@@ -2796,6 +2796,40 @@ static int64_t own_count(const Settings *s, Kind state, int64_t count) {
     return s->placement[state] & PLACE_SHARD ? count / s->ranks : count;
 }
 
+// The order in which the ranks' gradients are added depends on the number of ranks alone, not on
+// the machines that they run on: groups of RANK_GROUP consecutive ranks are added in rank order,
+// then the groups' sums in their order. A rank adds some of the parts of a bucket for its group,
+// and the groups' sums of a part, in fp32, go to the rank that owns it. So if each machine has the
+// GPUs of one group, only sums travel between machines.
+enum { RANK_GROUP = 8 };
+static int rank_groups(int ranks) { return (ranks + RANK_GROUP - 1) / RANK_GROUP; }
+static int group_members(int ranks, int group) {
+    return min_int(RANK_GROUP, ranks - group * RANK_GROUP);
+}
+
+// Returns the number of parts of a bucket that a rank adds for its group. Member i adds those of
+// the ranks q with q % RANK_GROUP = i, and in a last group of fewer members also those of the
+// members that are missing there (part_adder). One group: each rank adds its own part.
+static int parts_added(int ranks, int rank) {
+    const int members = group_members(ranks, rank / RANK_GROUP);
+    int parts = 0;
+    for (int column = rank % RANK_GROUP; column < min_int(RANK_GROUP, ranks); column += members) {
+        parts += (ranks - column + RANK_GROUP - 1) / RANK_GROUP;
+    }
+    return parts;
+}
+
+// Returns the bytes that a rank sends to add up a bucket of `count` elements of `bytes` bytes: the
+// most of all ranks, which a member of the first or of the last group sends.
+static double reduce_bytes(int ranks, double count, double bytes) {
+    double most = 0;
+    for (int i = 0; i < 2; i++) {
+        const int parts = parts_added(ranks, i ? (rank_groups(ranks) - 1) * RANK_GROUP : 0);
+        most = fmax(most, count / ranks * ((ranks - parts) * bytes + (parts - 1) * 4.0));
+    }
+    return most;
+}
+
 // Fills `rows` with the weights, gradients, moments and master copy, and the backing stores and
 // slots. Rows that the placements do not need have no elements.
 static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
@@ -2836,10 +2870,10 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         {GROUP_GRADIENTS, "gradients, slot 1", D, G * block * has_second, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 0", E, X * NC, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 1", E, X * NC * has_second, 0, join, ON_DEVICE},
-        // Receives the other ranks' parts of a bucket, which one kernel then adds; larger buckets
-        // are exchanged in pieces. After the update, weights stored whole in host memory are
-        // gathered here.
-        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0,
+        // Receives the other ranks' parts of a bucket, which one kernel then adds; with several
+        // groups of ranks also holds the group's sums, in fp32. Larger buckets are exchanged in
+        // pieces. After the update, weights stored whole in host memory are gathered here.
+        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block * (8 + (s->ranks > 8)) / 8, 0,
          s->placement[KIND_WEIGHTS] == PLACE_HOST ? end : join, ON_DEVICE},
     };
     memcpy(rows, states, sizeof states);
@@ -3305,7 +3339,9 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.up += v->in & PLACE_HOST ? times * own : 0;
         t.gathered += v->in & PLACE_SHARD ? times * others * bytes : 0;
         t.down += v->out & PLACE_HOST ? micros * own : 0;
-        t.reduced += v->out & PLACE_SHARD ? micros * others * bytes : 0;
+        t.reduced += v->out & PLACE_SHARD ? micros * reduce_bytes(s->ranks, (double)rows[id].count,
+                                                                  (double)type_bytes(rows[id].type))
+                                          : 0;
     }
     free(transfers);
     // The update works in place on weights, gradients, moments and master bits stored in host
@@ -3324,13 +3360,15 @@ static Traffic step_traffic(const Settings *s, int micros) {
     }
     // Gradients that are not sharded are reduced once per step. An all-gather follows: of the new
     // weights if the optimizer states are sharded, otherwise of the reduced gradients.
-    const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
-    const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
+    const double vectors = (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
+    const double matrices = (double)rows[BUF_GRADS].count, g = (double)type_bytes(s->grad_dtype);
     const int64_t placement =
         s->placement[KIND_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_STORE].count;
     const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + placement;
-    t.reduced += others * (grads + vectors);
-    t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
+    t.reduced += s->ranks > 1 ? reduce_bytes(s->ranks, matrices, g) +
+                                    reduce_bytes(s->ranks, vectors, 4)
+                              : 0;
+    t.gathered += others * ((divided ? w * (double)params : g * matrices) + 4 * vectors);
     return t;
 }
 
@@ -3351,11 +3389,12 @@ static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
 
 // Returns the seconds of a step of `micros` micro-steps on each rank. Transfers of streamed buffers
 // overlap with computation, in both directions at once. The exchange of gradients between GPUs
-// overlaps too; gradients that stay on the device are exchanged only in the last micro-step. Two
-// transfers do not overlap: those of gradients, moments, master bits and weights that the update
-// works on in host memory, and the all-gather of new weights after the update (ZeRO). The model
-// assumes that the exchange can begin with the micro-step and that it shares the link to the host,
-// as it does on PCIe.
+// overlaps too; gradients that stay on the device are exchanged only in the last micro-step. The
+// all-gather of new weights after the update (ZeRO) overlaps with the next forward, a third of a
+// micro-step, except that of wte and wpe, with which forward begins. Transfers of gradients,
+// moments, master bits and weights that the update works on in host memory do not overlap. The
+// model assumes that the exchange can begin with the micro-step and that it shares the link to the
+// host, as it does on PCIe.
 static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
     double micro = forecast_micro(v, s, 1), last = micro, update = update_bytes(s) * v->byte;
     if (settings_offloads(s) || s->ranks > 1) {
@@ -3370,7 +3409,13 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
         last = fmax(micro, transfers + sums + (divided ? 0 : results));
         micro = fmax(micro, transfers);
         update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
-        update += divided ? results : 0;
+        if (divided) {
+            const double count = (double)bucket_at(&s->model, s->ranks, BUCKET_BLOCKS).offset -
+                                 (double)bucket_at(&s->model, s->ranks, BUCKET_WTE).offset;
+            const double begin = fmin(results, (1 - 1.0 / s->ranks) * count *
+                                                   (double)type_bytes(s->dtype) * v->peer_byte);
+            update += begin + fmax(0, results - begin - forecast_micro(v, s, 1) / 3);
+        }
     }
     return (double)(micros - 1) * micro + last + update + v->step;
 }

@@ -578,10 +578,12 @@ TEST(forecast_ranks, HOST) {
             Speed slow = v, free = v;
             slow.peer_byte = 1;
             free.peer_byte = 0;
-            // Exchange and streaming take longer than the computation here, and replace its time.
+            // Exchange and streaming take longer than the computation here, and replace its time;
+            // the gather of blocks' weights also that of the forward pass before which they wait.
             const double micro = forecast_micro(&v, &s, 1);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
-                        t.reduced + t.gathered - micro, 1, "%s -z %d", card, zero);
+                        t.reduced + t.gathered - micro * (zero < 3 ? 4.0 / 3 : 1), 1, "%s -z %d",
+                        card, zero);
             const double transfers = two.reduced + two.gathered - t.reduced - t.gathered;
             expect_near(forecast_step(&slow, &s, 2) - forecast_step(&slow, &s, 1),
                         fmax(transfers, micro), 1, "%s -z %d", card, zero);
