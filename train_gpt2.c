@@ -7686,7 +7686,8 @@ static void settings_print_command(const Options *asked, const Settings *s, int 
 static void choice_print(const Plan *p, const Options *o) {
     const Settings *s = &p->settings;
     const int offloads = o->offload == OFFLOAD_AUTO && settings_offloads(s);
-    if (offloads || (strcmp(o->recompute, "auto") == 0 && strcmp(recompute_text(s).s, "none"))) {
+    if (offloads || (strcmp(o->recompute, "auto") == 0 &&
+                     strcmp(recompute_text(s).s, "none") != 0)) {
         printf("chosen   ");
         settings_print_command(o, s, 0);
         printf("         so that it fits, same bits; %s of host memory\n\n",

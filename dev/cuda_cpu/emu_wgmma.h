@@ -219,6 +219,7 @@ inline void products_finish(AsyncWarp &w, int warp, int groups, int keep) {
     for (Accumulator &sum : w.accumulators) {
         if (sum.lane[0] != nullptr && sum.products == 0) {
             Accumulator::each([&](int l, int i, int row, int column) {
+                // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): a mark, not a number
                 if (memcmp(&sum.lane[l][i], &UNDER_WAY, 4) != 0) {
                     fail("wgmma: accumulator %d of lane %d changed while a product was under way,",
                          i, l);
@@ -342,6 +343,7 @@ inline void fence_async(EMU_LOC) {
 
 // Behind a wait: marks accumulators that the code after it uses.
 inline void settle(float (&d)[1][8][4], EMU_LOC) {
+    // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): a mark, not a number
     if (memcmp(d, &emu::UNDER_WAY, 4) == 0) {
         emu::fail("settle: a product that writes these accumulators is under way (%s:%d)", file_,
                   line_);
