@@ -4207,6 +4207,15 @@ static Link device_link(int ranks) {
     return all && ranks > 1 ? LINK_NVLINK : LINK_PCIE;
 }
 
+// Returns the bytes of this rank's GPU, 0 if there is none. Creates no CUDA context.
+static uint64_t device_total(void) {
+    cudaDeviceProp gpu;
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+                   cudaGetDeviceProperties(&gpu, this_rank.local_rank % count) == cudaSuccess
+               ? gpu.totalGlobalMem : 0;
+}
+
 // Selects this rank's GPU as the current device and returns its free bytes.
 static size_t device_available(void) {
     size_t total_bytes;
@@ -5114,6 +5123,7 @@ static void ranks_handshake(void) {
     for (size_t r = 1; r < n; r++) {
         cards[0].device = cards[r].device < cards[0].device ? cards[r].device : cards[0].device;
         cards[0].host = cards[r].host < cards[0].host ? cards[r].host : cards[0].host;
+        cards[0].total = cards[r].total < cards[0].total ? cards[r].total : cards[0].total;
         unlike = unlike || cards[r].kernels_where == cards[0].kernels_where ? unlike : (int)r;
         cards[0].ctas = cards[r].ctas < cards[0].ctas ? cards[r].ctas : cards[0].ctas;
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
@@ -5136,6 +5146,8 @@ static void ranks_handshake(void) {
     rank_info.kernels_unlike = unlike;
     rank_info.device = cards[0].device;
     rank_info.host = cards[0].host;
+    rank_info.total = cards[0].total;
+    rank_info.batch = cards[0].batch;
     rank_info.ctas = cards[0].ctas;
     free(cards);
 }
@@ -8288,6 +8300,7 @@ int train_gpt2cu_main(int argc, char **argv) {
         .gpu = 1,
         .open = gpu_engine_open,
         .available = device_available,
+        .total = device_total,
         .library = device_library_bytes,
         .command = gpu_command,
         .prove = kernels_prove,

@@ -553,7 +553,7 @@ TEST(suggestions) {
 TEST(unused_memory) {
     const Text run = "-e d12 --gpu h100";
     for (const Text &step : {Text(" -d 524288"), Text()}) {
-        const Outcome o = program("--plan " + run + step);
+        const Outcome o = program("--plan " + run + step + (step.empty() ? "" : " -b 4"));
         const Text out = flat(o.out);
         const double B = number_after(out, "unused memory would buy -b ");
         const size_t line = out.find("unused memory would buy -b ");
@@ -565,6 +565,8 @@ TEST(unused_memory) {
         expect(number_after(flat(typed.out), "unused memory would buy") < 0, "%s",
                typed.out.c_str());
     }
+    const Text chosen = program("--plan -d 524288 " + run).out;  // as much as fits
+    expect(flat(chosen).find("unused memory would buy") == Text::npos, "%s", chosen.c_str());
     const Text levels = program("--plan -e d12 --gpu 4090 -b 16 -r block -d 524288").out;
     expect(has(levels, "unused memory would buy -r none"), "%s", levels.c_str());
     const Text full = program("--plan -e d48 --gpu 4060ti").out;
