@@ -153,7 +153,8 @@ TEST(remedies, FLOAT) {
                    base.c_str(), r.option, q.device_bytes, (size_t)r.c.bytes, budget.device);
             const Remedy &before = list[(size_t)(i ? i - 1 : 0)];
             expect(i == 0 || r.kind > before.kind ||
-                    (r.kind == before.kind && r.slower >= before.slower), "%s: order", base.c_str());
+                       (r.kind == before.kind && r.slower >= before.slower),
+                   "%s: order", base.c_str());
             const Text option = r.option;
             const int numbers = option.find("--moments") != Text::npos ||
                                 option.find("-w none") != Text::npos;
