@@ -153,9 +153,11 @@ TEST(remedies, FLOAT) {
                    base.c_str(), r.option, q.device_bytes, (size_t)r.c.bytes, budget.device);
             const Remedy &before = list[(size_t)(i ? i - 1 : 0)];
             expect(i == 0 || r.kind > before.kind ||
-                   (r.kind == before.kind && r.slower >= before.slower), "%s: order", base.c_str());
+                       (r.kind == before.kind && r.slower >= before.slower),
+                   "%s: order", base.c_str());
             const Text option = r.option;
-            const int numbers = has(option, "--moments") || has(option, "-w none");
+            const int numbers = option.find("--moments") != Text::npos ||
+                                option.find("-w none") != Text::npos;
             expect((r.kind == OTHER_NUMBERS) == numbers, "%s: %s", r.option, change_kinds[r.kind]);
             for (int k = 0; k < i; k++) {
                 expect(Text(list[(size_t)k].option) != r.option, "%s: %s twice", base.c_str(),
