@@ -6614,8 +6614,8 @@ static const struct {
     size_t bytes;  // of a number
 } trial_outputs[TRIAL_OUTPUTS] = {{1, 2}, {0, 4}, {3, 2}, {0, 4}, {3, 4}};
 
-// The results of each kernel and their largest allowed errors, relative to the norm: `error` against
-// the CPU reference (0: not compared), `apart` against the default kernel.
+// The results of each kernel and their largest allowed errors, relative to the norm: `error` from
+// the CPU reference (0: not compared), `apart` from the default kernel.
 struct TrialResult {
     const char *name;
     int kernel, output, part;
