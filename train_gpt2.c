@@ -3193,8 +3193,9 @@ static void gpu_print_help(void) {
 typedef struct {
     double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
-// Bytes that an SM's other kernels can process in a clock: their instructions limit them too. Both
-// shares below are the same for every card: 25 of the 31.5 GB/s of PCIe 4 x16 are payload.
+// Kernels other than matmuls and attention are limited by memory or by their instructions: an SM
+// processes at most sm_bytes_per_clock. link_share is the payload of the host link, 25 of 31.5 GB/s
+// for PCIe 4 x16. Both are assumed to be the same for every card.
 static const double sm_bytes_per_clock = 57.6, link_share = 0.79;
 
 // Returns the rates of a card: those of its line at its specifications. They are predicted, not
