@@ -10,7 +10,8 @@
 //  - Products read a shadow of shared memory, through the async proxy as it were. It is NaN at the
 //    start of a block and where a cp.async is issued; fence_async() copies to it what the calling
 //    thread's cp.async have brought, once the thread has waited for them. So a missing fence, wait
-//    or barrier makes the results NaN. Plain stores to shared memory never reach the shadow.
+//    or barrier makes the results NaN. Plain stores to shared memory never reach the shadow, so a
+//    tile that they overwrite while products read it is not noticed.
 //  - Operands in shared memory are read at the wait, so a tile that is refilled too early makes the
 //    results NaN. A in registers is read at the issue, because ptxas keeps those registers.
 //  - A descriptor is decoded bit by bit. Other layouts than 128-byte swizzled rows, a base offset,

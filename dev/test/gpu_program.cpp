@@ -377,6 +377,10 @@ TEST(gpu_library) {
     planned(" 31,457,280    30.0 MiB   measured on this GPU");
     expect_success(program(run, with_library("25M")), "less is measured");
     planned(" 31,457,280    30.0 MiB   measured on this GPU");
+    // The start-up box says what unused memory would buy, with no more sequences than the data has.
+    const Text box = flat(program(run, with_library("0")).out);
+    expect(box.find(" unused memory would buy -b 128, a step of 2,048 tokens: ") != Text::npos,
+           "%s", box.c_str());
     const Text kept = read_file("cache/train_gpt2/library");
     expect(std::count(kept.begin(), kept.end(), '\n') == 1, "%s", kept.c_str());
     expect_success(program(run, with_library("40M")), "more is measured");
@@ -606,6 +610,88 @@ TEST(gpu_choices) {
         expect(choices != own && algorithms_in(choices, own) == 0, "%s", choices.c_str());
         expect(tensors_of("out", 4) == end, "its own are right");
     }
+}
+
+// -b auto, the default with -d: the largest micro-batch that divides the step of each GPU and fits
+// into the card without recomputation, whatever is free on it. A resumed run keeps that of its
+// checkpoint. Without -d, and on the CPU, it is 4.
+TEST(gpu_batch) {
+    if (!is_emulated()) {
+        skip("on the emulated device");
+    }
+    write_corpus();
+    const Text run = "-i train.bin -e l1h1c16t16 -x 1 ";
+    auto batch = [](const Outcome &o) {  // from the line "step     2 x 8 x 16 = 256 tokens"
+        const size_t at = o.out.find("\nstep     ");
+        int micros = 0, B = 0;
+        expect(o.status == 0 && at != Text::npos &&
+                   sscanf(o.out.c_str() + at + 10, "%d x %d x ", &micros, &B) == 2,
+               "status %d, %s%s", o.status, o.err.c_str(), o.out.c_str());
+        return B;
+    };
+    auto planned = [&](const Text &options) {
+        const Text out = program(run + options + " --plan --json").out;
+        const char *key = "\"total_bytes\":";
+        return atol(out.c_str() + out.find(key) + strlen(key));
+    };
+    const long reserved = 1L << 30, eight = planned("-b 8 -d 384 -r none"),
+               less = eight - planned("-b 8 -d 384 -r block");
+    auto card = [=](long bytes, const Text &used = "0") {
+        return [=] {
+            setenv("EMU_GPU_MEM", text("%ld", bytes).c_str(), 1);
+            setenv("EMU_CONTEXT", used.c_str(), 1);
+        };
+    };
+    const auto large = card(4 * reserved), small = card(reserved + eight);
+    const struct {
+        Text options;
+        std::function<void()> where;
+        int batch;
+    } rows[] = {
+        {"-d 384", large, 24},           // 24 sequences in a step
+        {"-d 384 -b auto", large, 24},
+        {"-d 384 -b 2", large, 2},
+        {"", large, 4},
+        {"-b auto", large, 4},
+        {"-d 384 --gpus 2", large, 12},
+        {"-d 352 --gpus 2", large, 11},
+        {"-d 48", large, 3},
+        {"-d 384", small, 8},            // the plan with 8 fits to the byte
+        {"-d 384", card(reserved + eight - 1), 6},
+        {"-d 384", card(reserved + eight, text("%ld", reserved + less)), 8},  // little is free
+        {text("-d 384 --gpu-mem %ld", reserved + eight), large, 8},
+        {"-d 384", card(reserved + 1), 4},   // nothing fits: -r auto finds a way
+        {"-d 384 -j short.bin -v 1", large, 6},  // validation data of 6 sequences
+    };
+    write_file("short.bin", shard_bytes(Ids(6 * 16 + 1, 97), BYTE_TOKENS));
+    for (auto &row : rows) {
+        const Outcome o = program(run + row.options, row.where);
+        expect(batch(o) == row.batch, "%s: %d, not %d", row.options.c_str(), batch(o), row.batch);
+        const bool named = row.options.find("-d") != Text::npos;
+        expect((o.out.find(text(" -b %d -d ", row.batch)) != Text::npos) == named, "%s: %s",
+               row.options.c_str(), o.out.c_str());
+    }
+    expect(batch(cpu_program(run + "-d 384")) == 4 &&
+               batch(cpu_program(run + "-d 384 -b auto")) == 4, "on the CPU");
+    expect_refused(program(run + "-d 384 -b auto8"),
+                   "--batch (-b): 'auto8' is not a whole number from 1 to 65536 or auto", "auto8");
+    expect_refused(program(run + "-d 100", large), "-d): 100 is not a multiple of B x T", "-d 100");
+    // Plans have the same batch; also the CPU program's, for a card.
+    const Outcome plan = program(run + "-d 384 --plan", small);
+    expect(plan.out.find("B 8") != Text::npos, "%s", plan.out.c_str());
+    const Outcome d12 = cpu_program("--plan -e d12 -d 524288 --gpu h100");
+    expect(d12.out.find(" 64, T 1024") != Text::npos, "%s", d12.out.c_str());
+    // The same bits as with -b; a resume on another card, with as many ranks or others.
+    expect_success(program(run + "-d 384 -o auto", small), "auto");
+    expect_success(program(run + "-d 384 -b 8 -o given", large), "given");
+    expect(losses_in("auto") == losses_in("given"), "%s", losses_in("auto").c_str());
+    const Text resume = "-i train.bin -e l1h1c16t16 -d 384 -o auto -y 1 -x ";
+    expect(batch(program(resume + "3", large)) == 8, "a resume");
+    expect(batch(program(resume + "4 --gpus 2", large)) == 12, "a resume on two GPUs");
+    expect(batch(program(resume + "5 -b 6", large)) == 6, "a resume with -b");
+    write_file("auto/step-00000005/state-0-of-1.safetensors", "damaged");
+    expect(batch(program(resume + "6", large)) == 12, "a resume of the checkpoint before");
+    expect(batch(program(run + "-d 384 -o empty -y 1", large)) == 24, "nothing to resume");
 }
 
 // Kernel trials. A small model with two heads and a folder for the caches of the test's runs.

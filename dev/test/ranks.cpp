@@ -6,6 +6,7 @@
 
 #include "files.h"
 #include <arpa/inet.h>
+#include <set>
 #include <sys/ptrace.h>
 #include <sys/socket.h>
 
@@ -344,19 +345,20 @@ TEST(ranks_tcp_refused) {
     waitpid(other, NULL, 0);
     close(listener);
     // A rank is missing, duplicated, or has a different number of ranks.
-    one(both(port, "2") + "1", text("rank 1: rank 0 cannot be reached at localhost, port %d "
-                                    "(MASTER_ADDR, MASTER_PORT), for 1 s (--timeout): Connection "
-                                    "refused", port));
-    one(both(port, "2") + "0", text("1 of 2 ranks have come to port %d within 1 s (--timeout); "
-                                    "rank 1 has not", port));
+    one(both(port, "2") + "1", text("rank 1: cannot connect to rank 0 at localhost, port %d "
+                                    "(MASTER_ADDR, MASTER_PORT), within 1 s (--timeout): "
+                                    "Connection refused", port));
+    one(both(port, "2") + "0", text("only 1 of 2 ranks connected to port %d within 1 s "
+                                    "(--timeout); rank 1 is missing", port));
     static const struct {
         Words ranks;
         const char *words;
     } table[] = {
-        {{"3 RANK=0", "3 RANK=1", "3 RANK=1"}, "two processes say that they are rank 1 of 3"},
-        {{"2 RANK=0", "3 RANK=1"}, "rank 1 is one of 3, and rank 0 one of 2 (WORLD_SIZE)"},
+        {{"3 RANK=0", "3 RANK=1", "3 RANK=1"}, "two processes were started as rank 1 of 3"},
+        {{"2 RANK=0", "3 RANK=1"},
+         "rank 1 was started as one of 3 ranks, rank 0 as one of 2 (WORLD_SIZE)"},
         {{"2 RANK=0", "2 RANK=1 sh -c 'exec \"$0\" \"$@\" -j nothing.bin'"},
-         "rank 1 is gone before all ranks have met"},
+         "rank 1 ended before all ranks were connected"},
     };
     for (const auto &row : table) {
         Words variables;
@@ -695,10 +697,10 @@ TEST(ranks_mixed) {
     write_file("program", read_file(tested) + "x");
     shell("chmod 755 program");
     static const Refusal table[] = {
-        {"$PROGRAM OPTIONS --seed 7", "rank 1 was given other options than rank 0"},
-        {"$PROGRAM OPTIONS -l 1e-5", "rank 1 was given other options than rank 0"},
-        {"sh -c 'cd there && $PROGRAM OPTIONS'", "rank 1 has other data than rank 0"},
-        {"./program OPTIONS", "rank 1 is another build of this program than rank 0"},
+        {"$PROGRAM OPTIONS --seed 7", "rank 1 was given different options from rank 0"},
+        {"$PROGRAM OPTIONS -l 1e-5", "rank 1 was given different options from rank 0"},
+        {"sh -c 'cd there && $PROGRAM OPTIONS'", "rank 1 reads different data from rank 0"},
+        {"./program OPTIONS", "rank 1 runs a different build of this program from rank 0"},
     };
     for (const Refusal &row : table) {
         Text second = row.arguments;
@@ -706,7 +708,7 @@ TEST(ranks_mixed) {
         const Outcome o = shell("mpirun --oversubscribe -np 1 $PROGRAM " ODD "-x 1 : -np 1 " +
                                 second + " < /dev/null");
         size_t lines = 0;
-        for (size_t at = 0; (at = o.err.find("all ranks must be alike", at)) != Text::npos; at++) {
+        for (size_t at = 0; (at = o.err.find("ranks must use the same", at)) != Text::npos; at++) {
             lines++;
         }
         expect(o.status != 0 && lines == 1 && o.err.find(row.words) != Text::npos, "%s: %d, %zu",
@@ -820,7 +822,7 @@ TEST(ranks_hang) {
     const pid_t last = held.size() == 3 ? held[1] : parent;
     const bool holds = ptrace(PTRACE_SEIZE, last, NULL, NULL) == 0;  // some systems forbid it
     kill(last, SIGKILL);
-    expect_refused(outcome(parent), holds ? "rank 1 has left, but the system does not end it"
+    expect_refused(outcome(parent), holds ? "rank 1 has exited, but the system has not ended it"
                                           : "rank 1 was ended by signal 9", "a held rank");
     waitpid(last, NULL, __WALL);
     expect_none_left(held, "a held rank");
@@ -922,8 +924,8 @@ TEST(ranks_hints) {
                             "--gpus-per-node with --gpu-bind=none", "one GPU");
     expect_refused(program(part + "--gpus 2",
                            with_faults("EMU_FAULT_RANK=1 EMU_FAULT_SKIP=1")),
-                   ": the first collective never completes, as where GPUs cannot reach each "
-                   "other's memory: NCCL_P2P_DISABLE=1 does without that; the run ends", "P2P");
+                   ": the first collective does not complete; if the GPUs cannot access each "
+                   "other's memory, NCCL_P2P_DISABLE=1 helps; the run ends", "P2P");
 }
 
 // Under a launcher each rank has its own watchdog, and reports that other ranks delay it.
@@ -1259,7 +1261,8 @@ static void check_overlap(int z) {
         const bool moves = starts(line, "Send/Recv") || starts(line, "AllGather") ||
                            starts(line, "Broadcast");
         if (on >= 0 && !moves) {
-            if (line.find("rank_sum") == Text::npos && line.find("rank_note") == Text::npos) {
+            if (line.find("rank_sum") == Text::npos &&
+                line.find("collective_state") == Text::npos) {
                 compute = on;
                 between++;
             }
@@ -1294,6 +1297,115 @@ TEST(ranks_overlap) {
     write_corpus();
     check_overlap(1);
     check_overlap(3);
+}
+
+// After the update each bucket of weights is gathered as soon as its own AdamW is queued, and the
+// host reports the step without waiting for gathers. In the next forward, compute waits for a
+// bucket's gather, and for no later one, just before it needs it: for wte and wpe before the first
+// matmul, for block l after the 4 l matmuls of the blocks before. Weights stored whole in host
+// memory are waited for by their upload.
+TEST(ranks_gathers) {
+    enum { BLOCKS = 3, BUCKETS = BLOCKS + 2 };
+    write_corpus();
+    for (const char *options : {"-z 1", "-z 2 -d 144", "-z 1 --offload weights"}) {
+        const bool hosted = strstr(options, "offload") != NULL;
+        const Words lines = log_of_rank(logged(
+            ODD "--gpus 3 -x 3 -v 0 " + Text(strstr(options, "-d") ? "" : "-d 72 ") + options));
+        std::vector<size_t> updates;
+        for (size_t i = 0; i < lines.size(); i++) {
+            if (starts(lines[i], "adamw_kernel")) {
+                updates.push_back(i);
+            }
+        }
+        expect(updates.size() > 3 * (BUCKETS + 1), "%s: %zu updates", options, updates.size());
+        // The last update but one; vectors are updated first and not gathered.
+        const size_t begin = updates[updates.size() - 2 * (BUCKETS + 1)];
+        const size_t end = updates[updates.size() - (BUCKETS + 1)];
+        const int compute = stream_in(lines[begin], " on stream ");
+        int calls = 0, updated = 0, matmuls = 0, exchange = -2;
+        bool reported = false, ordered = false;  // the gather waits for the update
+        Ints gathers;
+        size_t next = 0;
+        std::set<int> awaited;
+        for (size_t i = 0; i < end; i++) {
+            const Text &line = lines[i];
+            calls += starts(line, "AllGather") || starts(line, "Send/Recv") ||
+                     starts(line, "Broadcast");
+            if (i < begin) {
+                continue;
+            }
+            updated += starts(line, "adamw_kernel");
+            ordered = !starts(line, "adamw_kernel") &&
+                      (ordered || (starts(line, "stream ") &&
+                                   stream_in(line, "waits for stream ") == compute));
+            reported |= line == text("the host waits, stream %d", compute);
+            matmuls += starts(line, "matmul");
+            if (starts(line, "AllGather") && gathers.size() < BUCKETS) {
+                expect(updated == 2 + (int)gathers.size() && !reported && ordered, "%s: gather %zu"
+                       " comes after %d buckets' updates, waiting: %d", options, gathers.size(),
+                       updated, ordered);
+                gathers.push_back(calls);
+            }
+            const int after = stream_in(line, ", after ");
+            exchange = starts(line, "AllGather") ? stream_in(line, " on stream ") : exchange;
+            if (stream_in(line, "waits for stream ") != exchange || next == BUCKETS) {
+                continue;
+            }
+            if (stream_in(line, "stream ") != compute) {
+                awaited.insert(after);
+            } else if (reported && after == gathers[next]) {
+                expect(hosted || matmuls == 4 * std::max((int)next - 2, 0), "%s: %d matmuls before "
+                       "the wait for bucket %zu", options, matmuls, next);
+                next++;
+            } else {
+                expect(gathers.empty() || after < gathers[0], "%s: compute waits for %d too early: "
+                       "the next bucket is %zu of %d", options, after, next, gathers[0]);
+            }
+        }
+        expect(next == BUCKETS, "%s: compute waits for %zu buckets of %d", options, next,
+               (int)BUCKETS);
+        for (int l = 0; hosted && l < BLOCKS; l++) {
+            expect(awaited.count(gathers[(size_t)l + 2]), "the upload of block %d does not wait",
+                   l);
+        }
+    }
+}
+
+// Twelve ranks have the same bits at every stage, and wherever they run: on one machine, on three,
+// or dealt out to three; also in random stream orders, and with two groups of which one is a
+// single rank.
+TEST(ranks_placement, REST) {
+    write_corpus();
+    const Text shape = "-i train.bin -j val.bin -e l2h2c64t16 -t 12 -b 1 -x 2 --clip 0.5 "
+                       "-v 2 -m 2 ";
+    for (const int n : {9, 12}) {
+        const Text line = shape + text("-d %d ", 12 * n);
+        for (int z = 0; z < 4; z++) {
+            run(line + text("-z %d --gpus %d", z, n), text("n%dz%d", n, z), [=] {
+                setenv("EMU_GPUS", "16", 1);
+                setenv("EMU_ORDER", z == 3 ? "5" : "", 1);
+            });
+            expect_same(text("n%dz0", n), text("n%dz%d", n, z), 2);
+        }
+    }
+    if (shell("unshare -u sh -c 'hostname m'").status != 0) {
+        skip("no host names may be set");
+    }
+    for (const bool dealt : {false, true}) {
+        const int port = free_port();
+        Words ranks;
+        for (int r = 0; r < 12; r++) {
+            const int host = dealt ? r % 3 : r / 4, local = dealt ? r / 3 : r % 4;
+            ranks.push_back(text("EMU_GPUS=4 EMU_MACHINE=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=%d "
+                                 "WORLD_SIZE=12 RANK=%d LOCAL_RANK=%d unshare -u sh -c 'hostname "
+                                 "m%d && exec \"$0\" \"$@\"'", host, port, r, local, host));
+        }
+        const Text folder = dealt ? "dealt" : "blocks";
+        for (const Outcome &o : start_by_tcp(ranks, shape + "-d 144 -z 1 --quiet -o " + folder)) {
+            expect_success(o, folder);
+        }
+        expect_same("n12z0", folder, 2);
+    }
 }
 
 // No kernel or matmul is called for the first time while a collective may be waiting for another

@@ -156,6 +156,10 @@ TEST(remedies, FLOAT) {
             expect(i == 0 || r.kind > before.kind ||
                        (r.kind == before.kind && r.slower >= before.slower),
                    "%s: order", base.c_str());
+            const Text option = r.option;
+            const int numbers = option.find("--moments") != Text::npos ||
+                                option.find("-w none") != Text::npos;
+            expect((r.kind == OTHER_NUMBERS) == numbers, "%s: %s", r.option, change_kinds[r.kind]);
             for (int k = 0; k < i; k++) {
                 expect(Text(list[(size_t)k].option) != r.option, "%s: %s twice", base.c_str(),
                        r.option);
@@ -332,13 +336,14 @@ TEST(llmc_allocations, FLOAT) {
 
 // The library memory of a card is at least the bytes known of cards, and not more than 200 MiB
 // above those of a whole process: nvidia-smi's bytes less the program's own allocations, without
-// the 32 MiB of cuBLASLt's workspace; of two cards, only the context is known.
+// the 32 MiB of cuBLASLt's workspace; of two cards, only the context is known, and to it the 167
+// MiB are added that a whole process takes besides on a card of the same size of SMs.
 TEST(library_estimate, HOST) {
     static const struct {
         const char *card;
         double sms, mib, above;
     } known[] = {{"3060-laptop", 30, 289 - 32, 200}, {"a100", 108, 855 - 32, 200},
-                 {"3090", 82, 256, 512}, {"rtx6000-ada", 142, 426, 512}};
+                 {"3090", 82, 256 + 167, 200}, {"rtx6000-ada", 142, 426 + 167, 200}};
     for (const auto &k : known) {
         Options o;
         options_default(&o);
@@ -578,10 +583,12 @@ TEST(forecast_ranks, HOST) {
             Speed slow = v, free = v;
             slow.peer_byte = 1;
             free.peer_byte = 0;
-            // Exchange and streaming take longer than the computation here, and replace its time.
+            // Exchange and streaming take longer than the computation here, and replace its time;
+            // the gather of blocks' weights also that of the forward pass before which they wait.
             const double micro = forecast_micro(&v, &s, 1);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
-                        t.reduced + t.gathered - micro, 1, "%s -z %d", card, zero);
+                        t.reduced + t.gathered - micro * (zero < 3 ? 4.0 / 3 : 1), 1, "%s -z %d",
+                        card, zero);
             const double transfers = two.reduced + two.gathered - t.reduced - t.gathered;
             expect_near(forecast_step(&slow, &s, 2) - forecast_step(&slow, &s, 1),
                         fmax(transfers, micro), 1, "%s -z %d", card, zero);

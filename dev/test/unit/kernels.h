@@ -1042,8 +1042,7 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t budget
         Device<G> d_staging(staging);
         G *own = d_bucket.p + (size_t)rank * PART + from;
         for (G *sum : {d_store.p + from, d_store.p + from, own}) {
-            launch(rank_sum_kernel<G>, ceil_div((int)n, 256 * Pack<G>::size), 256, 0, 0, sum, own,
-                   d_staging.p, rank, ranks, n, adds++ % 3 == 1);
+            rank_sum(sum, own, 0, d_staging.p, rank, ranks, n, 1, adds++ % 3 == 1, 0);
         }
     }
     expect(same_bits(d_store.get(), twice), "%s, rank %d of %d, added", traits<G>.name, rank,
@@ -1235,7 +1234,7 @@ TEST(gpu_rounding_places, CUDA_ALL) {
     std::vector<ParamRange> ranges((size_t)model_tensors(&s.model));
     std::map<uint32_t, std::vector<std::pair<size_t, size_t>>> places;  // by stream: [first, end)
     for (s.rank = 0; s.rank < s.ranks; s.rank++) {
-        const int count = ranges_fill(ranges.data(), &s, false);
+        const int count = ranges_fill(ranges.data(), &s, false, -1);
         for (int i = 0; i < count; i++) {
             const ParamRange &r = ranges[(size_t)i];
             if (r.two_dimensional || s.rank == 0) {

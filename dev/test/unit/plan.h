@@ -436,7 +436,22 @@ TEST(traffic, FLOAT) {
             expect(in[KIND_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
         }
         const double transfers_w = in[KIND_WEIGHTS] / L;
-        const double reduced = f * g * ((z >= 2 ? k : 1) * P + E) + 4 * f * V;
+        // Parts that a rank adds for its group of eight: those of its number, and of a last group's
+        // missing members.
+        double most = 0;
+        auto add = [&](double count, double bytes) {
+            for (const int rank : {0, (N - 1) / 8 * 8}) {
+                double parts = 0, members = std::min(8, N - rank);
+                for (int q = 0; q < N; q++) {
+                    parts += q % 8 % (int)members == rank % 8;
+                }
+                most = std::max(most, count / N * ((N - parts) * bytes + (parts - 1) * 4));
+            }
+            const double sum = most;
+            most = 0;
+            return sum;
+        };
+        const double reduced = (z >= 2 ? k : 1) * add(P, g) + add(E, g) + add(V, 4);
         const double gathered =
             f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (transfers_w - 1) * P : 0) + 4 * V);
         auto hosted = [&](int state) { return s.placement[state] & PLACE_HOST ? 1.0 : 0.0; };
