@@ -7545,7 +7545,7 @@ static double plan_unused(const Plan *p, const MemoryBudget *budget, const Optio
     for (int state = 0; state < KINDS; state++) {
         q.base.placement[state] &= PLACE_SHARD;
     }
-    const int64_t most = budget->windows ? budget->windows / s->ranks : TOKENS;
+    const int64_t most = budget->windows ? budget->windows / s->ranks : (int64_t)TOKENS;
     int64_t sequences = o->tokens_per_step ? micros * s->B : 1;
     while (!o->tokens_per_step && 2 * sequences <= min_i64(most, TOKENS / s->T)) {
         sequences *= 2;
