@@ -736,7 +736,10 @@ TEST(model_option) {
     }
     Outcome plan = program("--plan --json -e out/step-00000003");
     expect_success(plan, "--plan");
-    expect(json_valid(plan.out) && plan.out == program("--plan --json -e l2h2c16t16").out);
+    const Text same = program("--plan --json -e l2h2c16t16").out, buffers = "\"total_bytes\":";
+    expect(json_valid(plan.out) && plan.out.find(buffers) != Text::npos &&
+           plan.out.substr(plan.out.find(buffers)) == same.substr(same.find(buffers)), "%s",
+           plan.out.c_str());
 }
 
 // A disk that fills up while any file of a checkpoint is written, and other obstacles, leave the
