@@ -315,8 +315,9 @@ static const OptionRow option_rows[] = {
      "default: in data/ for GPT-2's, PREFIX_merges.txt next to other shards"},
     {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, 0, "Data",
      "read the windows of an epoch in random order"},
-    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, ANY, LEAST, "Batch",
-     "sequences in a micro-batch, B"},
+    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, "auto", ANY, LEAST, "Batch",
+     "sequences in a micro-batch, B; auto, on a GPU the default with -d: the most that divide the "
+     "step and fit without recomputation, at most 65,536 tokens"},
     {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, ANY, 0, "Batch",
      "tokens in an optimizer step, a multiple of B x T; default: B x T"},
     {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, ANY, 0, "Batch",
@@ -553,8 +554,12 @@ static void option_set(Options *o, const OptionRow *row, const char *text) {
             number = strtoll(text, &end, 10);
             value = (double)number;
             right = end != text && *end == 0 && value >= row->low && value <= row->high;
-            snprintf(allowed, sizeof allowed, "a whole number from %.0f to %.0f", row->low,
-                     row->high);
+            if (row->choices && strcmp(text, row->choices) == 0) {  // one word: 0
+                number = 0;
+                right = 1;
+            }
+            snprintf(allowed, sizeof allowed, "a whole number from %.0f to %.0f%s%s", row->low,
+                     row->high, row->choices ? " or " : "", row->choices ? row->choices : "");
     }
     if (!right || errno == ERANGE) {
         snprintf(name, sizeof name, row->letter ? "--%s (-%c)" : "--%s", row->name, row->letter);
@@ -596,6 +601,8 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
                          choice_text(row->choices, i + 2).s);
             }
         }
+    } else if (row->choices && row->type == OPT_INT && !number) {
+        snprintf(text, 64, "%s", row->choices);
     } else if (row->type != OPT_CHOICE) {
         snprintf(text, 64, "%" PRId64, number);
     }
@@ -1490,6 +1497,8 @@ typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
     uint64_t device, host;                      // bytes available for a plan
     uint64_t ctas;                              // thread blocks for NCCL
+    uint64_t total;                             // bytes of the device, for -b auto
+    int64_t batch;  // of the checkpoint that -b auto resumes; after the handshake rank 0's
     char gpu[RANK_TEXT], id[RANK_ID];
     // Verdicts on kernels (chapter Kernel trials) and a fingerprint of the GPU and driver that they
     // are for, 0: none. After the handshake the verdicts are rank 0's; kernels_unlike is then a
@@ -2792,6 +2801,40 @@ static int64_t own_count(const Settings *s, Kind state, int64_t count) {
     return s->placement[state] & PLACE_SHARD ? count / s->ranks : count;
 }
 
+// The order in which the ranks' gradients are added depends on the number of ranks alone, not on
+// the machines that they run on: groups of RANK_GROUP consecutive ranks are added in rank order,
+// then the groups' sums in their order. A rank adds some of the parts of a bucket for its group,
+// and the groups' sums of a part, in fp32, go to the rank that owns it. So if each machine has the
+// GPUs of one group, only sums travel between machines.
+enum { RANK_GROUP = 8 };
+static int rank_groups(int ranks) { return (ranks + RANK_GROUP - 1) / RANK_GROUP; }
+static int group_members(int ranks, int group) {
+    return min_int(RANK_GROUP, ranks - group * RANK_GROUP);
+}
+
+// Returns the number of parts of a bucket that a rank adds for its group. Member i adds those of
+// the ranks q with q % RANK_GROUP = i, and in a last group of fewer members also those of the
+// members that are missing there (part_adder). One group: each rank adds its own part.
+static int parts_added(int ranks, int rank) {
+    const int members = group_members(ranks, rank / RANK_GROUP);
+    int parts = 0;
+    for (int column = rank % RANK_GROUP; column < min_int(RANK_GROUP, ranks); column += members) {
+        parts += (ranks - column + RANK_GROUP - 1) / RANK_GROUP;
+    }
+    return parts;
+}
+
+// Returns the bytes that a rank sends to add up a bucket of `count` elements of `bytes` bytes: the
+// most of all ranks, which a member of the first or of the last group sends.
+static double reduce_bytes(int ranks, double count, double bytes) {
+    double most = 0;
+    for (int i = 0; i < 2; i++) {
+        const int parts = parts_added(ranks, i ? (rank_groups(ranks) - 1) * RANK_GROUP : 0);
+        most = fmax(most, count / ranks * ((ranks - parts) * bytes + (parts - 1) * 4.0));
+    }
+    return most;
+}
+
 // Fills `rows` with the weights, gradients, moments and master copy, and the backing stores and
 // slots. Rows that the placements do not need have no elements.
 static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
@@ -2832,10 +2875,10 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         {GROUP_GRADIENTS, "gradients, slot 1", D, G * block * has_second, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 0", E, X * NC, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 1", E, X * NC * has_second, 0, join, ON_DEVICE},
-        // Receives the other ranks' parts of a bucket, which one kernel then adds; larger buckets
-        // are exchanged in pieces. After the update, weights stored whole in host memory are
-        // gathered here.
-        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0,
+        // Receives the other ranks' parts of a bucket, which one kernel then adds; with several
+        // groups of ranks also holds the group's sums, in fp32. Larger buckets are exchanged in
+        // pieces. After the update, weights stored whole in host memory are gathered here.
+        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block * (8 + (s->ranks > 8)) / 8, 0,
          s->placement[KIND_WEIGHTS] == PLACE_HOST ? end : join, ON_DEVICE},
     };
     memcpy(rows, states, sizeof states);
@@ -3301,7 +3344,9 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.up += v->in & PLACE_HOST ? times * own : 0;
         t.gathered += v->in & PLACE_SHARD ? times * others * bytes : 0;
         t.down += v->out & PLACE_HOST ? micros * own : 0;
-        t.reduced += v->out & PLACE_SHARD ? micros * others * bytes : 0;
+        t.reduced += v->out & PLACE_SHARD ? micros * reduce_bytes(s->ranks, (double)rows[id].count,
+                                                                  (double)type_bytes(rows[id].type))
+                                          : 0;
     }
     free(transfers);
     // The update works in place on weights, gradients, moments and master bits stored in host
@@ -3320,13 +3365,15 @@ static Traffic step_traffic(const Settings *s, int micros) {
     }
     // Gradients that are not sharded are reduced once per step. An all-gather follows: of the new
     // weights if the optimizer states are sharded, otherwise of the reduced gradients.
-    const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
-    const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
+    const double vectors = (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
+    const double matrices = (double)rows[BUF_GRADS].count, g = (double)type_bytes(s->grad_dtype);
     const int64_t placement =
         s->placement[KIND_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_STORE].count;
     const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + placement;
-    t.reduced += others * (grads + vectors);
-    t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
+    t.reduced += s->ranks > 1 ? reduce_bytes(s->ranks, matrices, g) +
+                                    reduce_bytes(s->ranks, vectors, 4)
+                              : 0;
+    t.gathered += others * ((divided ? w * (double)params : g * matrices) + 4 * vectors);
     return t;
 }
 
@@ -3347,11 +3394,12 @@ static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
 
 // Returns the seconds of a step of `micros` micro-steps on each rank. Transfers of streamed buffers
 // overlap with computation, in both directions at once. The exchange of gradients between GPUs
-// overlaps too; gradients that stay on the device are exchanged only in the last micro-step. Two
-// transfers do not overlap: those of gradients, moments, master bits and weights that the update
-// works on in host memory, and the all-gather of new weights after the update (ZeRO). The model
-// assumes that the exchange can begin with the micro-step and that it shares the link to the host,
-// as it does on PCIe.
+// overlaps too; gradients that stay on the device are exchanged only in the last micro-step. The
+// all-gather of new weights after the update (ZeRO) overlaps with the next forward, a third of a
+// micro-step, except that of wte and wpe, with which forward begins. Transfers of gradients,
+// moments, master bits and weights that the update works on in host memory do not overlap. The
+// model assumes that the exchange can begin with the micro-step and that it shares the link to the
+// host, as it does on PCIe.
 static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
     double micro = forecast_micro(v, s, 1), last = micro, update = update_bytes(s) * v->byte;
     if (settings_offloads(s) || s->ranks > 1) {
@@ -3366,7 +3414,13 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
         last = fmax(micro, transfers + sums + (divided ? 0 : results));
         micro = fmax(micro, transfers);
         update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
-        update += divided ? results : 0;
+        if (divided) {
+            const double count = (double)bucket_at(&s->model, s->ranks, BUCKET_BLOCKS).offset -
+                                 (double)bucket_at(&s->model, s->ranks, BUCKET_WTE).offset;
+            const double begin = fmin(results, (1 - 1.0 / s->ranks) * count *
+                                                   (double)type_bytes(s->dtype) * v->peer_byte);
+            update += begin + fmax(0, results - begin - forecast_micro(v, s, 1) / 3);
+        }
     }
     return (double)(micros - 1) * micro + last + update + v->step;
 }
@@ -3524,13 +3578,15 @@ static void settings_types(Settings *s, const Options *o) {
     }
 }
 
+enum { USUAL_BATCH = 4 };  // sequences in a micro-batch, if nothing is known
+
 // Fills *s with the settings of a run from its options; the model, including its vocabulary, is
 // already known. Ends the run at settings that this program does not support.
 static void settings_from_options(Settings *s, const Options *o, const Model *m, int gpu) {
     memset(s, 0, sizeof *s);
     s->model = *m;
     s->gpu = gpu;
-    s->B = (int)o->batch;
+    s->B = (int)(o->batch ? o->batch : (int64_t)USUAL_BATCH);
     s->T = o->seq_len ? (int)o->seq_len : m->maxT;
     s->threads = thread_count();
     if (s->T > m->maxT) {
@@ -4005,6 +4061,32 @@ static uint64_t gpu_memory_from_options(const Options *o) {
     const GpuEntry *row = gpu_find(o);
     uint64_t card = row ? (uint64_t)(row->gib * 0x1p30) : 0, cap = (uint64_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
+}
+
+// Returns whether the micro-batch is chosen for the user: with -b auto, or with -d and no -b.
+static int options_auto_batch(const Options *o) {
+    return !o->batch || (o->tokens_per_step && !option_given(o, "batch"));
+}
+
+// Resolves -b auto for GPUs with `total` bytes, 0: unknown, and sets the option to the choice: the
+// largest micro-batch that divides the step and whose plan fits without recomputation, with at most
+// 65,536 tokens and `most` sequences. The choice affects rounding, so it depends on the card's
+// memory, not on what is free at the moment: the same card always gives the same bits. It stays
+// USUAL_BATCH on the CPU, without -d, or if nothing fits.
+static void settings_auto_batch(Settings *s, Options *o, uint64_t total, int64_t most) {
+    const int64_t tokens = (int64_t)s->ranks * s->T, sequences = o->tokens_per_step / tokens;
+    if (!options_auto_batch(o)) {
+        return;
+    }
+    if (s->gpu && total && sequences > 0 && o->tokens_per_step % tokens == 0) {
+        const uint64_t cap = o->gpu_mem && (uint64_t)o->gpu_mem < total ? (uint64_t)o->gpu_mem
+                                                                         : total;
+        const uint64_t reserved = library_reserve_bytes + nccl_estimate_bytes(s);
+        const int B = settings_largest_batch(s, sequences, min_i64(65536, most * s->T),
+                                             size_less(cap, reserved));
+        settings_batch(s, B ? B : s->B);
+    }
+    o->batch = s->B;
 }
 
 // Returns the memory budget of a card that is only named; its host's memory is unknown. The rates
@@ -6454,6 +6536,7 @@ typedef struct Program {
     int gpu;
     void (*open)(Engine *e, Plan *p);
     uint64_t (*available)(void);                              // bytes available for the plan
+    uint64_t (*total)(void);                                  // bytes of the device; or NULL
     uint64_t (*library)(int *measured);                       // bytes used by libraries; or NULL
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     int (*prove)(const char *shape);                          // --prove; NULL: not there
@@ -7284,7 +7367,8 @@ static void command_print(const char *program, const Options *o, int json) {
     for (int i = 0; i < OPTION_ROWS; i++) {
         const OptionRow *row = &option_rows[i];
         const char *value = option_text(text, o, row);
-        if (value[0] && strcmp(value, option_text(usual, &defaults, row)) != 0) {
+        const int chosen = row->letter == 'b' && o->batch && options_auto_batch(o);
+        if (value[0] && (chosen || strcmp(value, option_text(usual, &defaults, row)) != 0)) {
             snprintf(name, sizeof name, row->letter ? "-%.0s%c" : "--%s", row->name, row->letter);
             printf("%s", between);
             word_print(name, json);
@@ -7460,7 +7544,7 @@ static double plan_unused(const Plan *p, const MemoryBudget *budget, const Optio
     for (int state = 0; state < KINDS; state++) {
         q.base.placement[state] &= PLACE_SHARD;
     }
-    const int64_t most = budget->windows ? budget->windows / s->ranks : TOKENS;
+    const int64_t most = budget->windows ? budget->windows / s->ranks : (int64_t)TOKENS;
     int64_t sequences = o->tokens_per_step ? micros * s->B : 1;
     while (!o->tokens_per_step && 2 * sequences <= min_i64(most, TOKENS / s->T)) {
         sequences *= 2;
@@ -7602,7 +7686,8 @@ static void settings_print_command(const Options *asked, const Settings *s, int 
 static void choice_print(const Plan *p, const Options *o) {
     const Settings *s = &p->settings;
     const int offloads = o->offload == OFFLOAD_AUTO && settings_offloads(s);
-    if (offloads || (strcmp(o->recompute, "auto") == 0 && strcmp(recompute_text(s).s, "none"))) {
+    if (offloads || (strcmp(o->recompute, "auto") == 0 &&
+                     strcmp(recompute_text(s).s, "none") != 0)) {
         printf("chosen   ");
         settings_print_command(o, s, 0);
         printf("         so that it fits, same bits; %s of host memory\n\n",
@@ -8416,6 +8501,7 @@ static int cards_command(const Options *asked, const Model *m) {
         o.gpu = card->name;
         const char *unable = card_unable(&o, card);
         settings_from_options(&s, &o, m, 1);
+        settings_auto_batch(&s, &o, gpu_memory_from_options(&o), 1 << 26);
         const int64_t micros = step_whole_micros(&o, &s);
         const MemoryBudget budget = budget_named(&o, &s);
         settings_auto(&s, &o, &budget);
@@ -8732,7 +8818,10 @@ static void run_find_ranks(Run *run, const Program *program) {
 // run if the ranks cannot train together. Returns the budget that every rank has; `budget` is this
 // rank's.
 static MemoryBudget run_handshake(Run *run, const Program *program, const MemoryBudget *budget) {
+    const Options *o = &run->o;
     MemoryBudget least = *budget;
+    rank_info.total = program->total ? program->total() : 0;
+    rank_info.batch = options_auto_batch(o) && o->resume ? checkpoint_batch(o->output) : 0;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
         // These may differ between ranks.
@@ -8989,6 +9078,10 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     Options first = *o;  // --fit and --largest find a batch or length that --logit-rows allows
     first.logit_rows = o->plan ? o->logit_rows : 0;
     settings_from_options(&s, &first, m, gpu);
+    if (o->plan) {
+        const uint64_t total = gpu_memory_from_options(o);
+        settings_auto_batch(&s, o, named ? total : program->total ? program->total() : 0, 1 << 26);
+    }
     char device[96];
     const int known = !named && (!program->device || program->device(device));
     if (!known && !named && device[0]) {
@@ -9020,32 +9113,6 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     }
     plan_free(&p);
     return !fits ? STATUS_TOO_LARGE : card_is_too_old(budget.card) ? 1 : 0;
-}
-
-// Step 5: sets the number of micro-batches per step and of steps in the run, from the options and
-// the data. Ends the run if -d is not a multiple of the tokens that all ranks process in one
-// micro-batch, if the warm-up is longer than the run, or if the data is too short for one step or
-// one validation batch.
-static void run_size(Run *run) {
-    const Options *o = &run->o;
-    const Settings *s = &run->s;
-    const int64_t micros = step_whole_micros(o, s);
-    run->accum_steps = (int)micros;
-    run->windows_per_step = micros * s->ranks * s->B;
-    if (run->windows_per_step > run->train.windows) {
-        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step needs %" PRId64
-            " sequences of %d tokens; %s has only %" PRId64, run->windows_per_step, s->T,
-            o->train_data, run->train.windows);
-    }
-    run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
-    if (o->warmup > run->steps) {
-        die("--warmup (-u): %" PRId64 " steps, but the run has only %" PRId64, o->warmup,
-            run->steps);
-    }
-    if (run->has_val && run->val.windows < s->B) {
-        die("%s: %" PRId64 " sequences of %d tokens, fewer than one batch of %d", o->val_data,
-            run->val.windows, s->T, s->B);
-    }
 }
 
 // Prints the start-up box: model, data, step, command and memory. It is printed before the engine
@@ -9225,11 +9292,54 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// Step 6: chooses the settings that depend on the available memory, allocates the batch and builds
-// the run's only plan. Ends the run if the program does not support the settings or if the plan
-// does not fit in memory.
+// Resolves -b auto. A resumed run keeps the micro-batch of its checkpoint, if that divides the step
+// of this run's ranks. A validation batch must exist.
+static void run_choose_batch(Run *run) {
+    Settings *s = &run->s;
+    Options *o = &run->o;
+    const int64_t most = run->has_val ? run->val.windows : 1 << 26;
+    if (s->gpu && options_auto_batch(o) && rank_info.batch) {
+        Settings t = *s;
+        settings_batch(&t, (int)rank_info.batch);
+        if (step_micros(o, &t)) {
+            *s = t;
+            o->batch = s->B;
+            return;
+        }
+    }
+    settings_auto_batch(s, o, rank_info.total, most);
+}
+
+// Step 5: sets the number of micro-batches per step and of steps in the run, from the options and
+// the data. Ends the run if -d is not a multiple of the tokens that all ranks process in one
+// micro-batch, if the warm-up is longer than the run, or if the data is too short for one step or
+// one validation batch.
+static void run_size(Run *run) {
+    const Options *o = &run->o;
+    const Settings *s = &run->s;
+    const int64_t micros = step_whole_micros(o, s);
+    run->accum_steps = (int)micros;
+    run->windows_per_step = micros * s->ranks * s->B;
+    if (run->windows_per_step > run->train.windows) {
+        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step needs %" PRId64
+            " sequences of %d tokens; %s has only %" PRId64, run->windows_per_step, s->T,
+            o->train_data, run->train.windows);
+    }
+    run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
+    if (o->warmup > run->steps) {
+        die("--warmup (-u): %" PRId64 " steps, but the run has only %" PRId64, o->warmup,
+            run->steps);
+    }
+    if (run->has_val && run->val.windows < s->B) {
+        die("%s: %" PRId64 " sequences of %d tokens, fewer than one batch of %d", o->val_data,
+            run->val.windows, s->T, s->B);
+    }
+}
+
+// Chooses the settings that depend on the available memory, sizes the run, allocates the batch and
+// builds the run's only plan. Ends the run if the program does not support the settings or if the
+// plan does not fit in memory.
 static void run_fit(Run *run, const Program *program) {
-    size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     if (program->refuse) {
         program->refuse(&run->s);
     }
@@ -9240,10 +9350,15 @@ static void run_fit(Run *run, const Program *program) {
     const HostMemory host = host_memory("");
     const MemoryBudget least =
         run_handshake(run, program, &budget);  // no rank has allocated memory before this
+    if (!run->s.forward) {
+        run_choose_batch(run);
+        run_size(run);
+    }
     settings_auto(&run->s, &run->o, &least);
     run->budget = least;
     run->budget.windows = run->has_val ? min_i64(run->train.windows, run->val.windows)
                                        : run->train.windows;
+    const size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
@@ -9593,10 +9708,9 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     }
     settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
     run_open_validation(run);
-    run_size(run);                                                     // 5 steps, micro-batches
     run_identity(run->identity, &run->s, o, &run->train);
     rank_info.data = fnv1a(run->val.windows, run->identity, strlen(run->identity));
-    run_fit(run, program);                                             // 6 memory
+    run_fit(run, program);                          // 5 micro-batch and steps; 6 memory
     run_prepare_samples(run);
     if (program->command && (o->check || o->compare)) {
         return program->command(run, program);

@@ -2461,6 +2461,7 @@ __device__ __forceinline__ void fragments(uint32_t (&p)[4][4], const float (&s)[
 // budget: sm 90a threads 256 shared 65536 regs 111 blocks 2 instr/elem 11.5 of 32 loop hgmma 8
 //   test gpu_attention
 __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_forward_wgmma_kernel(__nv_bfloat16 *out, float *lse, const __nv_bfloat16 *qkv, int B,
                                    int T, int NH, int, int section) {
     DYN_TILES(__nv_bfloat16, tile_q);
@@ -3177,6 +3178,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
 // budget: sm 90a threads 256 shared 65536 regs 122 blocks 2 instr/elem 10.6 of 32 loop hgmma 12
 //   overlap 32 test gpu_attention
 __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dq_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, float *drow,
                                        const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
                                        const __nv_bfloat16 *out, const float *lse, int B, int T,
@@ -3281,6 +3283,7 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
 // budget: sm 90a threads 256 shared 83456 regs 194 blocks 1 instr/elem 12.5 of 32 loop hgmma 16
 //   overlap 32 test gpu_attention
 __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dkv_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, const float *drow,
                                         const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
                                         const float *lse, int B, int T, int NH, int, int section) {
@@ -4204,6 +4207,15 @@ static Link device_link(int ranks) {
     return all && ranks > 1 ? LINK_NVLINK : LINK_PCIE;
 }
 
+// Returns the bytes of this rank's GPU, 0 if there is none. Creates no CUDA context.
+static uint64_t device_total(void) {
+    cudaDeviceProp gpu;
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+                   cudaGetDeviceProperties(&gpu, this_rank.local_rank % count) == cudaSuccess
+               ? gpu.totalGlobalMem : 0;
+}
+
 // Selects this rank's GPU as the current device and returns its free bytes.
 static size_t device_available(void) {
     size_t total_bytes;
@@ -4440,7 +4452,7 @@ static void offload_close(OffloadStreams *s) {
 
 // The operations in which ranks wait for each other, and their names.
 enum { RANK_HANDSHAKE, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
-static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "Send/Recv",
+static const char *const rank_calls[] = {"the handshake", "NCCL's initialization", "Send/Recv",
                                          "AllGather", "Broadcast"};
 
 // Numbers the next collective, of kind `call` (RANK_*), and returns its state. A call in which the
@@ -4522,7 +4534,7 @@ static int *rank_links;
 static void *link_move(int r, void *data, size_t bytes, int sending) {
     if (!socket_move(rank_links[r], data, bytes, sending)) {
         grace_ms = rank_grace_ms();  // the lost rank, or its parent, reports first
-        die("rank %d is gone before all ranks have met", r);
+        die("rank %d ended before all ranks were connected", r);
     }
     return data;
 }
@@ -4653,7 +4665,7 @@ static int watchdog_explain_rank(FILE *f, int reason, const Child *child, int r,
     // Under a launcher the watchdog sees only its own rank.
     fprintf(f, "%s rank %d ", named ? "," : ":", this_rank.ranks > 1 ? this_rank.rank : r);
     if (ending) {
-        fprintf(f, "has left, but the system does not end it");
+        fprintf(f, "has exited, but the system has not ended it");
         return 1;
     }
     if (reason == RANK_STOPPED) {
@@ -4684,8 +4696,8 @@ static void watchdog_explain(const Watchdog *w, const Child *children, int ranks
             first |= waits && reason == RANK_WAITS && row_in_warm_up(heartbeat_at(r));
         }
     }
-    fputs(first ? ": the first collective never completes, as where GPUs cannot reach each other's "
-                  "memory: NCCL_P2P_DISABLE=1 does without that; the run ends\n"
+    fputs(first ? ": the first collective does not complete; if the GPUs cannot access each "
+                  "other's memory, NCCL_P2P_DISABLE=1 helps; the run ends\n"
                 : ": the run ends\n", f);
     fclose(f);
     fputs(text, stderr);
@@ -4831,7 +4843,7 @@ static void rank_watchdog_start(void) {
     const int error = pthread_create(&thread, NULL, rank_watchdog, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error) {
-        die("cannot start the thread that watches this rank: %s", strerror(error));
+        die("cannot start the watchdog thread of this rank: %s", strerror(error));
     }
 }
 
@@ -4856,7 +4868,7 @@ static void socket_limit(int fd, double ms) {
 // Ends the run if a signal has been received.
 static double meeting_left(double end_ms, double most) {
     if (stop_signal) {
-        die("stopped by a signal before all ranks had come");
+        die("stopped by a signal before all ranks were connected");
     }
     return fmin(fmax(end_ms - now_ms(), 0), most);
 }
@@ -4910,8 +4922,8 @@ static void meeting_open(const Launcher *l, double end_ms) {
             while (rank_links[absent] >= 0) {
                 absent++;
             }
-            die("%d of %d ranks have come to port %s within %.0f s (--timeout); rank %d has not",
-                there, l->copies, l->port, rank_timeout_ms * 1e-3, absent);
+            die("only %d of %d ranks connected to port %s within %.0f s (--timeout); rank %d is "
+                "missing", there, l->copies, l->port, rank_timeout_ms * 1e-3, absent);
         }
         if (poll(&ready, 1, (int)left + 1) <= 0) {
             continue;
@@ -4927,11 +4939,11 @@ static void meeting_open(const Launcher *l, double end_ms) {
             continue;
         }
         if (hello.ranks != l->copies) {
-            die("rank %d is one of %d, and rank 0 one of %d (%s)", hello.rank, hello.ranks,
-                l->copies, l->variable);
+            die("rank %d was started as one of %d ranks, rank 0 as one of %d (%s)", hello.rank,
+                hello.ranks, l->copies, l->variable);
         }
         if (hello.rank < 1 || hello.rank >= l->copies || rank_links[hello.rank] >= 0) {
-            die("two processes say that they are rank %d of %d", hello.rank, l->copies);
+            die("two processes were started as rank %d of %d", hello.rank, l->copies);
         }
         rank_links[hello.rank] = fd;
         there++;
@@ -4968,14 +4980,14 @@ static void meeting_join(const Launcher *l, RankHello *hello, double end_ms) {
         }
         left = meeting_left(end_ms, TRY_MS);
         if (left <= 0 && rank_links[0] < 0) {
-            die("rank 0 cannot be reached at %s, port %s (MASTER_ADDR, MASTER_PORT), for %.0f s "
+            die("cannot connect to rank 0 at %s, port %s (MASTER_ADDR, MASTER_PORT), within %.0f s "
                 "(--timeout): %s", l->address, l->port, rank_timeout_ms * 1e-3, why);
         }
         usleep(rank_links[0] < 0 ? PAUSE_US : 0);
     }
     socket_limit(rank_links[0], rank_timeout_ms + 5000);  // rank 0 may still be waiting for others
     if (!socket_move(rank_links[0], hello, sizeof *hello, 1)) {
-        die("rank 0 at %s, port %s, is gone", l->address, l->port);
+        die("rank 0 at %s, port %s, has closed the connection", l->address, l->port);
     }
 }
 
@@ -5018,8 +5030,8 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
 #else
     (void)select;
     if (!l->address) {
-        die("%s is %d, but MASTER_ADDR is not set: without it, and built without MPI, the "
-            "processes cannot find each other; on one machine --gpus %d starts them", l->variable,
+        die("%s is %d, but MASTER_ADDR is not set, and this program was built without MPI: the "
+            "processes cannot connect; on one machine, --gpus %d starts them", l->variable,
             l->copies, l->copies);
     }
 #endif
@@ -5095,10 +5107,10 @@ static void ranks_handshake(void) {
     static const struct {
         size_t offset;
         const char *what;
-    } alike[] = {{offsetof(RankInfo, program), "is another build of this program"},
-                 {offsetof(RankInfo, options), "was given other options"},
-                 {offsetof(RankInfo, data), "has other data"},
-                 {offsetof(RankInfo, settings), "has another model"}};
+    } alike[] = {{offsetof(RankInfo, program), "runs a different build of this program"},
+                 {offsetof(RankInfo, options), "was given different options"},
+                 {offsetof(RankInfo, data), "reads different data"},
+                 {offsetof(RankInfo, settings), "has a different model"}};
     int unlike = 0;
     RankInfo *cards = (RankInfo *)alloc_zero(n, sizeof(RankInfo));
     // For tests: from version 2.30.7 on, NCCL lets ranks share a GPU if this is set (NCCL user
@@ -5111,12 +5123,13 @@ static void ranks_handshake(void) {
     for (size_t r = 1; r < n; r++) {
         cards[0].device = cards[r].device < cards[0].device ? cards[r].device : cards[0].device;
         cards[0].host = cards[r].host < cards[0].host ? cards[r].host : cards[0].host;
+        cards[0].total = cards[r].total < cards[0].total ? cards[r].total : cards[0].total;
         unlike = unlike || cards[r].kernels_where == cards[0].kernels_where ? unlike : (int)r;
         cards[0].ctas = cards[r].ctas < cards[0].ctas ? cards[r].ctas : cards[0].ctas;
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
             if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,
                        sizeof(uint64_t)) != 0) {
-                die("rank %zu %s than rank 0: all ranks must be alike", r, alike[i].what);
+                die("rank %zu %s from rank 0; all ranks must use the same", r, alike[i].what);
             }
         }
         for (size_t other = 0; other < r; other++) {
@@ -5133,6 +5146,8 @@ static void ranks_handshake(void) {
     rank_info.kernels_unlike = unlike;
     rank_info.device = cards[0].device;
     rank_info.host = cards[0].host;
+    rank_info.total = cards[0].total;
+    rank_info.batch = cards[0].batch;
     rank_info.ctas = cards[0].ctas;
     free(cards);
 }
@@ -5197,16 +5212,19 @@ static void ranks_shake_hands(void) {
 //   3       weights too        every micro-step: reduce-scatter       every fetch: all-gather
 // wte and wpe are exchanged as at stage 1 at all stages above 0; vectors as at stage 0 at all
 // stages.
-// 1. NCCL only moves bytes. One of our kernels adds them, in rank order, in fp32, and rounds once.
-//    So a sum depends only on the number of ranks, not on NCCL's version, its algorithm or the
-//    interconnect, and the exchange gives the same bits on the CPU as on GPUs.
+// 1. NCCL only moves bytes. One of our kernels adds them in fp32, groups of eight ranks in rank
+//    order and then the groups in order, and rounds once. So a sum depends only on the number of
+//    ranks, not on NCCL's version, its algorithm, the interconnect or the machines that the ranks
+//    run on, and the exchange gives the same bits on the CPU as on GPUs.
 // 2. There is one communicator with one stream. The order of its calls is a function of the
 //    settings and of the engine methods called, so it is the same on all ranks. Compute and
 //    exchange wait for each other by events; the host waits for neither.
 // 3. No kernel is launched for the first time while NCCL's kernels wait for other ranks: loading it
 //    may wait for NCCL's kernels, and they may wait for it. The warm-up runs all kernels with `on`
 //    0 first, and then NCCL.
-// 4. Before and after every collective, the stream records its progress in the Heartbeat, where the
+// 4. After the update each bucket of weights is gathered as soon as its shards are updated, while
+//    compute updates the next ones and begins the next forward; a block waits for its own bucket.
+// 5. Before and after every collective, the stream records its progress in the Heartbeat, where the
 //    watchdog can read it: the host cannot tell a rank that waits for others from one whose own
 //    kernels hang.
 
@@ -5217,6 +5235,8 @@ struct RankComm {
     cudaEvent_t event;    // each record is followed by its wait, so one is enough
     int rank, ranks;
     int on;  // 0: run only the kernels, no collectives; see 3
+    cudaEvent_t *gathered;  // of each bucket of weights (BUCKET_*): recorded after its gather
+    bool *awaits;           // compute has not waited for it yet
     CollectiveState *note;  // device pointer into the heartbeat
     char *staging;   // receives the other ranks' parts of a bucket
     size_t capacity;     // of staging, in bytes
@@ -5232,36 +5252,41 @@ struct StepStatus {
 };
 static_assert(sizeof(StepStatus) <= RANK_STATUS_BYTES, "the plan's buffer holds the words");
 
-// sum (count) = round(the parts of all ranks, added in rank order), or with `adds` round(sum + that
-// total), for a range of this rank's shard of a bucket.
-//   sum, own (count) of G: the result and this rank's part, which may be the same array; others
-//   (ranks - 1, count) of G: the part of rank q is in row q if q < rank, in row q - 1 if q > rank.
-// Numerics: sums in fp32, rounded once. Bytes: each part is read once. grid: count / 2048 blocks.
-// budget: <bf16> threads 256 regs 38 blocks 6 test gpu_exchange
-template <class G>
+// sum (rows, count) = round(the numbers of all `ranks` ranks or groups, added in their order), or
+// with `adds` round(sum + that total). Row i is blockIdx.y.
+//   own: row i of this rank's numbers is at own + i stride; sum may be that row. others (ranks - 1,
+//   rows, count): those of rank q at index q if q < rank, at q - 1 if q > rank.
+// Numerics: sums in fp32, rounded once. Bytes: each number is read once. grid: count / 2048 blocks
+// (fp32: 1024), rows.
+// budget: <bf16, bf16> threads 256 regs 38 blocks 6 test gpu_exchange
+template <class In, class Out>
 static __global__ void __launch_bounds__(256)
-    rank_sum_kernel(G *sum, const G *own, const G *others, int rank, int ranks, size_t count,
-                    bool adds) {
-    constexpr int size = Pack<G>::size;
+    rank_sum_kernel(Out *sum, const In *own, size_t stride, const In *others, int rank, int ranks,
+                    size_t count, bool adds) {
+    constexpr int size =
+        Pack<In>::size > Pack<Out>::size ? Pack<In>::size : Pack<Out>::size;
     const size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * size;
     if (i >= count) {
         return;
     }
+    const In *mine = own + blockIdx.y * stride + i;
+    const In *other = others + blockIdx.y * count + i;
+    Out *to = sum + blockIdx.y * count + i;
     float all[size], x[size];
-    vector_load(all, rank == 0 ? own + i : others + i);
+    vector_load(all, rank == 0 ? mine : other);
     for (int q = 1; q < ranks; q++) {
-        vector_load(x, q == rank ? own + i : others + (size_t)(q - (q > rank)) * count + i);
+        vector_load(x, q == rank ? mine : other + (size_t)(q - (q > rank)) * gridDim.y * count);
         for (int k = 0; k < size; k++) {
             all[k] += x[k];
         }
     }
     if (adds) {
-        vector_load(x, sum + i);
+        vector_load(x, to);
         for (int k = 0; k < size; k++) {
             all[k] = x[k] + all[k];
         }
     }
-    vector_store(sum + i, all);
+    vector_store(to, all);
 }
 
 // Writes this rank's status: its sums are already on the device, the rest is passed by the host.
@@ -5300,7 +5325,7 @@ static __global__ void collective_state_kernel(CollectiveState *to, CollectiveSt
 }
 
 // Queues collective `name`, an index of rank_calls, and records its state before and after it (see
-// 4). Does nothing if `on` is 0.
+// 5). Does nothing if `on` is 0.
 template <class Call> static void rank_call(const RankComm *c, int name, Call call) {
     // If `on` is 0 nothing is counted: the numbers of collectives must agree on all ranks.
     if (c->on) {
@@ -5324,35 +5349,138 @@ static void rank_gather(const RankComm *c, void *all, size_t bytes) {
     rank_gather_from(c, all, (char *)all + (size_t)c->rank * bytes, bytes);
 }
 
+// Launches rank_sum_kernel: its arguments, and the number of rows.
+template <class In, class Out>
+static void rank_sum(Out *sum, const In *own, size_t stride, const In *others, int rank, int ranks,
+                     size_t count, int rows, bool adds, cudaStream_t stream) {
+    constexpr size_t BLOCK = 256 * std::max(Pack<In>::size, Pack<Out>::size);  // elements
+    check_rows(In, 0, own, others);
+    check_rows(Out, 0, sum);
+    launch(rank_sum_kernel<In, Out>, dim3((unsigned)((count + BLOCK - 1) / BLOCK), (unsigned)rows),
+           256, 0, stream, sum, own, stride, others, rank, ranks, count, adds);
+}
+
+// Returns the rank that adds part `part` of a bucket for group `group`: see parts_added().
+static int part_adder(int ranks, int group, int part) {
+    return group * RANK_GROUP + part % RANK_GROUP % group_members(ranks, group);
+}
+
+// What a rank adds, in pieces of `count` elements of each part, and where in the staging buffer:
+// first the parts from the group's other members (members - 1, parts, count) of G, or later the
+// sums of the other groups (groups - 1, count) in fp32; then, if there are several groups, the sums
+// of this group (parts, count) in fp32. Parts are in the order of their columns, part % RANK_GROUP.
+struct ReducePieces {
+    int group, groups, member, members, parts;
+    size_t received, bytes;  // for an element of each part: what is received; in all
+};
+static ReducePieces reduce_pieces(int ranks, int rank, size_t element) {
+    const int group = rank / RANK_GROUP, members = group_members(ranks, group);
+    ReducePieces p = {group, rank_groups(ranks), rank % RANK_GROUP, members,
+                      parts_added(ranks, rank), 0, 0};
+    p.received = std::max((size_t)((members - 1) * p.parts) * element,
+                          (size_t)(p.groups - 1) * sizeof(float));
+    p.bytes = p.received + (p.groups > 1 ? p.parts * sizeof(float) : 0);
+    return p;
+}
+
+// Adds pieces of the parts within the group: each member receives those that it adds. With one
+// group the result is this rank's sum, otherwise group_sums (parts, count).
+template <class G>
+static void reduce_in_group(const RankComm *c, const ReducePieces &p, G *sum, float *group_sums,
+                            const G *grads, size_t part, size_t count, bool adds) {
+    const int columns = min_int(RANK_GROUP, c->ranks), others = p.members - 1;
+    G *received = (G *)(void *)c->staging;
+    auto each_column = [&](auto visit) {  // with its rank that adds, rows, and parts before
+        for (int column = 0, before = 0; column < columns; column++) {
+            const int rows = (c->ranks - column + RANK_GROUP - 1) / RANK_GROUP;
+            const int adder = part_adder(c->ranks, p.group, column);
+            visit(column, adder, rows, received + (size_t)(others * before) * count, before);
+            before += adder == c->rank ? rows : 0;
+        }
+    };
+    // In one NCCL group, so that no two ranks deadlock waiting for each other's receive.
+    rank_call(c, RANK_EXCHANGE, [&] {
+        nccl_check(ncclGroupStart());
+        each_column([&](int column, int adder, int rows, G *to, int) {
+            for (int row = 0; row < rows; row++) {
+                const G *from = grads + (size_t)(column + row * RANK_GROUP) * part;
+                if (adder != c->rank) {
+                    nccl_check(ncclSend(from, count * sizeof(G), ncclUint8, adder, c->comm,
+                                        c->stream));
+                }
+                for (int m = 0; m < p.members && adder == c->rank; m++) {
+                    if (m != p.member) {
+                        nccl_check(ncclRecv(
+                            to + (size_t)((m - (m > p.member)) * rows + row) * count,
+                            count * sizeof(G), ncclUint8, p.group * RANK_GROUP + m, c->comm,
+                            c->stream));
+                    }
+                }
+            }
+        });
+        nccl_check(ncclGroupEnd());
+    });
+    each_column([&](int column, int adder, int rows, const G *from, int before) {
+        const G *own = grads + (size_t)column * part;
+        if (adder == c->rank && p.groups == 1) {
+            rank_sum(sum, own, 0, from, p.member, p.members, count, rows, adds, c->stream);
+        } else if (adder == c->rank) {
+            rank_sum(group_sums + (size_t)before * count, own, RANK_GROUP * part, from, p.member,
+                     p.members, count, rows, false, c->stream);
+        }
+    });
+}
+
+// Sends the group's sums to the ranks that own the parts, and adds those of this rank's part.
+template <class G>
+static void reduce_between_groups(const RankComm *c, const ReducePieces &p, G *sum,
+                                  const float *group_sums, size_t count, bool adds) {
+    float *received = (float *)(void *)c->staging;
+    const float *own = group_sums + (size_t)p.group * count;  // of this rank's first column
+    rank_call(c, RANK_EXCHANGE, [&] {
+        nccl_check(ncclGroupStart());
+        for (int column = 0; column < RANK_GROUP; column++) {
+            for (int q = column; q < c->ranks; q += RANK_GROUP) {
+                if (part_adder(c->ranks, p.group, q) == c->rank) {
+                    if (q != c->rank) {
+                        nccl_check(ncclSend(group_sums, count * sizeof(float), ncclUint8, q,
+                                            c->comm, c->stream));
+                    }
+                    group_sums += count;
+                }
+            }
+        }
+        for (int group = 0; group < p.groups; group++) {
+            if (group != p.group) {
+                nccl_check(ncclRecv(received + (size_t)(group - (group > p.group)) * count,
+                                    count * sizeof(float), ncclUint8,
+                                    part_adder(c->ranks, group, c->rank), c->comm, c->stream));
+            }
+        }
+        nccl_check(ncclGroupEnd());
+    });
+    rank_sum(sum, own, 0, received, p.group, p.groups, count, 1, adds, c->stream);
+}
+
 // Reduce-scatters a bucket of gradients, grads (ranks, part): sum (part) = row `rank` of `grads`
 // summed over all ranks, plus the old value of `sum` if `adds` is set. `sum` may be that row of
 // this rank's `grads`. part: elements of G per rank.
 template <class G>
 static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, bool adds) {
-    G *staging = (G *)(void *)c->staging;
-    const size_t others = (size_t)c->ranks - 1, most = c->capacity / sizeof(G) / others / 8 * 8;
-    const G *own = grads + (size_t)c->rank * part;
-    check(most > 0, "no room for a piece of %zu ranks", others);
-    check_rows(G, 0, sum, own, staging);
-    for (size_t from = 0; from < part; from += most) {  // in pieces that fit the staging buffer
+    const ReducePieces p = reduce_pieces(c->ranks, c->rank, sizeof(G));
+    // All ranks use the same pieces: those of the rank that needs the most memory, a first member.
+    const int last = (p.groups - 1) * RANK_GROUP;
+    const size_t bytes = std::max(reduce_pieces(c->ranks, 0, sizeof(G)).bytes,
+                                  reduce_pieces(c->ranks, last, sizeof(G)).bytes);
+    const size_t most = c->capacity / bytes / 8 * 8;
+    check(most > 0, "no room for a piece of %d ranks", c->ranks);
+    for (size_t from = 0; from < part; from += most) {
         const size_t count = part - from < most ? part - from : most;
-        // In one group, so that no two ranks deadlock waiting for each other's receive.
-        rank_call(c, RANK_EXCHANGE, [&] {
-            nccl_check(ncclGroupStart());
-            for (int q = 0; q < c->ranks; q++) {
-                if (q == c->rank) {
-                    continue;
-                }
-                nccl_check(ncclSend(grads + (size_t)q * part + from, count * sizeof(G), ncclUint8,
-                                    q, c->comm, c->stream));
-                nccl_check(ncclRecv(staging + (size_t)(q - (q > c->rank)) * count,
-                                    count * sizeof(G), ncclUint8, q, c->comm, c->stream));
-            }
-            nccl_check(ncclGroupEnd());
-        });
-        constexpr size_t BLOCK = 256 * Pack<G>::size;  // elements
-        launch(rank_sum_kernel<G>, (unsigned)((count + BLOCK - 1) / BLOCK), 256, 0, c->stream,
-               sum + from, own + from, staging, c->rank, c->ranks, count, adds);
+        float *group_sums = (float *)(void *)(c->staging + p.received * count);
+        reduce_in_group(c, p, sum + from, group_sums, grads + from, part, count, adds);
+        if (p.groups > 1) {
+            reduce_between_groups(c, p, sum + from, group_sums, count, adds);
+        }
     }
 }
 
@@ -5380,6 +5508,11 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
         rank_reduce<G>(c, (G *)store, (const G *)slot, part / sizeof(G), p->adds != 0);
         cuda_check(cudaEventRecord(s->gone[v->kind][v->slot], c->stream));
     } else {
+        // Weights whole in host memory are gathered there, after the update.
+        const int bucket = BUCKET_BLOCKS + v->block;
+        if (phase == FETCH && v->kind == KIND_WEIGHTS && c->ranks > 1 && c->awaits[bucket]) {
+            cuda_check(cudaStreamWaitEvent(s->up, c->gathered[bucket], 0));
+        }
         gpu_transfer(p, phase, v, slot, store, bytes);
     }
 }
@@ -5413,13 +5546,20 @@ static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64
     atomicAdd(sum, own);
 }
 
-// Creates the stream and the event, and maps this rank's heartbeat for kernels. NCCL is initialized
-// later, in rank_connect, after the warm-up has launched every kernel once: loading a kernel while
-// NCCL's kernels wait for other ranks could deadlock. The heartbeat is a page outside the plan's
-// pinned memory because it is shared with the parent process.
+static int model_buckets(const Model *m) { return BUCKET_BLOCKS + m->L; }
+
+// Creates the stream and the events, and maps this rank's heartbeat for kernels. NCCL is
+// initialized later, in rank_connect, after the warm-up has launched every kernel once: loading a
+// kernel while NCCL's kernels wait for other ranks could deadlock. The heartbeat is a page outside
+// the plan's pinned memory because it is shared with the parent process.
 static void rank_open(RankComm *c, const Settings *s) {
     int least, most;
-    *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr, nullptr, 0};
+    *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr, nullptr, nullptr, nullptr, 0};
+    c->gathered = (cudaEvent_t *)alloc_zero((size_t)model_buckets(&s->model), sizeof(cudaEvent_t));
+    c->awaits = (bool *)alloc_zero((size_t)model_buckets(&s->model), sizeof(bool));
+    for (int bucket = 0; bucket < model_buckets(&s->model); bucket++) {
+        cuda_check(cudaEventCreateWithFlags(&c->gathered[bucket], cudaEventDisableTiming));
+    }
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &most));
     cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, most));
     cuda_check(cudaEventCreateWithFlags(&c->event, cudaEventDisableTiming));
@@ -5450,8 +5590,13 @@ static void rank_connect(RankComm *c, int ctas) {
 
 // Waits for queued collectives, which other ranks depend on, and destroys the communicator. The
 // ranks do not wait for each other after that.
-static void rank_close(RankComm *c) {
+static void rank_close(RankComm *c, const Settings *s) {
     stream_wait(c->stream);
+    for (int bucket = 0; bucket < model_buckets(&s->model); bucket++) {
+        cuda_check(cudaEventDestroy(c->gathered[bucket]));
+    }
+    free(c->gathered);
+    free(c->awaits);
     if (c->on) {
         nccl_open = nullptr;
         nccl_check(ncclCommDestroy(c->comm));
@@ -5498,6 +5643,11 @@ struct GpuBatch {
 };
 static GpuBatch batch_at(int *memory, int N) { return {memory, memory + N, memory + 2 * N}; }
 
+// Ranges that AdamW updates in one launch: with sharded moments those of one bucket, otherwise all.
+struct UpdateSlice {
+    int first, count, chunks;
+};
+
 // The GPU engine: the plan, the compute stream, and the host memory that feeds it.
 struct GpuNetwork {
     Plan *plan;
@@ -5511,7 +5661,9 @@ struct GpuNetwork {
     GpuState *result;         // pinned: the state after a step
     OffloadStreams transfers;
     ParamRange *ranges;
-    int range_count, chunks;
+    int range_count;
+    UpdateSlice *slices;          // of that table, for each launch of AdamW
+    int slice_count;
     int norm_count, norm_chunks;  // several ranks: table of own shards, after AdamW's
     int accum_steps;              // micro-steps of the current step
     RankComm ranks;
@@ -5748,33 +5900,52 @@ template <class G> static void gpu_join(const GpuNetwork *net) {
     stream_after(net->stream, net->ranks.stream, net->ranks.event);
 }
 
-// All-gathers the weights after an update, in which each rank has updated only its own shards.
-// Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
-// gathered in the staging buffer, because NCCL is not given pinned memory. Every rank has updated
-// the vectors itself, with the same operations on the same numbers.
-static void gpu_gather_weights(const GpuNetwork *net) {
+// All-gathers a bucket of weights whose shards have just been updated, each on its rank, and
+// records the event that its next reader waits for. Weights that are gathered on use (ZeRO 3) are
+// left out, and so are vectors, which all ranks have updated alike: the same operations on the same
+// numbers give the same bits. Blocks stored whole in host memory are gathered in the staging
+// buffer, because NCCL is not given pinned memory.
+static void gpu_gather_weights(const GpuNetwork *net, int bucket) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
-    const int placement = s->placement[KIND_WEIGHTS], stay = placement ? 0 : s->model.L;
-    const size_t bytes = type_bytes(s->dtype);
-    stream_after(c->stream, net->stream, c->event);
-    for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + stay; bucket++) {
-        const Bucket b = bucket_at(&s->model, s->ranks, bucket);
-        rank_gather(c, gpu_buffer<char>(net, BUF_WEIGHTS) + b.offset * bytes, b.part * bytes);
+    const int placement = bucket < BUCKET_BLOCKS ? 0 : s->placement[KIND_WEIGHTS];
+    const Bucket b = bucket_at(&s->model, s->ranks, bucket);
+    const size_t bytes = type_bytes(s->dtype), part = b.part * bytes, own = c->rank * part;
+    if (bucket == BUCKET_VECTORS || placement & PLACE_SHARD) {
+        return;
     }
-    // Skipped if `on` is 0: nothing is gathered then, and the other ranks' parts, including
-    // padding, would be copied from whatever the staging buffer held.
-    for (int l = 0; placement == PLACE_HOST && c->on && l < s->model.L; l++) {
-        const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
-        char *whole = gpu_buffer<char>(net, BUF_WEIGHTS_STORE) + l * b.count * bytes;
-        const size_t part = b.part * bytes, own = c->rank * part;
+    stream_after(c->stream, net->stream, c->event);
+    if (!placement) {
+        rank_gather(c, gpu_buffer<char>(net, BUF_WEIGHTS) + b.offset * bytes, part);
+    } else if (c->on) {
+        // If `on` is 0 nothing is gathered, and the other ranks' parts, including padding, would
+        // be copied from whatever the staging buffer held.
+        const int64_t at = (bucket - BUCKET_BLOCKS) * b.count;
+        char *whole = gpu_buffer<char>(net, BUF_WEIGHTS_STORE) + at * bytes;
         cuda_check(cudaMemcpyAsync(c->staging + own, whole + own, part, cudaMemcpyHostToDevice,
                                    c->stream));
         rank_gather(c, c->staging, part);
         cuda_check(cudaMemcpyAsync(whole, c->staging, s->ranks * part, cudaMemcpyDeviceToHost,
                                    c->stream));
     }
-    stream_after(net->stream, c->stream, c->event);
+    cuda_check(cudaEventRecord(c->gathered[bucket], c->stream));
+    c->awaits[bucket] = true;
+}
+
+// Makes compute wait for the gather of a bucket of weights, if it has not done so yet.
+static void gpu_await_weights(const GpuNetwork *net, int bucket) {
+    const RankComm *c = &net->ranks;
+    if (c->ranks > 1 && c->awaits[bucket]) {
+        cuda_check(cudaStreamWaitEvent(net->stream, c->gathered[bucket], 0));
+        c->awaits[bucket] = false;
+    }
+}
+
+// The same for all weights, for readers other than a forward pass.
+static void gpu_await_all_weights(const GpuNetwork *net) {
+    for (int bucket = 0; bucket < model_buckets(&net->plan->settings.model); bucket++) {
+        gpu_await_weights(net, bucket);
+    }
 }
 
 // Computes one stage of a GpuPass: the function that run_stages calls.
@@ -5787,6 +5958,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
     cudaStream_t stream = net->stream;
     switch (stage) {
     case EMBED:
+        gpu_await_weights(net, BUCKET_WTE);
+        gpu_await_weights(net, BUCKET_WPE);
         gpu_embedding_forward<E>(b.act(ACT_X), pass->batch.inputs, b.weight(WTE),
                                  b.weight(WPE) + (size_t)pass->position * C, B, T, C, stream);
         break;
@@ -5818,6 +5991,9 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
         }
         break;
     default:  // a stage of a block
+        if (stage == F_QKV) {  // the first that uses a matrix
+            gpu_await_weights(net, BUCKET_BLOCKS + layer);
+        }
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
         if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1 &&
             !net->plan->settings.placement[KIND_GRADIENTS]) {
@@ -5832,7 +6008,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 // 1. A micro-step only queues work. The batch is uploaded through two pinned slots, and the host
 //    waits only for a slot that it filled two micro-steps earlier. The first batch of a step is
 //    prefetched, if possible, before the host waits for the loss of the previous step.
-// 2. The update reads the gradient norm, the clip factor and the decision to skip from device
+// 2. AdamW runs bucket by bucket if ranks gather the weights, so that they do so early.
+// 3. The update reads the gradient norm, the clip factor and the decision to skip from device
 //    memory; the host waits once, at its end, for the values it reports.
 
 // Queues the upload of a batch through the next pinned slot, and makes it the batch of the pass. If
@@ -5894,19 +6071,39 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     run_stages(p, tick_join(s), accum_step > 0, net->stage, &pass);
 }
 
-// Runs AdamW with M as the type of the moments and, if SPLIT, fp32 master weights stored as two
-// 16-bit halves. `updates`: the number of updates before this one.
+// Runs AdamW on a slice of the table with M as the type of the moments and, if SPLIT, fp32 master
+// weights stored as two 16-bit halves. `updates`: the number of updates before this one.
 template <class E, class G, class M, bool SPLIT>
-static void gpu_adamw_all(GpuNetwork *net, const AdamW &adamw, const Options *o,
-                          int64_t updates) {
+static void gpu_adamw_slice(GpuNetwork *net, const UpdateSlice &slice, const AdamW &adamw,
+                            const Options *o, int64_t updates) {
     UpdateRandom key = {(uint64_t)o->seed, (uint32_t)updates};
     gpu_adamw<E, G, M, SPLIT>(
         gpu_buffer<E>(net, BUF_WEIGHTS), SPLIT ? gpu_buffer<Master<E>>(net, BUF_MASTER) : nullptr,
         gpu_buffer<M>(net, BUF_M), gpu_buffer<M>(net, BUF_V), gpu_buffer<G>(net, BUF_GRADS),
         gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<E>(net, BUF_WEIGHTS_STORE),
-        gpu_buffer<G>(net, BUF_GRADS_STORE), gpu_buffer<ParamRange>(net, BUF_TENSORS),
-        net->range_count, net->chunks, adamw, key, &gpu_buffer<GpuState>(net, BUF_STATE)->update,
-        net->stream);
+        gpu_buffer<G>(net, BUF_GRADS_STORE),
+        gpu_buffer<ParamRange>(net, BUF_TENSORS) + slice.first, slice.count, slice.chunks, adamw,
+        key, &gpu_buffer<GpuState>(net, BUF_STATE)->update, net->stream);
+}
+
+// Runs AdamW on a slice in the run's types.
+static void gpu_adamw_types(GpuNetwork *net, const UpdateSlice &slice, const AdamW &adamw,
+                            const Options *o, int64_t updates) {
+    const Settings *s = &net->plan->settings;
+    with_types(s, [&](auto element, auto grad) {
+        using E = decltype(element);
+        using G = decltype(grad);
+        if constexpr (is_fp32<E> || traits<E>.narrow) {
+            gpu_adamw_slice<E, G, float, traits<E>.narrow>(net, slice, adamw, o, updates);
+        } else {
+            auto update = [&](auto moment) {
+                using M = decltype(moment);
+                s->split_master ? gpu_adamw_slice<E, G, M, true>(net, slice, adamw, o, updates)
+                                : gpu_adamw_slice<E, G, M, false>(net, slice, adamw, o, updates);
+            };
+            s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
+        }
+    });
 }
 
 // Engine.update. Norm, clip factor and the decision to skip are computed on the device, where AdamW
@@ -5917,6 +6114,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     const Settings *s = &net->plan->settings;
     plan_tick(net->plan, tick_update(s));
     transfers_forget_weights(net->plan);
+    gpu_await_all_weights(net);  // those of an update that no forward pass has followed
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
     const ParamRange *ranges = gpu_buffer<ParamRange>(net, BUF_TENSORS);
     // With several ranks, each sums only its own shards at every ZeRO stage, so the norm is bitwise
@@ -5936,23 +6134,14 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is applied on the device, so the host passes a gradient scale of 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
-    with_types(s, [&](auto element, auto grad) {
-        using E = decltype(element);
-        using G = decltype(grad);
-        if constexpr (is_fp32<E> || traits<E>.narrow) {
-            gpu_adamw_all<E, G, float, traits<E>.narrow>(net, adamw, o, updates);
-        } else {
-            auto update = [&](auto moment) {
-                using M = decltype(moment);
-                s->split_master ? gpu_adamw_all<E, G, M, true>(net, adamw, o, updates)
-                                : gpu_adamw_all<E, G, M, false>(net, adamw, o, updates);
-            };
-            s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
+    // With sharded moments, slice i is bucket i, which is gathered while compute goes on.
+    for (int i = 0; i < net->slice_count; i++) {
+        if (net->slices[i].chunks > 0) {
+            gpu_adamw_types(net, net->slices[i], adamw, o, updates);
         }
-    });
-    // After AdamW and before the next forward: compute waits for the gathered weights.
-    if (s->placement[KIND_MOMENTS] & PLACE_SHARD) {
-        gpu_gather_weights(net);
+        if (s->placement[KIND_MOMENTS] & PLACE_SHARD) {
+            gpu_gather_weights(net, i);
+        }
     }
     cuda_check(
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
@@ -5988,6 +6177,7 @@ static uint64_t gpu_replica(Engine *e) {
                 {BUF_MASTER, KIND_MASTER, vectors}, {BUF_M, KIND_MOMENTS, vectors},
                 {BUF_V, KIND_MOMENTS, vectors}};
     unsigned long long *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->replica;
+    gpu_await_all_weights(net);
     // Gaps between tensors are hashed too: they are zero from the start and never written. Buffers
     // in host memory are read over the bus, which costs little once in 100 steps.
     cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, net->stream));
@@ -7492,6 +7682,7 @@ static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
     GpuNetwork *net = (GpuNetwork *)e->self;
     TensorSpan span = {};
     progress();
+    gpu_await_all_weights(net);
     const real scale = state == STATE_GRADS ? gpu_loss_scale(net) : 1;
     const bool whole = state == STATE_WEIGHTS && has_whole_master(&net->plan->settings);
     state = whole ? (int)STATE_MASTER : state;
@@ -7512,6 +7703,7 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     GpuNetwork *net = (GpuNetwork *)e->self;
     TensorSpan span = {};
     progress();
+    gpu_await_all_weights(net);
     transfers_forget_weights(net->plan);
     e->zero = 0;
     if (state == STATE_WEIGHTS && has_whole_master(&net->plan->settings)) {
@@ -7556,7 +7748,7 @@ static void gpu_close(Engine *e) {
     stream_wait(net->stream);
     gpu_matmul_close();
     if (net->ranks.ranks > 1) {
-        rank_close(&net->ranks);
+        rank_close(&net->ranks, &net->plan->settings);
     }
     for (int i = 0; i < 2; i++) {
         cuda_check(cudaEventDestroy(net->uploaded[i]));
@@ -7566,14 +7758,15 @@ static void gpu_close(Engine *e) {
     cuda_check(cudaStreamDestroy(net->stream));
     free(net->counts);
     free(net->ranges);
+    free(net->slices);
     free(net);
     e->self = nullptr;
 }
 
-// Fills a table with one range per tensor and layer: the elements that AdamW updates on this rank
-// or, with `parts`, this rank's own shard at any ZeRO stage. Empty ranges are left out. Returns the
-// number of ranges.
-static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
+// Fills a table with one range per tensor and layer, of bucket `bucket` or, if that is -1, of all:
+// the elements that AdamW updates on this rank or, with `parts`, this rank's own shard at any ZeRO
+// stage. Empty ranges are left out. Returns the number of ranges.
+static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts, int bucket) {
     const Model *m = &s->model;
     int count = 0;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -7592,7 +7785,9 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
             range->two_dimensional = tensor_is_matrix(tensor);
             range->in_store = (param.buffer == BUF_WEIGHTS_STORE ? PARAM_IN_STORE : 0) |
                              (grad.buffer == BUF_GRADS_STORE ? GRAD_IN_STORE : 0);
-            count += r.count > 0;
+            int64_t at;
+            const bool here = bucket < 0 || tensor_bucket(m, tensor, l, &at) == bucket;
+            count += here && r.count > 0;
         }
     }
     return count;
@@ -7604,11 +7799,21 @@ static void gpu_ranges_open(GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     net->ranges = (ParamRange *)alloc_zero(2 * (size_t)model_tensors(&s->model) + 1,
                                            sizeof(ParamRange));
-    int count = net->range_count = net->norm_count = ranges_fill(net->ranges, s, false);
-    net->chunks = net->norm_chunks = param_ranges_chunk(net->ranges, count);
+    const int sharded = s->placement[KIND_MOMENTS] & PLACE_SHARD;
+    net->slice_count = sharded ? model_buckets(&s->model) : 1;
+    net->slices = (UpdateSlice *)alloc_zero((size_t)net->slice_count, sizeof(UpdateSlice));
+    for (int i = 0; i < net->slice_count; i++) {
+        UpdateSlice *slice = &net->slices[i];
+        slice->first = net->range_count;
+        slice->count = ranges_fill(net->ranges + slice->first, s, false, sharded ? i : -1);
+        slice->chunks = param_ranges_chunk(net->ranges + slice->first, slice->count);
+        net->range_count += slice->count;
+    }
+    net->norm_count = net->range_count;
+    net->norm_chunks = net->slices[0].chunks;
     if (s->ranks > 1) {
-        net->norm_count = ranges_fill(net->ranges + count, s, true);
-        net->norm_chunks = param_ranges_chunk(net->ranges + count, net->norm_count);
+        net->norm_count = ranges_fill(net->ranges + net->range_count, s, true, -1);
+        net->norm_chunks = param_ranges_chunk(net->ranges + net->range_count, net->norm_count);
     }
 }
 
@@ -7616,6 +7821,7 @@ static void gpu_ranges_open(GpuNetwork *net) {
 // weights, master weights and moments. The warm-up leaves them at zero: its weights are zero, so
 // every gradient is. Pinned memory is zero already, except in test builds, which fill it with NaN.
 static void gpu_begin(GpuNetwork *net) {
+    gpu_await_all_weights(net);
     // With several ranks the norm has its own table, after AdamW's.
     const int norm_rows = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
@@ -8094,6 +8300,7 @@ int train_gpt2cu_main(int argc, char **argv) {
         .gpu = 1,
         .open = gpu_engine_open,
         .available = device_available,
+        .total = device_total,
         .library = device_library_bytes,
         .command = gpu_command,
         .prove = kernels_prove,

@@ -732,6 +732,36 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
     return fault;
 }
 
+// Returns the micro-batch (-b) of the newest checkpoint of `output` whose first state file can be
+// read; 0 if there is none. Searches the text of its header, because a checkpoint that is damaged
+// is skipped later, not an error.
+static int64_t checkpoint_batch(const char *output) {
+    static const char key[] = "\"--batch\":\"";
+    static Manifest manifest;
+    CheckpointList list = {NULL, 0};
+    int64_t batch = 0;
+    if (access(output, F_OK) == 0) {
+        list = checkpoint_list(output, "");
+    }
+    for (int i = 0; i < list.count && !batch; i++) {
+        char path[PATH_BYTES], name[FILE_NAME];
+        Mapping map;
+        path_print(path, "%s/step-%08" PRId64 "/manifest.json", output, list.steps[i]);
+        file_name(name, FILE_STATE, manifest_open(&manifest, path) ? 1 : manifest.ranks);
+        path_print(path, "%s/step-%08" PRId64 "/%s", output, list.steps[i], name);
+        if (mapping_open(&map, path) == 0) {
+            const char *at = (const char *)memmem(map.bytes, map.size, key, sizeof key - 1);
+            const char *end = (const char *)map.bytes + map.size;
+            for (at = at ? at + sizeof key - 1 : end; at < end && *at >= '0' && *at <= '9'; at++) {
+                batch = min_i64(10 * batch + (*at - '0'), INT_MAX / 2);
+            }
+            mapping_close(&map);
+        }
+    }
+    free(list.steps);
+    return batch;
+}
+
 // Returns the step of the checkpoint that a weight file belongs to, or 0 if its folder has no valid
 // manifest. The step is read from the manifest, so that samples repeat those of the run even if the
 // folder was renamed.

@@ -17,7 +17,7 @@ const profile = fs.mkdtempSync(path.join(os.tmpdir(), 'chromium-'));
 const browser = spawn('chromium', ['--headless', '--no-sandbox', '--disable-gpu',
   '--hide-scrollbars', '--remote-debugging-pipe', `--user-data-dir=${profile}`, 'about:blank'],
 { stdio: ['ignore', 'ignore', 'ignore', 'pipe', 'pipe'] });
-const waiting = new Map(), events = [];
+const waiting = new Map(), urls = [];  // calls without an answer so far; what the page requested
 let sent = 0, held = '', session, loaded, fail;
 const failed = new Promise((_, reject) => { fail = reject; });
 failed.catch(() => {});
@@ -27,6 +27,7 @@ function send(method, params = {}) {
   return Promise.race([failed, new Promise(done => waiting.set(sent, done))]);
 }
 
+// Presses a key: a character, Tab or an arrow.
 async function press(key) {
   const code = { Tab: 9, ArrowDown: 40, ArrowUp: 38, ArrowLeft: 37, ArrowRight: 39 }[key];
   const text = code ? undefined : key;
@@ -50,14 +51,14 @@ browser.stdio[4].on('data', data => {
       const { text, exception } = message.params.exceptionDetails;
       fail(new Error(`${text} ${exception && exception.description}`));
     } else if (message.method === 'Network.requestWillBeSent') {
-      events.push(message.params.request.url);
+      urls.push(message.params.request.url);
     } else if (message.method === 'Log.entryAdded') {
       process.stderr.write(`page: ${message.params.entry.text}\n`);
     }
   }
 });
 
-const helpers = `window.pressed = {}; window.requests = () => [];
+const helpers = `window.pressed = {};
 window.press = key => new Promise(done => {
   const id = Object.keys(pressed).length;
   pressed[id] = done;
@@ -87,7 +88,7 @@ async function main() {
     }
     process.stdout.write(result.value === undefined ? '' : String(result.value));
   }
-  const loads = events.filter(url => !/^(file|blob|data|about):/.test(url));
+  const loads = urls.filter(url => !/^(file|blob|data|about):/.test(url));
   if (loads.length) {
     throw new Error('the page loads ' + loads);
   }

@@ -52,6 +52,15 @@ draws() {
     }'
 }
 
+# The other questions: options of the form | question of the page | options that ask it. With
+# --dtype, --minimum leaves out the CPU program, whose workspace depends on the width of vectors.
+questions='-e gpt2-xl --gpu 4090|fit|--fit any
+-e d24 --gpu 3080 -d 65536|all|--fit all
+-e gpt2-xl|cards|--plan --gpu all
+-e d36 --gpu 4070|batch|--largest batch
+-e d36 --gpu 4070 -b 2|length|--largest seq-len
+-e gpt2-xl --dtype bf16|minimum|--minimum'
+
 # The native program, in a folder without data: with data, the commands that it prints name it.
 mkdir "$scratch/bare" && cp train_gpt2 "$scratch/bare" || exit 1
 native() { (cd "$scratch/bare" && exec ./train_gpt2 "$@"); }
@@ -64,7 +73,7 @@ answer() {
 
 # compare_program: draw by draw. A copy with the same path prints the same commands.
 compare_program() {
-    local how differ=''
+    local how differ='' options question
     mkdir "$scratch/other bare" && cp "$program" "$scratch/other bare/train_gpt2"
     other() { (cd "$scratch/other bare" && exec ./train_gpt2 "$@"); }
     while read -r -a options; do
@@ -79,6 +88,18 @@ compare_program() {
     done < "$scratch/draws"
     [ -z "$differ" ]
     verdict "$DRAWS drawn plans equal those of ${program##*/}" $? "SEED=$SEED${differ:0:1000}"
+    differ=
+    while IFS='|' read -r options _ question; do
+        for how in "" --json; do
+            # shellcheck disable=SC2086  # words
+            answer "$scratch/native" native $options $question $how
+            # shellcheck disable=SC2086
+            answer "$scratch/other" other $options $question $how
+            cmp -s "$scratch"/{native,other} || differ+="; $options $question $how"
+        done
+    done <<< "$questions"
+    [ -z "$differ" ]
+    verdict "--fit, --gpu all, --largest and --minimum too" $? "$differ"
 }
 
 # What the page's scripts share: fill() sets the form's fields from a line of options, answer()
@@ -150,6 +171,26 @@ compare_page() {
     verdict "the command lines of the page print the same" $?
 }
 
+# compare_questions: the page's other questions.
+compare_questions() {
+    local options question
+    while IFS='|' read -r options _ question; do
+        # shellcheck disable=SC2086  # words
+        native $options $question 2>&1
+    done <<< "$questions" > "$scratch/native"
+    browse 1200x900 "let out = '';
+        for (const line of \`$questions\`.split('\\n')) {
+          const [options, question] = line.split('|');
+          fill(options);
+          ask(question);
+          out += await answer();
+        }
+        return out;" > "$scratch/page" 2> "$scratch/log"
+    cmp -s "$scratch/native" "$scratch/page"
+    verdict "the page's other questions print the same" $? "$(
+        diff "$scratch/native" "$scratch/page" | head -c 600) $(head -c 300 "$scratch/log")"
+}
+
 # The form's behaviour, apart from numbers.
 test_form() {
     local found expected
@@ -199,7 +240,7 @@ done < "$scratch/draws"
 verdict "most drawn settings are valid, some have buffers of 1 GB or more" $? \
     "SEED=$SEED: $planned plans, $large with such buffers"
 case $program in
-    *.html) compare_page; test_form ;;
+    *.html) compare_page; compare_questions; test_form ;;
     *) compare_program ;;
 esac
 echo "$passed passed, $failed failed, $skipped skipped"

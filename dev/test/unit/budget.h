@@ -143,15 +143,14 @@ TEST(remedies, FLOAT) {
         for (int i = 0; i < found; i++) {
             const Remedy &r = list[(size_t)i];
             const Text typed = options_replaced(base, r.option);
-            Settings changed = typed.find("-r auto") == Text::npos
+            Settings changed = !has(typed, "-r auto")
                                    ? planned(typed)
                                    : automatic(typed, budget.device, budget.host);
             Plan q;
             plan_build(&q, &changed);
             expect(q.device_bytes == r.c.bytes && q.device_bytes <= budget.device &&
-                       q.host_bytes <= budget.host,
-                   "%s, then %s: %zu, promised %zu, room %zu", base.c_str(), r.option,
-                   q.device_bytes, (size_t)r.c.bytes, budget.device);
+                   q.host_bytes <= budget.host, "%s, then %s: %zu, promised %zu, room %zu",
+                   base.c_str(), r.option, q.device_bytes, (size_t)r.c.bytes, budget.device);
             const Remedy &before = list[(size_t)(i ? i - 1 : 0)];
             expect(i == 0 || r.kind > before.kind ||
                        (r.kind == before.kind && r.slower >= before.slower),
@@ -244,10 +243,9 @@ TEST(auto, HOST) {
     expect(chosen("", 0, 0) == "none none", "an unknown card");
     expect(chosen("", all - 1, 0) != "none none" && chosen("", block, 0).find(" none") > 0);
     const Text least = chosen("", block, SIZE_MAX);
-    expect(least.find("block") == 0 && least.find(" none") != Text::npos, "%s", least.c_str());
+    expect(least.find("block") == 0 && has(least, " none"), "%s", least.c_str());
     const Text away = chosen("", block - 1, SIZE_MAX);
-    expect(away.find(" moments,master") != Text::npos && away.find("residuals") == Text::npos, "%s",
-           away.c_str());
+    expect(has(away, " moments,master") && !has(away, "residuals"), "%s", away.c_str());
     expect(chosen("", block - 1, 1000).find("block none") == 0, "no host memory");
     expect(chosen("", 1, SIZE_MAX) == "block weights,gradients,moments,master,residuals", "%s",
            chosen("", 1, SIZE_MAX).c_str());
@@ -299,8 +297,7 @@ TEST(cards, HOST) {
                                              {"rtx", "nearest: "},
                                              {"b300", "b200"}};
     for (const auto &name : unknown) {
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         o.gpu = name[0];
         expect_death(gpu_find(&o), name[1]);
     }
@@ -345,8 +342,7 @@ TEST(library_estimate, HOST) {
     } known[] = {{"3060-laptop", 30, 289 - 32, 200}, {"a100", 108, 855 - 32, 200},
                  {"3090", 82, 256 + 167, 200}, {"rtx6000-ada", 142, 426 + 167, 200}};
     for (const auto &k : known) {
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         o.gpu = k.card;
         const GpuEntry *card = gpu_find(&o);
         const double mib = (double)card_library_bytes(card) / 0x1p20;
@@ -385,7 +381,7 @@ TEST(forecast, HOST) {
     };
     for (auto &c : known) {
         const Text options = Text("--gpu ") + c.card + " -d 524288 " + c.options;
-        const Settings s = planned(options + (options.find("-r ") == Text::npos ? " -r none" : ""));
+        const Settings s = planned(options + (!has(options, "-r ") ? " -r none" : ""));
         Options o;
         parse(&o, ("--plan " + options).c_str());
         const Speed v = card_speed(options, s);
@@ -583,10 +579,12 @@ TEST(forecast_ranks, HOST) {
             Speed slow = v, free = v;
             slow.peer_byte = 1;
             free.peer_byte = 0;
-            // Exchange and streaming take longer than the computation here, and replace its time.
+            // Exchange and streaming take longer than the computation here, and replace its time;
+            // the gather of blocks' weights also that of the forward pass before which they wait.
             const double micro = forecast_micro(&v, &s, 1);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
-                        t.reduced + t.gathered - micro, 1, "%s -z %d", card, zero);
+                        t.reduced + t.gathered - micro * (zero < 3 ? 4.0 / 3 : 1), 1, "%s -z %d",
+                        card, zero);
             const double transfers = two.reduced + two.gathered - t.reduced - t.gathered;
             expect_near(forecast_step(&slow, &s, 2) - forecast_step(&slow, &s, 1),
                         fmax(transfers, micro), 1, "%s -z %d", card, zero);
