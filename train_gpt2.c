@@ -613,7 +613,9 @@ static void recompute_print_help(void);  // chapter Memory plan
 static void gpu_print_help(void);        // chapter Step time
 
 // Prints the words of `text` from column `column` on, in lines of at most 80 columns. All but the
-// first begin at column `indent`; the last one is ended.
+// first begin at column `indent`; the last one is ended. No line ends at UNBROKEN, which is printed
+// as a space.
+#define UNBROKEN '\037'
 static void text_wrap(const char *text, int column, int indent) {
     enum { WIDTH = 80 };
     for (int space = 0; *text;) {
@@ -623,7 +625,10 @@ static void text_wrap(const char *text, int column, int indent) {
             column = indent;
             space = 0;
         }
-        column += printf("%*s%.*s", space, "", n, text);
+        column += printf("%*s", space, "") + n;
+        for (int i = 0; i < n; i++) {
+            putchar(text[i] == UNBROKEN ? ' ' : text[i]);
+        }
         space = 1;
         text += n + (text[n] != 0);
     }
@@ -7539,8 +7544,9 @@ static double plan_unused(const Plan *p, const MemoryBudget *budget, const Optio
     for (int state = 0; state < KINDS; state++) {
         q.base.placement[state] &= PLACE_SHARD;
     }
+    const int64_t most = budget->windows ? budget->windows / s->ranks : TOKENS;
     int64_t sequences = o->tokens_per_step ? micros * s->B : 1;
-    while (!o->tokens_per_step && 2 * sequences * s->T <= TOKENS) {
+    while (!o->tokens_per_step && 2 * sequences <= min_i64(most, TOKENS / s->T)) {
         sequences *= 2;
     }
     if (!s->gpu || s->forward || !micros || plan_taken(p) >= budget->device) {
@@ -7680,7 +7686,8 @@ static void settings_print_command(const Options *asked, const Settings *s, int 
 static void choice_print(const Plan *p, const Options *o) {
     const Settings *s = &p->settings;
     const int offloads = o->offload == OFFLOAD_AUTO && settings_offloads(s);
-    if (offloads || (strcmp(o->recompute, "auto") == 0 && strcmp(recompute_text(s).s, "none"))) {
+    if (offloads || (strcmp(o->recompute, "auto") == 0 &&
+                     strcmp(recompute_text(s).s, "none") != 0)) {
         printf("chosen   ");
         settings_print_command(o, s, 0);
         printf("         so that it fits, same bits; %s of host memory\n\n",
@@ -7978,15 +7985,16 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
                bytes_text((double)all).s, 0.1 * LEAST_CAPABILITY);
     } else if (budget->device) {
         print_wrapped(4, "%s: %s%s; %s, %s %s", budget->where, bytes_text((double)all).s,
-                      available_limit, fits ? "fits" : "DOES NOT FIT",
+                      available_limit, fits ? "fits" : "DOES\037NOT\037FIT",
                       bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
                       fits ? "free" : "short");
     }
     const int host_fits = p->host_bytes <= budget->host;
     if (!host_fits) {  // plan_refuse_host() would end a run
         const HostMemory h = host_memory("");
-        print_wrapped(4, "host memory of this machine: %s (%s); DOES NOT FIT, %s short; fewer "
-                      "states in --offload need less of it", bytes_text((double)budget->host).s,
+        print_wrapped(4, "host memory of this machine: %s (%s); DOES\037NOT\037FIT, %s short; "
+                      "fewer states in --offload need less of it",
+                      bytes_text((double)budget->host).s,
                       h.limit, bytes_text((double)(p->host_bytes - budget->host)).s);
     }
     forecast_print(s, budget, o);
@@ -8285,6 +8293,21 @@ static void minimum_plan(PlanCandidate *c, const Options *asked, const Model *m,
     candidate_plan(c, &q);
 }
 
+// Returns why this program cannot run with these options on a card, or NULL. Options that need bf16
+// are then set to their defaults, so that the card can be planned all the same.
+static const char *card_unable(Options *o, const GpuEntry *card) {
+    const int wants = o->dtype == DTYPE_BF16 || o->grad_dtype == GRADS_BF16 ||
+                      o->moments == MOMENTS_BF16 || o->master == MASTER_NONE;
+    if (card_capability(card) >= BF16_CAPABILITY || !(wants || card_is_too_old(card))) {
+        return NULL;
+    }
+    o->dtype = o->dtype == DTYPE_BF16 ? 0 : o->dtype;
+    o->grad_dtype = 0;
+    o->moments = MOMENTS_FP32;
+    o->master = MASTER_SPLIT;
+    return card_is_too_old(card) ? "this program needs compute capability 7.5" : "no bf16";
+}
+
 // Lists the names of up to three cards with the least memory on which the least settings fit, as
 // words or as JSON; returns how many there are.
 static int minimum_cards(char text[160], const Options *asked, const Model *m, int offload,
@@ -8296,8 +8319,7 @@ static int minimum_cards(char text[160], const Options *asked, const Model *m, i
         Options o = *asked;
         PlanCandidate c;
         o.gpu = card->name;
-        const int unable = card_capability(card) < BF16_CAPABILITY && asked->dtype == DTYPE_BF16;
-        if (card_is_too_old(card) || unable || (best[2] && best[2]->gib <= card->gib)) {
+        if (card_unable(&o, card) || (best[2] && best[2]->gib <= card->gib)) {
             continue;
         }
         minimum_plan(&c, &o, m, 1, offload);
@@ -8337,6 +8359,8 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         memset(&budget, 0, sizeof budget);
         minimum_plan(&c, asked, m, gpu, i == 1);
         budget.library = gpu ? card_library_bytes(gpu_find(asked)) : 0;
+        snprintf(budget.library_from, sizeof budget.library_from,
+                 asked->gpu[0] ? "estimated" : "assumed");
         const uint64_t outside = outside_bytes(&budget, &c.settings);
         const int found = gpu ? minimum_cards(cards, asked, m, i == 1, (int)asked->json) : 0;
         if (asked->json) {
@@ -8352,7 +8376,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         if (gpu) {
             n = text_add(text, sizeof text, n, " = %s and %s for libraries (%s)",
                          bytes_text((double)c.bytes).s, bytes_text((double)outside).s,
-                         asked->gpu[0] ? "estimated" : "assumed");
+                         budget.library_from);
         }
         n = text_add(text, sizeof text, n, ", %s of host memory%s",
                      bytes_text((double)c.host_bytes).s, each_text(asked).s);
@@ -8444,6 +8468,33 @@ static int largest_command(const Options *asked, const Model *m, const MemoryBud
     return found ? 0 : STATUS_TOO_LARGE;
 }
 
+// Prints the row of a card: the bytes that its plan leaves free or lacks, its forecast, and the
+// settings chosen for it, the cheapest remedy (NULL: none) or why it cannot be used.
+static void card_print_row(const GpuEntry *card, const Plan *p, const MemoryBudget *budget,
+                           double rate, const Remedy *remedy, const char *unable) {
+    const Settings *s = &p->settings;
+    const uint64_t bytes = plan_taken(p);
+    const int fits = bytes <= budget->device;
+    char text[512], bytes_left[48], cost[160], offload[64];
+    snprintf(bytes_left, sizeof bytes_left, "%s %s",
+             bytes_text(fits ? (double)(budget->device - bytes)
+                             : (double)(bytes - budget->device)).s, fits ? "free" : "short");
+    if (unable) {
+        snprintf(text, sizeof text, "%s%s", fits ? "fits, but " : "", unable);
+    } else if (fits) {
+        snprintf(text, sizeof text, "-r %.200s --offload %s", recompute_text(s).s,
+                 offload_text(offload, s));
+    } else if (remedy) {
+        snprintf(text, sizeof text, "%s: %s", remedy->option, remedy_cost(cost, remedy));
+    } else {
+        snprintf(text, sizeof text, "no settings make it fit");
+    }
+    const int column = printf("%-12s %10s %15s %10s  ", card->name,
+                              bytes_text(card->gib * 0x1p30).s, bytes_left,
+                              rate > 0 && budget->from ? count_text((int64_t)rate).s : "-");
+    text_wrap(text, column, 14);
+}
+
 // Runs --plan --gpu all: plans the run for each card, with the automatic choices for that card.
 // Returns the program's exit status: 3 if it fits none.
 static int cards_command(const Options *asked, const Model *m) {
@@ -8460,49 +8511,28 @@ static int cards_command(const Options *asked, const Model *m) {
         Options o = *asked;
         Settings s;
         Plan p;
-        char text[512] = "", verdict[48], cost[160], offload[64];
         o.gpu = card->name;
-        const int no_bf16 = o.dtype == DTYPE_BF16 && card_capability(card) < BF16_CAPABILITY;
-        o.dtype = no_bf16 ? 0 : o.dtype;  // a plan of what the card can compute, not a fit
+        const char *unable = card_unable(&o, card);
         settings_from_options(&s, &o, m, 1);
         settings_auto_batch(&s, &o, gpu_memory_from_options(&o), 1 << 26);
         const int64_t micros = step_whole_micros(&o, &s);
         const MemoryBudget budget = budget_named(&o, &s);
         settings_auto(&s, &o, &budget);
         plan_build(&p, &s);
-        const uint64_t bytes = plan_taken(&p);
-        const int unable = no_bf16 || card_is_too_old(card), small = bytes <= budget.device;
-        const double rate = forecast_tokens_per_s(&budget.speed, &s, micros);
-        const int n = small || unable ? 0 : plan_changes(&p, &budget, micros, list);
-        any |= small && !unable;
-        const char *why = no_bf16 ? "no bf16" : unable ? "this program needs compute capability 7.5"
-                                                       : "";
+        const int fits = !unable && plan_taken(&p) <= budget.device;
+        const int n = fits || unable ? 0 : plan_changes(&p, &budget, micros, list);
+        const double rate = fits ? forecast_tokens_per_s(&budget.speed, &s, micros) : 0;
+        any |= fits;
         if (asked->json) {
             printf("%s\n{\"gpu\":\"%s\",\"memory_bytes\":%.0f,\"supported\":%s,", i ? "," : "",
                    card->name, floor(card->gib * 0x1p30), unable ? "false" : "true");
-            verdict_print_json(&budget, bytes, p.host_bytes);
+            verdict_print_json(&budget, plan_taken(&p), p.host_bytes);
             printf(",");
-            settings_print_json(&o, &s, &budget, bytes, p.host_bytes, small && !unable ? rate : 0);
+            settings_print_json(&o, &s, &budget, plan_taken(&p), p.host_bytes, rate);
             printf(",\"takes\":%s%s%s}", n ? "\"" : "", n ? list[0].option : "null", n ? "\"" : "");
-            plan_free(&p);
-            continue;
-        }
-        snprintf(verdict, sizeof verdict, "%s %s",
-                 bytes_text(small ? (double)(budget.device - bytes)
-                                  : (double)(bytes - budget.device)).s, small ? "free" : "short");
-        if (unable) {
-            snprintf(text, sizeof text, "%s%s", small ? "fits, but " : "", why);
-        } else if (small) {
-            snprintf(text, sizeof text, "-r %.200s --offload %s", recompute_text(&s).s,
-                     offload_text(offload, &s));
         } else {
-            snprintf(text, sizeof text, n ? "%s: %s" : "no settings make it fit", list[0].option,
-                     n ? remedy_cost(cost, &list[0]) : "");
+            card_print_row(card, &p, &budget, rate, n ? &list[0] : NULL, unable);
         }
-        const int column = printf("%-12s %10s %15s %10s  ", card->name,
-                                  bytes_text(card->gib * 0x1p30).s, verdict,
-                                  small && budget.from ? count_text((int64_t)rate).s : "-");
-        text_wrap(text, column, 14);
         plan_free(&p);
     }
     printf(asked->json ? "]}\n" : "tokens/s are predicted, not measured\n");
@@ -9024,6 +9054,21 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     return budget;
 }
 
+// Ends the program if --fit and --largest cannot know the available memory, or if it is too little
+// for libraries.
+static void search_refuse(const Options *o, const MemoryBudget *budget, const Settings *s) {
+    const char *command = o->fit ? "fit" : "largest";
+    if (!o->plan && !budget->device) {
+        die("--%s: %s; name a card with --gpu NAME or a size with --gpu-mem SIZE", command,
+            o->gpus > 1 ? "the memory of several GPUs is unknown here" : "there is no GPU here");
+    }
+    if (!o->plan && budget->device <= 1 && budget->library) {
+        die_status = STATUS_TOO_LARGE;
+        die("--%s: %s: nothing is left for the plan: %s are reserved for libraries", command,
+            budget->where, bytes_text((double)outside_bytes(budget, s)).s);
+    }
+}
+
 // Runs --plan, --fit, --minimum or --largest for the card that the options name, else for this
 // machine. Returns the program's exit status: 3 if nothing that was asked for fits, 1 if a card is
 // too old for this program.
@@ -9056,26 +9101,16 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
         fprintf(stderr, "%s: %s\n", program_name, device);
     }
     MemoryBudget budget = known ? budget_at_hand(program, o, &s) : budget_named(o, &s);
-    const char *command = o->fit ? "fit" : "largest";
-    if (!o->plan && !budget.device) {
-        const char *why = o->gpus > 1 ? "the memory of several GPUs is unknown here"
-                                      : "there is no GPU here";
-        die("--%s: %s; name a card with --gpu NAME or a size with --gpu-mem SIZE", command, why);
-    }
-    if (!o->plan && budget.device <= 1 && budget.library) {
-        die_status = STATUS_TOO_LARGE;
-        die("--%s: %s: nothing is left for the plan: %s are reserved for libraries", command,
-            budget.where, bytes_text((double)outside_bytes(&budget, &s)).s);
-    }
+    search_refuse(o, &budget, &s);
     if (o->generate) {
         settings_generate(&s);
     }
     const int64_t micros = o->plan ? step_whole_micros(o, &s) : 1;  // refuse what a run refuses
-    if (known && !o->json) {
+    if (known && (!o->json || program->device)) {  // measuring a CPU takes a while
         budget_measure(&budget, program, &s, micros, o->steps);
     }
+    budget.windows = run->train.windows;
     if (!o->plan) {
-        budget.windows = run->train.windows;
         return o->fit ? fit_command(o, m, &budget) : largest_command(o, m, &budget);
     }
     settings_auto(&s, o, &budget);
@@ -9334,6 +9369,8 @@ static void run_fit(Run *run, const Program *program) {
     }
     settings_auto(&run->s, &run->o, &least);
     run->budget = least;
+    run->budget.windows = run->has_val ? min_i64(run->train.windows, run->val.windows)
+                                       : run->train.windows;
     const size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;

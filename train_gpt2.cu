@@ -2461,6 +2461,7 @@ __device__ __forceinline__ void fragments(uint32_t (&p)[4][4], const float (&s)[
 // budget: sm 90a threads 256 shared 65536 regs 111 blocks 2 instr/elem 11.5 of 32 loop hgmma 8
 //   test gpu_attention
 __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_forward_wgmma_kernel(__nv_bfloat16 *out, float *lse, const __nv_bfloat16 *qkv, int B,
                                    int T, int NH, int, int section) {
     DYN_TILES(__nv_bfloat16, tile_q);
@@ -3177,6 +3178,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
 // budget: sm 90a threads 256 shared 65536 regs 122 blocks 2 instr/elem 10.6 of 32 loop hgmma 12
 //   overlap 32 test gpu_attention
 __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dq_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, float *drow,
                                        const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
                                        const __nv_bfloat16 *out, const float *lse, int B, int T,
@@ -3281,6 +3283,7 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
 // budget: sm 90a threads 256 shared 83456 regs 194 blocks 1 instr/elem 12.5 of 32 loop hgmma 16
 //   overlap 32 test gpu_attention
 __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dkv_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, const float *drow,
                                         const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
                                         const float *lse, int B, int T, int NH, int, int section) {

@@ -1672,8 +1672,9 @@ static int learn_vocabulary(Job *job) {
     printf("%s  %s merges from %s distinct pre-tokens\n", job->merges_path,
            count_text(merges).s, count_text(words).s);
     if (dropped) {
-        printf("%s occurrences of rare pre-tokens were left out: the table holds %s\n",
-               count_text(dropped).s, count_text(MOST_WORDS).s);
+        printf("%s occurrences of rare pre-tokens were left out: "
+               "the table holds %s of %s in total\n",
+               count_text(dropped).s, count_text(MOST_WORDS).s, bytes_text(MOST_WORD_BYTES).s);
     }
     return 1;
 }

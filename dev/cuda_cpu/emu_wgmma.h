@@ -10,7 +10,8 @@
 //  - Products read a shadow of shared memory, through the async proxy as it were. It is NaN at the
 //    start of a block and where a cp.async is issued; fence_async() copies to it what the calling
 //    thread's cp.async have brought, once the thread has waited for them. So a missing fence, wait
-//    or barrier makes the results NaN. Plain stores to shared memory never reach the shadow.
+//    or barrier makes the results NaN. Plain stores to shared memory never reach the shadow, so a
+//    tile that they overwrite while products read it is not noticed.
 //  - Operands in shared memory are read at the wait, so a tile that is refilled too early makes the
 //    results NaN. A in registers is read at the issue, because ptxas keeps those registers.
 //  - A descriptor is decoded bit by bit. Other layouts than 128-byte swizzled rows, a base offset,
@@ -218,6 +219,7 @@ inline void products_finish(AsyncWarp &w, int warp, int groups, int keep) {
     for (Accumulator &sum : w.accumulators) {
         if (sum.lane[0] != nullptr && sum.products == 0) {
             Accumulator::each([&](int l, int i, int row, int column) {
+                // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): a mark, not a number
                 if (memcmp(&sum.lane[l][i], &UNDER_WAY, 4) != 0) {
                     fail("wgmma: accumulator %d of lane %d changed while a product was under way,",
                          i, l);
@@ -341,6 +343,7 @@ inline void fence_async(EMU_LOC) {
 
 // Behind a wait: marks accumulators that the code after it uses.
 inline void settle(float (&d)[1][8][4], EMU_LOC) {
+    // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): a mark, not a number
     if (memcmp(d, &emu::UNDER_WAY, 4) == 0) {
         emu::fail("settle: a product that writes these accumulators is under way (%s:%d)", file_,
                   line_);

@@ -1181,7 +1181,7 @@ TEST(cublasLt_refusals) {
         fflush(NULL);
         _exit(failures != 0);             // its memory is freed with the process
     }));
-    expect(o.status == 0 && o.err.find("rejects: the shapes") != Text::npos, "%s%s",
+    expect(o.status == 0 && has(o.err, "rejects: the shapes"), "%s%s",
            o.out.c_str(), o.err.c_str());
 }
 
@@ -1518,7 +1518,7 @@ static void rank_handshakes(ncclComm_t comm, int rank, int) {
 static void expect_ranks_die(Rank *body, int claimed, const char *a, const char *b) {
     run_ranks(body, 3, claimed);
     expect_codes(86);
-    expect(rank_text.find(a) != Text::npos && rank_text.find(b) != Text::npos,
+    expect(has(rank_text, a) && has(rank_text, b),
            "no '%s' and '%s' in: %s", a, b, rank_text.c_str());
 }
 TEST(nccl_deaths) {
@@ -1533,7 +1533,7 @@ TEST(nccl_deaths) {
     expect_ranks_die(rank_ungrouped, 3, "send to each other outside a group", "on rank 2");
     run_ranks(rank_pieces, 3, 3);
     expect(rank_codes == (std::vector<int>{0, 86, 0}) &&
-               rank_text.find("rank 2 sends 40 bytes to rank 1, which expects 36") != Text::npos,
+               has(rank_text, "rank 2 sends 40 bytes to rank 1, which expects 36"),
            "pieces: %s", rank_text.c_str());
     run_ranks(rank_fails, 3, 3);
     expect(rank_codes == (std::vector<int>{0, 55, 0}), "a failure: %s", rank_text.c_str());
@@ -1829,7 +1829,7 @@ TEST(bugs) {
         const bool instead = EMU_ASAN && b.asan != nullptr;
         const char *what = instead ? b.asan : b.what, *where = instead ? "" : b.where;
         const Outcome o = outcome(spawn(b.run));
-        expect(o.status == 86 && o.err.find(what) != Text::npos && o.err.find(where) != Text::npos,
+        expect(o.status == 86 && has(o.err, what) && has(o.err, where),
                "exit status %d; wanted '%s' and '%s' in: %s", o.status, what, where, o.err.c_str());
         n++;
     }

@@ -13,15 +13,14 @@ static Outcome cpu_program(const Text &arguments) {
     return outcome(start_program("train_gpt2", arguments));
 }
 
-static int is_emulated() { return tested.find("cu_cpu") != Text::npos; }
+static int is_emulated() { return has(tested, "cu_cpu"); }
 
 // True if the available GPU can run these options. Without bf16 its plans fail; a test that skips
 // options reports it.
 static bool can_run(const Text &options) {
     static const bool has_bf16 =
         program("--plan -e l1h1c16t16 --dtype bf16").err.find("support bf16") == Text::npos;
-    const bool can = has_bf16 || (options.find("bf16") == Text::npos &&
-                                  options.find("-w none") == Text::npos);
+    const bool can = has_bf16 || (!has(options, "bf16") && !has(options, "-w none"));
     detail = can ? detail : "no bf16 here";
     return can;
 }
@@ -46,7 +45,6 @@ TEST(gpu_bad_input) {
         {"l1h64c8192t4", "at most 4096"},  // also short of memory, which is not tested here
         {"l2h3c16t16", "allowed are"},
     };
-    write_corpus();
     const Text run = "-i train.bin -b 2 -x 2 -o out -e ";
     for (const Refusal &row : table) {
         expect_refused(program(run + "l2h2c16t16 " + row.arguments), row.words, row.arguments);
@@ -71,7 +69,7 @@ TEST(gpu_bad_input) {
                                 "-r none --offload none",
                                 with("EMU_GPU_MEM", "42000000"));
         expect_too_large(small, " short; ", "too little memory");
-        expect(small.err.find("-r ") != Text::npos && small.err.find(" frees ") != Text::npos,
+        expect(has(small.err, "-r ") && has(small.err, " frees "),
                "remedies: %s", small.err.c_str());
     }
     expect(names_in("small", "step").empty() && !exists("small/log.jsonl"), "nothing was started");
@@ -87,23 +85,19 @@ TEST(gpu_start) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
-    write_corpus();
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 2 ";
     Outcome o = program(run + "-o out", with("EMU_CC", "999"));
     expect_success(o, "a GPU without a row in peak_rows");
-    expect(o.out.find("\npeak     unknown: ") != Text::npos &&
-               o.out.find("% of peak") == Text::npos &&
-               o.out.find("; cuBLASLt 1") != Text::npos,
-           "%s", o.out.c_str());
+    expect(has(o.out, "\npeak     unknown: ") && !has(o.out, "% of peak") &&
+           has(o.out, "; cuBLASLt 1"), "%s", o.out.c_str());
     const Text log = read_file("out/log.jsonl");
-    expect(log.find("\"peak_pct\":null") != Text::npos &&
-               log.find("\"device\":\"") != Text::npos && log.find("cuBLASLt 1") != Text::npos,
+    expect(has(log, "\"peak_pct\":null") && has(log, "\"device\":\"") && has(log, "cuBLASLt 1"),
            "%s", log.c_str());
     // The context is part of what the driver reports as used; libraries are added to that.
     const Text fixed = run + "-r none --offload none ";
     o = program(fixed + "--plan --json");
     const char *key = "\"total_bytes\":";
-    expect(o.out.find(key) != Text::npos, "%s", o.out.c_str());
+    expect(has(o.out, key), "%s", o.out.c_str());
     const long plan = atol(o.out.c_str() + o.out.find(key) + strlen(key));
     for (long less : {0, 1}) {
         o = program(fixed + "--quiet", [=] {
@@ -114,8 +108,7 @@ TEST(gpu_start) {
         });
         if (less) {
             expect_too_large(o, ": 1 B short", "a byte less");
-            expect(o.err.find(" (300.0 MiB of ") != Text::npos, "%s",
-                   o.err.c_str());
+            expect(has(o.err, " (300.0 MiB of "), "%s", o.err.c_str());
         } else {
             expect_success(o, "plan, context and libraries to the byte");
         }
@@ -124,7 +117,7 @@ TEST(gpu_start) {
         setenv("XDG_CACHE_HOME", "/proc/none", 1);
         setenv("EMU_LIBRARY", "200M", 1);
     });
-    expect(o.out.find("; libraries took about 200.0 MiB") != Text::npos, "%s", o.out.c_str());
+    expect(has(o.out, "; libraries took about 200.0 MiB"), "%s", o.out.c_str());
 }
 
 // A driver older than the toolkit ends a run; a plan that needs the GPU reports it.
@@ -132,14 +125,12 @@ TEST(gpu_driver) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
-    write_corpus();
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 2 ";
     const auto old = with("EMU_DRIVER", "11080");
     expect_refused(program(run, old), "the driver is older than this program's CUDA", "a run");
     Outcome o = program("--plan -e d12", old);
     expect(o.status == 0 && o.out.find("memory plan of the GPU run") == 0 &&
-               o.err.find(": the driver supports CUDA 11.8, too old for this program's CUDA 1") !=
-                   Text::npos &&
+               has(o.err, ": the driver supports CUDA 11.8, too old for this program's CUDA 1") &&
                std::count(o.err.begin(), o.err.end(), '\n') == 1, "%s", o.err.c_str());
     expect_success(program("--plan -e d12 --gpu h100", old), "a plan for a card that is named");
     // Kernels are loaded at their first launch, unless the user's environment says otherwise.
@@ -149,8 +140,8 @@ TEST(gpu_driver) {
             loading[0] ? setenv("CUDA_MODULE_LOADING", loading, 1)
                        : unsetenv("CUDA_MODULE_LOADING");
         });
-        expect(o.err.find(loading[0] ? "loaded at once\n" : "loaded when they are launched\n") !=
-                   Text::npos, "'%s': %s", loading, o.err.substr(0, 200).c_str());
+        expect(has(o.err, loading[0] ? "loaded at once\n" : "loaded when they are launched\n"),
+               "'%s': %s", loading, o.err.substr(0, 200).c_str());
     }
 }
 
@@ -159,7 +150,6 @@ TEST(gpu_announced) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
-    write_corpus();
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 2 ";
     const Text cache = current_folder() + "/cache";
     mkdir(cache.c_str(), 0755);
@@ -173,8 +163,7 @@ TEST(gpu_announced) {
         expect_success(o, times);
         const size_t first = o.out.find(said);
         expect(times[3] ? first == Text::npos : first != Text::npos && o.out.rfind(said) == first,
-               "%s: %s",
-               times, o.out.substr(0, 200).c_str());
+               "%s: %s", times, o.out.substr(0, 200).c_str());
     }
 }
 
@@ -194,7 +183,6 @@ TEST(gpu_alias) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
-    write_corpus();
     for (const char *states : {"none", "weights,gradients,moments,master,residuals"}) {
         const Text run = Text("-i train.bin -e l2h2c16t16 -b 2 -x 3 --offload ") + states;
         expect_success(program(run + " -o plain"), states);
@@ -217,7 +205,6 @@ TEST(gpu_auto) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
-    write_corpus();
     const Text run = "-i train.bin -e l3h2c16t16 -b 4 -x 3 --offload none ";
     auto planned = [&](const Text &options) {
         const Text out = program(run + options + "--plan --json").out;
@@ -265,7 +252,6 @@ TEST(gpu_plan_host) {
     if (!is_emulated() || has_sanitizers()) {
         skip("a limit of the process's own memory leaves memory for the emulated device only");
     }
-    write_corpus();
     const Text run = "-i train.bin -e l12h12c768t64 -b 1 -x 1 -r none --offload moments,master ";
     auto low = [] {
         struct rlimit r = {512 << 20, 512 << 20};
@@ -273,10 +259,9 @@ TEST(gpu_plan_host) {
     };
     const Outcome plan = program(run + "--plan", low);
     const Text out = flat(plan.out);
-    expect(plan.status == 3 && out.find("; fits, ") != Text::npos &&
-               out.find("\nhost memory of this machine: ") != Text::npos &&
-               out.find(" (ulimit -d") != Text::npos && out.find("; DOES NOT FIT, ") != Text::npos,
-           "status %d, %s", plan.status, plan.out.c_str());
+    expect(plan.status == 3 && has(out, "; fits, ") &&
+           has(out, "\nhost memory of this machine: ") && has(out, " (ulimit -d") &&
+           has(out, "; DOES NOT FIT, "), "status %d, %s", plan.status, plan.out.c_str());
     expect_too_large(program(run, low), "fewer states in --offload need less", "the run");
     expect_success(program(run + "--plan"), "without a limit");
 }
@@ -287,9 +272,8 @@ TEST(gpu_header) {
     if (!is_emulated() || has_sanitizers()) {
         skip("on the emulated device");
     }
-    write_corpus();
     const pid_t pid = start("-i train.bin -e l6h6c384t64 -b 4");
-    wait_until([] { return read_file("stdout").find("\nopening the GPU\n") != Text::npos; });
+    wait_until([] { return has(read_file("stdout"), "\nopening the GPU\n"); });
     const Text out = read_file("stdout");
     expect(out.find("train_gpt2cu_cpu 0.9: emulated: try -e l2h2c64t64\n") == 0 &&
                out.find("\nmodel    l6h6c384t64: ") < out.find("\nmemory   ") &&
@@ -305,7 +289,6 @@ TEST(gpu_header) {
 // A run stores the GPU's speed in the user's cache, once, and compares it with its own steps; later
 // plans use it. If nothing can be stored the run continues.
 TEST(gpu_speed) {
-    write_corpus();
     mkdir("cache", 0755);
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 51 ";
     const Text here = current_folder() + "/";
@@ -317,14 +300,14 @@ TEST(gpu_speed) {
     for (int k = 0; k < 2; k++) {
         const Outcome o = program(run, cache("cache"));
         expect_success(o, "a run of 51 steps");
-        expect(o.out.find("\nforecast ") != Text::npos &&
-                   o.out.find(" tokens/s, measured ") != Text::npos, "%s", o.out.c_str());
+        expect(has(o.out, "\nforecast ") &&
+                   has(o.out, " tokens/s, measured "), "%s", o.out.c_str());
         const Text kept = read_file("cache/train_gpt2/speed");
         expect(std::count(kept.begin(), kept.end(), '\n') == 1, "%s", kept.c_str());
     }
     const Outcome plan = program(run + "--plan", cache("cache"));
-    expect(plan.out.find("\nforecast: ") != Text::npos &&
-               plan.out.find("; measured on this GPU\n") != Text::npos, "%s", plan.out.c_str());
+    expect(has(plan.out, "\nforecast: ") &&
+               has(plan.out, "; measured on this GPU\n"), "%s", plan.out.c_str());
     // The last number of the line is the link's speed, used only for offloaded states.
     Text kept = read_file("cache/train_gpt2/speed");
     const size_t last = kept.rfind(' ') + 1;
@@ -343,8 +326,7 @@ TEST(gpu_speed) {
     expect(program(run + "--quiet", cache("cache")).out.empty(), "--quiet");
     // A micro-batch that takes more than 2 % of the run is not timed.
     const Text out = program(run + "-x 49", cache("none")).out;
-    expect(out.find("forecast") == Text::npos && !exists("none/train_gpt2/speed"), "%s",
-           out.c_str());
+    expect(!has(out, "forecast") && !exists("none/train_gpt2/speed"), "%s", out.c_str());
 }
 
 // A run keeps the library memory that it measured in the user's cache; later plans and runs on this
@@ -353,7 +335,6 @@ TEST(gpu_library) {
     if (!is_emulated()) {
         skip("sets the library's bytes");
     }
-    write_corpus();
     const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 1 -r none --offload none ";
     const Text cache = current_folder() + "/cache";
     mkdir("cache", 0755);
@@ -377,6 +358,10 @@ TEST(gpu_library) {
     planned(" 31,457,280    30.0 MiB   measured on this GPU");
     expect_success(program(run, with_library("25M")), "less is measured");
     planned(" 31,457,280    30.0 MiB   measured on this GPU");
+    // The start-up box says what unused memory would buy, with no more sequences than the data has.
+    const Text box = flat(program(run, with_library("0")).out);
+    expect(box.find(" unused memory would buy -b 128, a step of 2,048 tokens: ") != Text::npos,
+           "%s", box.c_str());
     const Text kept = read_file("cache/train_gpt2/library");
     expect(std::count(kept.begin(), kept.end(), '\n') == 1, "%s", kept.c_str());
     expect_success(program(run, with_library("40M")), "more is measured");
@@ -392,13 +377,12 @@ TEST(gpu_library) {
 
 // The micro-batch that a forecast times changes no bit of the run, wherever states are placed.
 TEST(gpu_forecast) {
-    write_corpus();
     for (const char *more :
          {"--dtype fp32 ", "--offload weights,gradients,moments,residuals ", "--dtype fp16 "}) {
         const Text run = Text("-i train.bin -e l1h1c16t16 -b 2 -d 64 -x 25 ") + more;
         const Outcome loud = program(run + "-o loud");
         expect_success(loud, more);
-        expect(loud.out.find("\nforecast ") != Text::npos, "%s", loud.out.c_str());
+        expect(has(loud.out, "\nforecast "), "%s", loud.out.c_str());
         expect_success(program(run + "-o quiet --quiet"), more);
         expect(tensors_of("loud", 25) == tensors_of("quiet", 25) &&
                losses_in("loud") == losses_in("quiet"), "%s: other bits", more);
@@ -409,7 +393,6 @@ TEST(gpu_forecast) {
 
 // --check agrees in all 17 numbers, --compare lists two levels; --plan needs no GPU.
 TEST(gpu_commands) {
-    write_corpus();
     for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none",
                                   "--dtype fp16",
                                   "--offload weights,gradients,moments,master,residuals"}) {
@@ -426,13 +409,13 @@ TEST(gpu_commands) {
     }
     Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 --compare --offload weights,moments");
     expect_success(o, "--compare");
-    expect(o.out.find("\n-r none ") != Text::npos && o.out.find("\n-r block ") != Text::npos &&
-           o.out.find("median of 9 steps") != Text::npos);
+    expect(has(o.out, "\n-r none ") && has(o.out, "\n-r block ") &&
+           has(o.out, "median of 9 steps"));
     o = program("-i train.bin -e l2h2c16t16 -b 2 --compare --json -r mlp");
     expect_success(o, "--compare --json");
-    expect(json_valid(o.out) && o.out.find("\n{\"recompute\":\"none\",") != Text::npos &&
-               o.out.find("\n{\"recompute\":\"mlp\",") != Text::npos &&
-               o.out.find("\"time_ratio\":") != Text::npos, "%s", o.out.c_str());
+    expect(json_valid(o.out) && has(o.out, "\n{\"recompute\":\"none\",") &&
+               has(o.out, "\n{\"recompute\":\"mlp\",") &&
+               has(o.out, "\"time_ratio\":"), "%s", o.out.c_str());
     if (is_emulated()) {
         o = program("--plan -e d12", with("EMU_GPUS", "0"));
         expect_success(o, "--plan");
@@ -452,7 +435,7 @@ TEST(gpu_eval) {
     expect_success(fp16, "GPU, fp16");
     expect(program(run + "--dtype fp16 -w none").out == fp16.out, "no master either way");
     expect(gpu.out == cpu.out, "%s", gpu.out.c_str());
-    expect(json_valid(half.out) && half.out.find("\"examples\":3,\"of\":3") != Text::npos);
+    expect(json_valid(half.out) && has(half.out, "\"examples\":3,\"of\":3"));
     if (is_emulated()) {  // memory for weights and a forward pass, but not for training
         write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
         const Text narrow = can_run("bf16") ? "--moments bf16 -w none " : "";
@@ -471,7 +454,7 @@ TEST(gpu_eval) {
 // Weights of a checkpoint as numbers, without the low halves of the master weights.
 static std::vector<float> weights_of(const Text &folder, int step) {
     const auto [header, data] = header_and_data(in_checkpoint(folder, step, SAVED_MODEL));
-    const size_t bytes = header.find("\"BF16\"") != Text::npos ? 2 : 4;
+    const size_t bytes = has(header, "\"BF16\"") ? 2 : 4;
     std::vector<float> all(data.size() / bytes);
     for (size_t i = 0; i < all.size(); i++) {
         memcpy((char *)&all[i] + 4 - bytes, &data[i * bytes], bytes);
@@ -493,7 +476,6 @@ static double weights_apart(const std::vector<float> &a, const std::vector<float
 // program resumes the other's checkpoints: the CPU program ends at the GPU's own result up to fp32
 // rounding.
 TEST(gpu_checkpoints) {
-    write_corpus();
     const Text run = "-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 "
                      "-g 4 --quiet -o ";
     auto resume = [&](const char *folder, const Text &more, bool gpu) {
@@ -535,7 +517,7 @@ TEST(gpu_checkpoints) {
     expect_success(o, "narrower types");
     for (const char *what : {"weights", "moments"}) {
         const Text said = Text(what) + " were fp32 in cpu/step-00000003 and are bf16 from here on";
-        expect(o.out.find(said) != Text::npos, "no '%s'", said.c_str());
+        expect(has(o.out, said), "no '%s'", said.c_str());
     }
 }
 
@@ -550,7 +532,7 @@ static Text choices_in(const Text &folder, int step) {
 static int algorithms_in(const Text &choices, const Text &other) {
     int same = 0;
     for (const Text &word : split(choices.c_str())) {
-        same += word.find("=h") != Text::npos && other.find(word) != Text::npos;
+        same += has(word, "=h") && has(other, word);
     }
     return same;
 }
@@ -564,7 +546,6 @@ TEST(gpu_choices) {
         skip("on the emulated device");
     }
     more_arguments = "";
-    write_corpus();
     auto in = [](const char *times, const char *wrong, const char *more, const char *cache) {
         return [=] {
             setenv("EMU_LT_TIMES", times, 1);
@@ -577,8 +558,7 @@ TEST(gpu_choices) {
     const Text other = "\nmatmul algorithms differ from those of out/step-00000002: losses may";
     expect_success(program(run, in("951", "0", "2", "/proc/none")), "a run");
     const Text end = tensors_of("out", 4), own = choices_in("out", 2);
-    expect(own.find("=h") != Text::npos && choices_in("out", 4) == own && !end.empty(), "%s",
-           own.c_str());
+    expect(has(own, "=h") && choices_in("out", 4) == own && !end.empty(), "%s", own.c_str());
     auto again = [&](const Text &options, const std::function<void()> &where, const char *who) {
         remove_folder("out/step-00000004");
         const Outcome o = program(run + options, where);
@@ -592,7 +572,7 @@ TEST(gpu_choices) {
             const Text out = again(options, in("159", "0", "2", cache), "other times");
             expect(tensors_of("out", 4) == end && choices_in("out", 4) == own, "'%s': %s", options,
                    choices_in("out", 4).c_str());
-            expect(out.find(other) == Text::npos, "%s", out.c_str());
+            expect(!has(out, other), "%s", out.c_str());
             expect(kept.empty() || kept == read_file("cache/train_gpt2/matmul"), "timed again");
         }
         again(options, in("159", "3", "2", here.c_str()), "an injected wrong result");
@@ -602,7 +582,7 @@ TEST(gpu_choices) {
         const Text out = again(options, in("159", "3", options[0] ? "2" : "4", "/proc/none"),
                                "another GPU");
         const Text choices = choices_in("out", 4);
-        expect(out.find(other) != Text::npos, "%s", out.c_str());
+        expect(has(out, other), "%s", out.c_str());
         expect(choices != own && algorithms_in(choices, own) == 0, "%s", choices.c_str());
         expect(tensors_of("out", 4) == end, "its own are right");
     }
@@ -739,7 +719,6 @@ TEST(gpu_kernels) {
         skip("on the emulated device");
     }
     more_arguments = "";
-    write_corpus();
     const Text plain = tried("plain", "", with_kernels("", "none"));
     expect(!exists("none/train_gpt2/kernels"), "tried without EMU_KERNELS");
     const Text good = tried("good", "attention, tried once on this GPU: forward planted, 1.67x; dQ "
@@ -790,9 +769,9 @@ TEST(gpu_kernels) {
     // The default kernel is not right either: a line that asks for a report.
     const Outcome o = program(tried_run + "-x 1", with_kernels("judge", "judge.cache"));
     expect(o.status == 0 && std::count(o.err.begin(), o.err.end(), '\n') == 3 &&
-               o.err.find(": attention's default kernel is wrong on this GPU or in this trial: out "
-                          "differs from the CPU's by ") != Text::npos &&
-               o.err.find("Please report this line\n") != Text::npos &&
+               has(o.err, ": attention's default kernel is wrong on this GPU or in this trial: out "
+                          "differs from the CPU's by ") &&
+               has(o.err, "Please report this line\n") &&
                kernels_in(o.out).find("dQ mma.sync (planted wrong: ") != Text::npos,
            "status %d, %s%s", o.status, o.err.c_str(), kernels_in(o.out).c_str());
 }
@@ -804,16 +783,14 @@ TEST(gpu_kernels_cache) {
         skip("on the emulated device");
     }
     more_arguments = "";
-    write_corpus();
     const Text path = "cache/train_gpt2/kernels", fast = "forward planted, 1.67x; dQ planted, ";
     const Text not_tried = "forward mma.sync (planted not tried); dQ mma.sync (planted not tried)";
     const Text good = tried("good", fast, with_kernels("good", "cache"));
     const Text kept = read_file(path);
     const size_t build = kept.find("build ") + 6, verdict = kept.find("right 1.667");
     expect(build > 6 && verdict != Text::npos &&
-               kept.find("CUDA on the CPU, 2 SMs, driver 1") == 0 &&
-               kept.find("| forward:8,64,2=planted right 1.667\n") != Text::npos, "%s",
-           kept.c_str());
+           kept.find("CUDA on the CPU, 2 SMs, driver 1") == 0 &&
+           has(kept, "| forward:8,64,2=planted right 1.667\n"), "%s", kept.c_str());
     // What stands in the file, and how many lines a run adds that finds all candidates wrong.
     Text other = kept, torn = kept, odd = kept;
     other[build] = other[build] == '0' ? '1' : '0';
@@ -843,7 +820,7 @@ TEST(gpu_kernels_cache) {
     expect(both.size() == 2 * kept.size() && both.compare(0, kept.size(), kept) == 0, "%s",
            both.c_str());
     expect(tried("shape", "planted, 1.67x", with_kernels("good", "cache"), "-t 32") != good &&
-               read_file(path).find("| dq:8,32,2=") != Text::npos, "another shape");
+               has(read_file(path), "| dq:8,32,2="), "another shape");
     for (const char *folder : {"/proc/none", "/dev/null"}) {
         expect(tried("nowhere", fast, with_kernels("good", folder)) == good, "no cache");
     }
@@ -864,9 +841,9 @@ TEST(gpu_kernels_cache) {
     // The program's own candidates; a build without their instructions.
     for (const char *ptx : {"EMU_PTX=90", "EMU_PTX=80"}) {
         o = program("--prove 64,64,1,1", with_kernels("own", "empty", ptx));
-        const bool any = o.out.find(": 0 candidates\n") == Text::npos;
+        const bool any = !has(o.out, ": 0 candidates\n");
         expect(o.status == 0 && o.out.find("gpu CUDA on the CPU: ") == 0 &&
-                   any == (o.out.find(ptx[8] == '9' ? "\nright " : "\nabsent: ") != Text::npos),
+                   any == (has(o.out, ptx[8] == '9' ? "\nright " : "\nabsent: ")),
                "%s: status %d, %s%s", ptx, o.status, o.out.c_str(), o.err.c_str());
     }
     o = program("--prove 8,64,2,2", with_kernels("good", "empty"));
@@ -874,8 +851,8 @@ TEST(gpu_kernels_cache) {
                "right 1.667\ntry dq planted\nright 1.667\ntry dkv planted\nright 1.667\n", "%s",
            o.out.c_str());
     o = program("--prove 8,64,2,999999", with_kernels("stray", "empty", "EMU_KERNEL_NUMBER=2"));
-    expect(o.status == 1 && o.out.find("\ntry dq planted\nwrong: it writes outside its outputs\n"
-                                       "try dkv planted\nright 1.667\n") != Text::npos, "%s%s",
+    expect(o.status == 1 && has(o.out, "\ntry dq planted\nwrong: it writes outside its outputs\n"
+                                       "try dkv planted\nright 1.667\n"), "%s%s",
            o.out.c_str(), o.err.c_str());
     for (const char *shape : {"", "8", "8,64,2", "8,64,2,2,", "0,64,2,2", "12,64,2,2", "136,64,2,2",
                               "8,15,2,2", "8,999999999,2,2", "8,64,0,2", "128,64,33,2", "8,64,2,0",
@@ -900,7 +877,6 @@ TEST(gpu_kernels_stopped) {
         skip("on the emulated device");
     }
     more_arguments = "";
-    write_corpus();
     for (int number : {SIGINT, SIGKILL}) {
         const pid_t pid = start(tried_run + "-x 3000",
                                 with_kernels("hang", "cache", "EMU_KERNEL_LIMIT_S=60"));
@@ -936,7 +912,6 @@ TEST(gpu_kernels_ranks) {
         skip("on the emulated device");
     }
     more_arguments = "";
-    write_corpus();
     const Text plain = tried("plain", "", with_kernels("", "cache"), "--gpus 2");
     const Text good = tried("good", "dQ planted, 1.67x", with_kernels("good", "cache"), "--gpus 2");
     expect(good != plain, "%s", good.c_str());
@@ -969,7 +944,6 @@ TEST(gpu_kernels_resume) {
         skip("on the emulated device");
     }
     more_arguments = "";
-    write_corpus();
     auto kernels_at = [](const Text &folder, int step) {
         const Text state = in_checkpoint(folder, step, SAVED_STATE), key = "\"kernels\":\"";
         const size_t at = state.find(key);
@@ -1013,13 +987,12 @@ TEST(gpu_kernels_resume) {
         expect_success(o, row.kernels);
         const bool plain = row.folder[0] == 'p';
         expect(kernels_in(o.out).find(row.says) != Text::npos &&
-                   (o.out.find(other + row.folder + "/step-00000002: losses may differ by "
-                               "rounding\n") == Text::npos) == row.same,
+                   (!has(o.out, other + row.folder + "/step-00000002: losses may differ by "
+                               "rounding\n")) == row.same,
                "%s, %s %s: %s", row.folder, row.kernels, row.more, o.out.c_str());
         expect((tensors_of(row.folder, 4) == ends[plain]) == row.same &&
-                   (kernels_at(row.folder, 4) == (plain ? "" : all)) == row.same,
-               "%s, %s %s: %s", row.folder, row.kernels, row.more,
-               kernels_at(row.folder, 4).c_str());
+               (kernels_at(row.folder, 4) == (plain ? "" : all)) == row.same, "%s, %s %s: %s",
+               row.folder, row.kernels, row.more, kernels_at(row.folder, 4).c_str());
     }
 }
 
@@ -1031,9 +1004,9 @@ static Text order_of(const Text &arguments, int batch_bytes) {
     Text order;
     for (size_t at = 0, end; (end = log.find('\n', at)) != Text::npos; at = end + 1) {
         const Text line = log.substr(at, end - at);
-        const bool waits = line.find("the host waits") != Text::npos;
-        order += line.find(upload) != Text::npos                    ? "U"
-                 : line.find(" adamw_kernel") != Text::npos         ? "A"
+        const bool waits = has(line, "the host waits");
+        order += has(line, upload)                    ? "U"
+                 : has(line, " adamw_kernel")         ? "A"
                  : waits && !order.empty() && order.back() == 'A' ? "W"
                                                                     : "";
     }
@@ -1044,7 +1017,6 @@ static Text order_of(const Text &arguments, int batch_bytes) {
 // uploaded after the last step. A validation replaces it and it is read again; an unreadable batch
 // ends the run only when it is needed. No bit changes.
 TEST(gpu_prepared) {
-    write_corpus();
     const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 3 --shuffle 0 ";
     const Text warm_up = "UUAW";
     if (is_emulated()) {
@@ -1074,7 +1046,6 @@ TEST(gpu_prepared) {
 // with other matmuls. Their rounding is equal on the emulated device; on a GPU only fp32 is precise
 // enough for the same text. The plan contains no training states.
 TEST(gpu_generate) {
-    write_corpus();
     const Text rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc ";
     const Text type = is_emulated() ? "" : "--dtype fp32";
     const Text begins = "--- sample after step 40 ---\n";
@@ -1085,15 +1056,13 @@ TEST(gpu_generate) {
     const Outcome cached = program(run + type), full = program(run + "--dtype fp32");
     const Outcome cpu = cpu_program(run);
     expect(cached.out.size() > 8 && cached.err.empty() &&
-               o.out.compare(at, cached.out.size() - 1, cached.out, 0,
-                             cached.out.size() - 1) == 0,
+           o.out.compare(at, cached.out.size() - 1, cached.out, 0, cached.out.size() - 1) == 0,
            "%s, sample %s", (cached.out + cached.err).c_str(), o.out.substr(at).c_str());
     expect(full.out.size() > 20 && full.out == cpu.out, "%s, on the CPU %s",
            (full.out + full.err).c_str(), cpu.out.c_str());
     o = program(run + "--plan");
-    expect(o.out.find("KV cache") != Text::npos && o.out.find("gradients") == Text::npos &&
-           o.out.find("moments") == Text::npos && o.out.find("master") == Text::npos, "%s",
-           o.out.c_str());
+    expect(has(o.out, "KV cache") && !has(o.out, "gradients") && !has(o.out, "moments") &&
+           !has(o.out, "master"), "%s", o.out.c_str());
 }
 
 // fp16 is chosen automatically on a GPU without bf16. A step of one token overflows with the
@@ -1101,14 +1070,13 @@ TEST(gpu_generate) {
 // another -r and states in host memory ends with the same bytes and scales. Another type drops the
 // scale and reports it; a return to fp16 starts with the initial scale.
 TEST(gpu_fp16) {
-    write_corpus();
     const auto old = with("EMU_CC", is_emulated() ? "75" : "0");
     const Text run = "-i train.bin -e l2h2c16t16 -b 1 -t 1 -v 0 -n 1 --keep 0 -o out -x ";
     const Text type = is_emulated() ? "8 " : "8 --dtype fp16 ";
     Outcome o = program(run + type, old);
     expect_success(o, "fp16");
-    expect(o.out.find(", fp16; ") != Text::npos &&
-               o.out.find("  SKIPPED, loss scale 2^15\n") != Text::npos, "%s", o.out.c_str());
+    expect(has(o.out, ", fp16; ") &&
+               has(o.out, "  SKIPPED, loss scale 2^15\n"), "%s", o.out.c_str());
     auto scales = [] { return values_in(read_file("out/log.jsonl"), "loss_scale_log2"); };
     const std::vector<double> want = scales();
     const Text whole = tensors_of("out", 8);
@@ -1126,23 +1094,20 @@ TEST(gpu_fp16) {
     o = program(run + "8 -y 1 --dtype " + (can_run("bf16") ? "bf16" : "fp32"));
     const Text dropped = text("ignoring the fp16 loss scale of out/step-00000007, 2^%g",
                               want[6]);
-    expect(o.status == 0 && o.out.find(dropped) != Text::npos, "%s", o.out.c_str());
+    expect(o.status == 0 && has(o.out, dropped), "%s", o.out.c_str());
     o = program(run + "9 -y 1 --dtype fp16");
-    expect(o.status == 0 && o.out.find("SKIPPED, loss scale 2^15\n") != Text::npos, "%s",
-           o.out.c_str());
+    expect(o.status == 0 && has(o.out, "SKIPPED, loss scale 2^15\n"), "%s", o.out.c_str());
     o = program("--generate -e out/step-00000008 --dtype fp16 -g 4 --plan");
-    expect(o.status == 0 && o.out.find("; fp16;") != Text::npos &&
-               o.out.find("master") == Text::npos, "%s", o.out.c_str());
+    expect(o.status == 0 && has(o.out, "; fp16;") && !has(o.out, "master"), "%s", o.out.c_str());
     expect_success(program("--generate -e out/step-00000008 --dtype fp16 -g 4 --quiet"), "text");
     o = program("--plan -i train.bin -e l2h2c16t16 --gpus 2 -x " + type, old);
-    expect(o.status == 0 && o.out.find("; fp16;") != Text::npos, "%s", o.out.c_str());
+    expect(o.status == 0 && has(o.out, "; fp16;"), "%s", o.out.c_str());
 }
 
 // Steps skipped while the loss scale falls do not count as consecutive. If no scale helps, the run
 // ends, and its newest checkpoint is from before the weights were lost. Weights beyond fp16's range
 // are refused.
 TEST(gpu_fp16_fails) {
-    write_corpus();
     Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 -l 1 -c 11 -k constant -x 90 --dtype fp16 "
                         "--max-skips 3 -v 0 -n 1 --quiet -o out");
     expect_refused(o, "--max-skips: 3 consecutive steps were skipped", "diverges");
@@ -1155,8 +1120,7 @@ TEST(gpu_fp16_fails) {
     }
     const int last = (int)skipped.size() - lost;
     expect(lost > 3 && scales.back() == 1 && last > 0 && exists(text("out/step-%08d", last)) &&
-               !exists(text("out/step-%08d", last + 1)), "%d steps lost of %zu", lost,
-           skipped.size());
+           !exists(text("out/step-%08d", last + 1)), "%d steps lost of %zu", lost, skipped.size());
     const Shape m = {1, 1, 8, 16, 257};
     Members list = hugging_face(m, {"F32"}, "");
     for (auto &member : list) {

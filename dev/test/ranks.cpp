@@ -65,7 +65,6 @@ static void expect_same(const Text &a, const Text &b, int steps) {
 // The same sequences per step on 1 to 4 ranks: in fp32 the same losses and norms up to rounding
 // and, with a learning rate of 0, the same bits in the validation.
 TEST(ranks_numbers) {
-    write_corpus();
     for (int n = 1; n <= 4; n++) {
         const Text ranks = ODD "-d 288 --dtype fp32 -v 1 -m 7 " + text("--gpus %d ", n);
         run(ranks + "-x 1 -l 0", text("stays%d", n));
@@ -106,7 +105,6 @@ TEST(ranks_numbers) {
 TEST(ranks_stages) {
     enum { LAST = 3 };
     const bool full = is_full();  // every order, and level, at every stage
-    write_corpus();
     static const struct {
         int ranks, micros;
         const char *options;
@@ -152,7 +150,6 @@ TEST(ranks_stages) {
 // Offloaded states of ranks change no bit, at any ZeRO stage.
 TEST(ranks_offload, REST) {
     enum { STAGES = 4 };
-    write_corpus();
     static const struct {
         int ranks, micros;
         const char *options, *states;
@@ -176,7 +173,6 @@ TEST(ranks_offload, REST) {
 // Ranks whose GPUs have different free memory plan for the minimum, and train.
 TEST(ranks_budget) {
     need_mpi();
-    write_corpus();
     const Text line = ODD "-x 2 -z 1 -d 48 ";
     const Text plan = program(line + "--gpus 2 -r block --offload none --plan --json").out;
     const char *key = "\"total_bytes\":";
@@ -203,7 +199,6 @@ TEST(ranks_budget) {
 // Ranks started by mpirun give the same bits as with --gpus.
 TEST(ranks_mpirun, REST) {
     need_mpi();
-    write_corpus();
     for (int n = 2; n <= 4; n++) {
         const Text ranks = ODD + text("-d %d -x 2 --clip 0.5 -z 1 ", 24 * n);
         run(ranks + text("--gpus %d", n), text("gpus%d", n));
@@ -270,7 +265,6 @@ static Text master(int port) { return text("MASTER_ADDR=localhost MASTER_PORT=%d
 // torchrun's variables while its own store listens on MASTER_PORT, and with srun's, which are not
 // affected by sbatch's. A port scanner is not taken for a rank.
 TEST(ranks_tcp) {
-    write_corpus();
     const Text part = TINY "-x 2 --clip 0.5 -z 1 ", line = part + "--quiet -o ";
     run(part + "--gpus 3", "gpus");
     int port = free_port();
@@ -319,7 +313,6 @@ TEST(ranks_tcp) {
 
 // Each failure of the ranks to find each other ends in one line that names it.
 TEST(ranks_tcp_refused) {
-    write_corpus();
     int port = free_port(), taken = 0;
     const int listener = listen_on(&taken);
     auto both = [](int port, const char *count) {
@@ -375,7 +368,6 @@ TEST(ranks_tcp_refused) {
 
 // Contradictory variables of launchers.
 TEST(ranks_variables) {
-    write_corpus();
     static const Refusal words[] = {
         {"WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0", "but MASTER_PORT is not set: "},
         {"WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0 MASTER_PORT=65535 "
@@ -398,7 +390,6 @@ TEST(ranks_variables) {
 // thread, after this rank's GPU has become the current device.
 TEST(ranks_mpi_starts) {
     need_mpi();
-    write_corpus();
     int port = 0;
     const int listener = listen_on(&port);
     const Outcome taken = shell(text("MASTER_ADDR=localhost MASTER_PORT=%d mpirun --oversubscribe "
@@ -432,7 +423,6 @@ TEST(ranks_mpi_starts) {
 // Under mpirun, which gives ranks a pseudo-terminal, lines are whole and never rewritten.
 TEST(ranks_whole_lines) {
     need_mpi();
-    write_corpus();
     for (const char *ranks : {"1", "2"}) {
         const Outcome o = shell(Text("mpirun --oversubscribe -np ") + ranks + " $PROGRAM " ODD
                                 "-d 48 -x 3 -v 1 -m 1 < /dev/null");
@@ -447,7 +437,6 @@ TEST(ranks_whole_lines) {
 // the first itself. So do ranks that resume a checkpoint, although both would choose the first.
 TEST(ranks_choices, REST) {
     need_mpi();
-    write_corpus();
     for (const char *second : {"951", "159", "951 EMU_LT_WRONG=3", "159 EMU_LT_WRONG=3"}) {
         const Text program = " $PROGRAM " ODD "-d 48 -x 2 --quiet -o ";
         const Text folder = text("with%zu", strlen(second)) + second[0];
@@ -476,7 +465,6 @@ TEST(ranks_choices, REST) {
 // any ZeRO stage, and so does the CPU program; the same number resumes to the same bits, which
 // equal those of a run that validates, samples and saves nothing before its end.
 TEST(ranks_resume) {
-    write_corpus();
     const Text part = ODD "-d 144 -s 2 -g 4 ", whole = "-d 144 -x 4 -z 3 --gpus 3 ";
     run(ODD + whole + "--keep 9 -v 1 -m 2 -s 2 -g 4 -n 2", "undisturbed");
     run(ODD + whole + "-v 0", "plain");
@@ -547,7 +535,6 @@ static void forge_idle(const Text &folder, int was, int step) {
 // States move from one number of ranks, stage and placement to another, to the CPU program and
 // back, and every element stays the same; each rank writes a file.
 TEST(ranks_states, REST) {
-    write_corpus();
     static const struct {
         int ranks;
         const char *options;
@@ -607,7 +594,6 @@ TEST(ranks_states, REST) {
 // refused with one byte less; NCCL's use of its reserve, which depends on the link and on
 // NCCL_MAX_CTAS, is reported.
 TEST(ranks_memory) {
-    write_corpus();
     static const struct {
         int ranks;
         const char *options;
@@ -661,7 +647,6 @@ TEST(ranks_memory) {
 
 // What ranks do not support is refused in one line, whichever process detects it.
 TEST(ranks_refused) {
-    write_corpus();
     static const Refusal table[] = {
         {"--gpus 3 -d 100", "is not a multiple of B x T x GPUs = 2 x 12 x 3 = 72"},
         {"--gpus 3 -i nothing.bin", "no token file matches nothing.bin"},
@@ -691,7 +676,6 @@ TEST(ranks_refused) {
 // If ranks differ in options, data or program, rank 0 names the first one, and none trains.
 TEST(ranks_mixed) {
     need_mpi();
-    write_corpus();
     write_file("other.bin", read_file("val.bin"));
     shell("mkdir there; cp train.bin val.bin there; cp val.bin there/train.bin");
     write_file("program", read_file(tested) + "x");
@@ -779,7 +763,6 @@ static void expect_none_left(const Ints &ranks, const char *who) {
 // A rank that is killed ends the run in one line that names it, although on GPUs the others would
 // wait for it forever; if the parent is killed, its ranks end too.
 TEST(ranks_die) {
-    write_corpus();
     for (size_t victim : {2, 0}) {
         pid_t parent;
         remove_folder("out");
@@ -806,7 +789,6 @@ TEST(ranks_die) {
 // a second or two.
 TEST(ranks_hang) {
     enum { WITHIN_MS = 30000 };
-    write_corpus();
     pid_t parent;
     const Ints ranks = start_ranks(&parent, "--timeout 4");
     double began = wall_ms(), longest = 0;
@@ -854,7 +836,6 @@ TEST(ranks_hang) {
 // A rank that waits for a file server, or whose NCCL is slow to start, gets ten times as long, and
 // so do the ranks that wait for it, under each watchdog. A pipe that is not read blocks its rank.
 TEST(ranks_slow, REST) {
-    write_corpus();
     const Text part = TINY "-x 1 --timeout 1 --quiet ";
     const int port = free_port();
     // With different last arguments; selects both processes of one run and the one of another.
@@ -902,7 +883,6 @@ TEST(ranks_slow, REST) {
 
 // Hints for NCCL's errors: too little shared memory, or one visible GPU for each rank.
 TEST(ranks_hints) {
-    write_corpus();
     const Text faults = " EMU_FAULT_RANK=1 EMU_FAULT_INIT=1 ";
     const Text part = TINY "-x 1 --quiet --timeout 2 ";
     const Text shm = "unshare -m sh -c 'mount -t tmpfs -o size=64m none /dev/shm";
@@ -931,7 +911,6 @@ TEST(ranks_hints) {
 // Under a launcher each rank has its own watchdog, and reports that other ranks delay it.
 TEST(ranks_hang_mpirun) {
     need_mpi();
-    write_corpus();
     static const Refusal table[] = {
         {"RANK=1 EMU_FAULT_LAUNCH=400", ": rank 1 hangs while training, after "},
         {"RANK=0 EMU_FAULT_ASYNC=200", ": rank 0: NCCL: a remote process has exited; "}};
@@ -949,7 +928,6 @@ TEST(ranks_hang_mpirun) {
 // even if its ranks made no progress between the parent's checks around it, as during a long
 // kernel.
 TEST(ranks_stopped) {
-    write_corpus();
     const pid_t parent = start(ODD "-d 72 --gpus 3 -x 10000 --quiet -o out --timeout 5",
                                [] { setpgid(0, 0); });
     wait_until([] { return read_file("out/log.jsonl").find("{\"step\":2,") != Text::npos; });
@@ -970,7 +948,6 @@ TEST(ranks_stopped) {
 
 // A run whose output is not read for a while, as after Ctrl-S or in `less`, waits and continues.
 TEST(ranks_unread) {
-    write_corpus();
     int ends[2];
     char piece[4096];
     if (pipe(ends) != 0 || fcntl(ends[1], F_SETPIPE_SZ, 4096) < 0) {
@@ -994,7 +971,6 @@ TEST(ranks_unread) {
 // A signal to the parent or to any rank, in steps, validations, samples and saves, makes all ranks
 // save the same step and exit with 0; the resumed run ends with the bytes of an uninterrupted one.
 TEST(ranks_signals) {
-    write_corpus();
     const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 2 -m 3 -x 12 -n 3 -s 2 -g 5";
     run(part, "undisturbed");
     static const struct {
@@ -1034,7 +1010,6 @@ TEST(ranks_signals) {
 // A random rank is killed at a random moment, from its first instruction on: one line names it, no
 // process is left, and the resumed run ends with the bytes of an uninterrupted one.
 TEST(ranks_killed) {
-    write_corpus();
     const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 3 -m 3 -x 16 -n 2 -s 4 -g 5 --timeout 20";
     double began = wall_ms();
     run(part, "undisturbed");
@@ -1074,7 +1049,6 @@ static void expect_stands(const Outcome &o, const Text &words, const Text &good)
 // If one rank cannot write, because of the disk or another obstacle, rank 0 removes what all ranks
 // have written, and the next run resumes from the previous checkpoint.
 TEST(ranks_full) {
-    write_corpus();
     const Text part = TINY "--gpus 3 -z 1 ", tmp = "out/step-00000004.tmp/";
     run(part + "-x 2", "out");
     const Text good = checkpoint_bytes("out", 2, 3);
@@ -1109,7 +1083,6 @@ TEST(ranks_full) {
 // saved; one line says what failed.
 TEST(ranks_full_log) {
     enum { LIMIT = 400000 };  // in bytes; more than any file of the checkpoint has
-    write_corpus();
     mkdir("out", 0755);
     write_file("out/log.jsonl", "{\"step\":0,\"text\":\"" + Text(LIMIT - 5000, 'x') + "\"}\n");
     const Outcome o = program(TINY "--gpus 3 -z 1 -k constant -x 1000 --quiet -o out", [] {
@@ -1130,7 +1103,6 @@ TEST(ranks_full_log) {
 // what is incomplete and ends with the bytes of an uninterrupted one. A pipe that waits for a
 // reader holds the rank in the phase.
 TEST(ranks_save_killed, REST) {
-    write_corpus();
     enum { END = 20 };
     const Text part = TINY "--gpus 3 -z 1 -k constant ", whole = part + text("-x %d -y 1 ", END);
     const Text done = text("out/step-%08d", END), tmp = done + ".tmp/";
@@ -1181,7 +1153,6 @@ TEST(ranks_save_killed, REST) {
 // Data that one rank cannot read end the run in a line of that rank, and the state is saved; the
 // other ranks do not apply the step. Also tested with rank 0, since 0 could mean "no fault".
 TEST(ranks_fault) {
-    write_corpus();
     const Text part = "-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 ";
     run(part + "-n 20", "undisturbed");
     // Step 3 starts at sequence 12, which rank 0 reads.
@@ -1294,7 +1265,6 @@ static void check_overlap(int z) {
 }
 
 TEST(ranks_overlap) {
-    write_corpus();
     check_overlap(1);
     check_overlap(3);
 }
@@ -1413,7 +1383,6 @@ TEST(ranks_placement, REST) {
 // that were timed, come from a file, or from a checkpoint although the ranks would choose others;
 // in an evaluation. The emulated device ends a program that does.
 TEST(ranks_first) {
-    write_corpus();
     write_file("e.bin", eval_bytes(random_questions(5, 50257, 2)));
     for (const int z : {0, 3}) {
         const Text part = ODD + text("-d %d --gpus 2 -z %d -v 1 -m 3 -s 1 -g 2 --logit-rows 9 -x ",
@@ -1454,7 +1423,6 @@ static long sent_bytes(const Text &arguments, int ranks) {
 // has the same number.
 TEST(ranks_traffic, REST) {
     enum { C = 96, L = 3, MAX_T = 16, VP = 384, LAST = 3 };
-    write_corpus();
     for (int n : {2, 3}) {
         for (int z = 0; z <= LAST; z++) {
             const int k = n == 2 && z > 0 ? 3 : 1;
@@ -1508,7 +1476,6 @@ static int last_exchange(const Text &arguments, size_t before = 0) {
 // One wrong bit in a vector's gradient on one rank ends the run before any result of it is saved;
 // the run resumes from the previous checkpoint as if it had not happened.
 TEST(ranks_replicas) {
-    write_corpus();
     for (const char *zero : {"0", "3"}) {
         const Text part = TINY "--gpus 3 -k constant -n 2 -x 6 -z " + Text(zero);
         const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
@@ -1549,7 +1516,6 @@ TEST(ranks_replicas) {
 // stages have the same bits. In fp16 all ranks halve the loss scale, which each stores itself: if
 // one did not, its part of the next step's gradients would be wrong by that factor.
 TEST(ranks_skip_and_clip, REST) {
-    write_corpus();
     static const struct {
         const char *options;
         int last;  // stage
@@ -1585,7 +1551,6 @@ TEST(ranks_skip_and_clip, REST) {
 
 // Ranks that are late for collectives at random get the same bits.
 TEST(ranks_late) {
-    write_corpus();
     const Text part = ODD "-d 72 --gpus 3 -z 1 -x 3 -v 1 -m 4 -s 3 -g 4 --clip 0.5";
     run(part, "undisturbed");
     for (const char *seed : {"1", "2"}) {

@@ -195,7 +195,8 @@ def plan(model, ranks, stage):
     name, _, _, batch = model
     command = [ROOT / "train_gpt2", "-e", name, "-b", str(batch), "-r", "none", "--plan", "--gpu",
                CARD, *(["--gpus", str(ranks), "-z", str(stage)] if ranks > 1 else [])]
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    text = subprocess.run(command, capture_output=True, text=True).stdout
+    return " ".join(text.split())  # long lines are wrapped
 
 
 def differs(text, pattern, size):

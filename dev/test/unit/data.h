@@ -127,10 +127,9 @@ TEST(loader_problems, HOST) {
            "%s", d.problem);
     d.tokenizer.vocabulary = GPT2_VOCABULARY;
     expect(truncate("b.bin", LLMC_HEADER_BYTES + 2 * 15) == 0 &&
-               !dataset_batch(&d, 12, 2, in[0], out[0]) &&
-               Text(d.problem) == "b.bin: cannot read tokens 8 to 16: the file was truncated while "
-                                  "in use",
-           "%s", d.problem);
+           !dataset_batch(&d, 12, 2, in[0], out[0]) &&
+           Text(d.problem) == "b.bin: cannot read tokens 8 to 16: the file was truncated while "
+           "in use", "%s", d.problem);
     dataset_close(&d);
 }
 

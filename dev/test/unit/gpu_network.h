@@ -182,8 +182,7 @@ template <class E> static void check_steps() {
     Net n(m, text("-b %d -t 33 -r block --dtype %s", (int)B, dtype));
     Reference exact(&n, ROWS), naive(&n, ROWS), follows(&n, ROWS);
     engine_copy(&follows.e, &n.e, STATE_WEIGHTS, &m, TYPE_FP32);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.weight_decay = 0.1;
     for (int step = 0; step < 4; step++) {
         Batch b(MICROS * ROWS, m.V, (uint64_t)(step % 2));
@@ -666,7 +665,7 @@ TEST(gpu_rank_names, EMULATED_ALL) {
         names.push_back(gpu);
     }
     expect(names[0] == names[1] && names[0] != names[2] &&
-               names[2].find(", GPU-9a000000") != Text::npos, "%s", names[2].c_str());
+               has(names[2], ", GPU-9a000000"), "%s", names[2].c_str());
 }
 
 // The peak used for "% of peak" is that of all ranks together.
@@ -793,8 +792,7 @@ TEST(gpu_allocation_random, EMULATED) {
         emu::peak_bytes = 0;
         Net net(m, options);
         trace(&net, 2);
-        expect(emu::peak_bytes == net.plan.device_bytes &&
-                   emu::pinned_bytes == net.plan.host_bytes,
+        expect(emu::peak_bytes == net.plan.device_bytes && emu::pinned_bytes == net.plan.host_bytes,
                "%s: %zu of %zu, %zu of %zu on the host", options.c_str(), emu::peak_bytes,
                net.plan.device_bytes, emu::pinned_bytes, net.plan.host_bytes);
         plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes);
@@ -997,9 +995,8 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
         matmul_tune(memory.p, memory.n, 0);
         exit(algorithm_of(*plan) != 0 || matmul_library.timed != 0);
     }));
-    expect(o.status == 0 && o.err.find("the product 8x16x20000:01000:") != Text::npos &&
-               std::count(o.err.begin(), o.err.end(), '\n') == 1, "%d: %s", o.status,
-           o.err.c_str());
+    expect(o.status == 0 && has(o.err, "the product 8x16x20000:01000:") &&
+           std::count(o.err.begin(), o.err.end(), '\n') == 1, "%d: %s", o.status, o.err.c_str());
     const struct {
         int wrong, tail, unstable, times, chosen;
     } rows[] = {
@@ -1163,8 +1160,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
     expect_death(gpu_buffer<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
     Outcome dead = launch_on(logits);
     if (TEST_ASAN) {
-        expect(dead.status == 86 && dead.err.find("use-after-poison") != Text::npos, "dead, %d",
-               dead.status);
+        expect(dead.status == 86 && has(dead.err, "use-after-poison"), "dead, %d", dead.status);
         expect(past.status == 86, "past the row, %d", past.status);
     }
 }
@@ -1272,8 +1268,7 @@ TEST(gpu_skip, CUDA_ALL) {
           "-b 2 -t 9 --dtype fp16"}) {
         Model m = shape("l2h2c32t9", 257);
         Batch b(18, m.V, 1);
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         auto step = [&](Net *net, double limit) {
             net->e.micro_step(&net->e, b.inputs.data(), b.targets.data(), 0, 1);
             return net->e.update(&net->e, &o, 1e-2, limit, 0);
@@ -1306,8 +1301,7 @@ TEST(gpu_skip, CUDA_ALL) {
 TEST(gpu_overflow, CUDA_ALL) {
     Model m = shape("l2h2c32t9", 257);
     Batch b(18, m.V, 1);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     auto states = [](Net *net) {
         return Outputs{net->state(STATE_WEIGHTS), net->state(STATE_M), net->state(STATE_V)};
     };
@@ -1366,8 +1360,7 @@ TEST(gpu_rounding_updates, CUDA_ALL) {
     auto moments = [&](int64_t updates, int64_t seed) {
         Net n(m, "-b 2 -t 9 -w none --moments bf16");
         Batch b(18, m.V, 1);
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         o.seed = seed;
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         n.e.update(&n.e, &o, 1e-2, HUGE_VAL, updates);
@@ -1422,8 +1415,7 @@ TEST(gpu_batches, CUDA_ALL) {
     auto run = [&](int batch) {
         Net n(m, text("-b %d -t 12 --dtype fp32", batch));
         Whole whole = {Reals(N), Reals(), 0, {}};
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         const int accum_steps = 4 / batch;
         for (size_t at = 0; at < N; at += N / (size_t)accum_steps) {
             whole.mean += n.e.forward_loss(&n.e, &whole.losses[at], &b.inputs[at], &b.targets[at]) /
@@ -1489,8 +1481,7 @@ static void expect_streams_apart(const ParamRange *ranges, int count, const char
 template <class E, class G> static void check_gaps(const char *options) {
     Model m = shape("l2h1c40t9", 257);
     Batch b(18, m.V, 1);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     Reals want_weights;
     StepResult want;
     {

@@ -1268,7 +1268,7 @@ template <class E, class G> static void check_misaligned() {
     UpdateState *state = (UpdateState *)(void *)ints;
     auto refuses = [](const char *launcher, const std::function<void()> &launch) {
         expect_refused(outcome(spawn(launch)), "is not a multiple of 16 bytes", launcher);
-        expect(read_file("stderr").find(Text(launcher) + ": pointer ") != Text::npos);
+        expect(has(read_file("stderr"), Text(launcher) + ": pointer "));
     };
     refuses("gpu_embedding_forward", [&] { gpu_embedding_forward(p, ints, p, odd, 1, N, C, 0); });
     refuses("gpu_embedding_backward",
@@ -1354,7 +1354,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
     }));
     const char *line = "cannot multiply (24 x 16) by (16 x 8), fp32 input, fp32 output: "
                        "CUBLAS_STATUS_NOT_SUPPORTED\n";
-    expect(o.status == 1 && o.err.find(line) != Text::npos, "%s", o.err.c_str());
+    expect(o.status == 1 && has(o.err, line), "%s", o.err.c_str());
     // Until the end of the warm-up, an algorithm that returns an error is replaced by the next,
     // with one line each. At the end of the list, or after the warm-up, the run ends.
     const struct {
@@ -1373,7 +1373,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
         const char *says = row.status ? "cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED; "
                            : row.refuse ? "algorithm for matmul 24x8x16:10011:"
                                         : "";
-        expect(o.status == row.status && o.err.find(says) != Text::npos &&
+        expect(o.status == row.status && has(o.err, says) &&
                    std::count(o.err.begin(), o.err.end(), '\n') == row.lines,
                "the first %d refuse, %s: status %d, %s", row.refuse,
                row.settled ? "after the warm-up" : "during it", o.status, o.err.c_str());
@@ -1397,7 +1397,7 @@ TEST(gpu_refused_algorithm, EMULATED_ALL) {
             fflush(NULL);
             _exit(0);
         }));
-        const bool trained = o.err.find("\ntrained\n") != Text::npos;
+        const bool trained = has(o.err, "\ntrained\n");
         expect(o.status == later && trained != later, "later %d: %d, ... %s", later, o.status,
                o.err.substr(o.err.size() - std::min<size_t>(o.err.size(), 400)).c_str());
     }

@@ -16,8 +16,7 @@ struct Trace {
 static Trace trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T;
     Trace result;
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.weight_decay = 0.1;
     for (int step = 0; step < 2; step++) {
         Batch b(N * accum_steps, n->s.model.V, (uint64_t)(5 + step));
@@ -71,8 +70,7 @@ TEST(recompute_bits, ALL) {
 static Reals busy_trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T, V = n->s.model.V;
     Reals all, logits((size_t)V);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.weight_decay = 0.1;
     auto add = [&](const Reals &x) { all.insert(all.end(), x.begin(), x.end()); };
     if (n->s.dtype == TYPE_FP16) {
@@ -297,8 +295,7 @@ TEST(network_facts, ALL) {
                     14 * sum_error(4 * m.C) * 4 * (1 + most), "logits after %d tokens", length);
     }
     n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.weight_decay = 0.1;
     expect(n.e.update(&n.e, &o, 0, HUGE_VAL, 0).loss == loss, "forward_loss and micro_step");
     for (int t = T - 1; t > 0; t--) {
@@ -388,8 +385,7 @@ TEST(generated_tokens, ALL) {
     std::vector<Token> tokens(PROMPT + MOST);
     std::vector<Candidate> candidates((size_t)m.V);
     Reals logits((size_t)m.V), prompt_logits((size_t)m.V), first;
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     Generator g;
     memset((void *)&g, 0, sizeof g);
     g.engine = &cached.e;

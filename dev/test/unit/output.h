@@ -82,7 +82,7 @@ TEST(log, HOST) {
     fputs("}", f);
     fclose(f);
     Text line = read_file("text");
-    expect(json_valid(line) && line.find("\"x\":null,\"y\":null,\"z\":0.1}") != Text::npos);
+    expect(json_valid(line) && has(line, "\"x\":null,\"y\":null,\"z\":0.1}"));
     const Text head = "{\"event\":\"start\"}\n{\"step\":1,\"loss\":2}\n";
     const Text long_line = "{\"step\":2,\"sample\":\"" + Text(1000, 'x') + "\"}\n";
     static const struct {
@@ -373,8 +373,7 @@ TEST(eval_learnt, ALL) {
     EvalFile f;
     EvalExample x;
     std::vector<Token> inputs(4 * T), targets(4 * T);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     size_t at = LLMC_HEADER_BYTES;
     eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", V);
     for (int i = 0; i < 4; i++) {
@@ -434,13 +433,12 @@ TEST(skipped_step, HOST) {
     write_corpus();
     Outcome o = in_process(TINY "-x 6 -o out", &faulty);
     expect_success(o, "a gradient that is not a number");
-    expect(o.out.find("1 skipped") != Text::npos && o.out.find("SKIPPED") != Text::npos);
+    expect(has(o.out, "1 skipped") && has(o.out, "SKIPPED"));
     expect(log_steps("out/log.jsonl") == one_to(6));
     Text log = read_file("out/log.jsonl");
     size_t third = log.find("{\"step\":3,\"loss\"");
     Text line = log.substr(third, log.find('\n', third) - third);
-    expect(line.find("\"grad_norm\":null") != Text::npos &&
-           line.find("\"skipped\":1") != Text::npos);
+    expect(has(line, "\"grad_norm\":null") && has(line, "\"skipped\":1"));
     expect(log.find("\"skipped\":1") == log.rfind("\"skipped\":1"), "one step only");
     expect(in_checkpoint("out", 6, SAVED_STATE)
                .find("\"step\":\"6\",\"skipped\":\"1\",\"updates\":\"5\",\"position\":\"12\","

@@ -1,6 +1,12 @@
 // plan.h -- tests of the model's sizes, the memory plan, sharding and offload: arithmetic over many
 // random settings, and the arena that catches a buffer used outside its lifetime.
 
+static Options default_options() {
+    Options o;
+    options_default(&o);
+    return o;
+}
+
 // The model that -e names, with V tokens.
 static Model shape(const char *e, int V) {
     Model m;
@@ -145,8 +151,7 @@ TEST(plan_layout, ALL) {
             const Buffer &a = p.buffers[i];
             end[a.placement] = std::max(end[a.placement], a.offset + padded(a));
             expect(a.offset % PLAN_ALIGN == 0 && a.first >= 0 && a.first <= a.last &&
-                       a.last < p.ticks && a.count > 0,
-                   "%s: %s", who.c_str(), a.name);
+                   a.last < p.ticks && a.count > 0, "%s: %s", who.c_str(), a.name);
             for (int t = a.first; t <= a.last && !a.placement; t++) {
                 live[(size_t)t] += padded(a);
             }
@@ -238,8 +243,7 @@ static void check_parts(Settings s, int *cut_rows) {
                 if (r.count) {
                     const int64_t from = b.offset + s.rank * b.part;
                     expect(r.first == next, "%s: %s", who.c_str(), tensor_table[tensor].name);
-                    expect(s.ranks == 1 ||
-                               (r.param >= from && r.param + r.count <= from + b.part),
+                    expect(s.ranks == 1 || (r.param >= from && r.param + r.count <= from + b.part),
                            "%s: %s", who.c_str(), tensor_table[tensor].name);
                     expect(r.first % 8 == 0 && (m.C % 8 || r.count % 8 == 0), "%s", who.c_str());
                     *cut_rows += tensor == QKVW && r.first % m.C;
@@ -495,8 +499,7 @@ TEST(plan_ranks, FLOAT) {
                 worst_layout =
                     std::max(worst_layout, (double)p.device_bytes / (double)p.live_bytes);
                 expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
-                           memcmp(p.buffers, q.buffers,
-                                  sizeof(Buffer) * (size_t)p.buffer_count) == 0);
+                       memcmp(p.buffers, q.buffers, sizeof(Buffer) * (size_t)p.buffer_count) == 0);
                 // The update gathers weights that are stored whole in host memory through the
                 // exchange buffer. It keeps a pointer to it, so no check of lifetimes would notice.
                 settings_offload(&s, 1 << KIND_WEIGHTS);
@@ -568,8 +571,7 @@ struct Net {
     Settings s;
     Plan plan;
     Net(const Model &m, int B, int T, int level = 0, int blocks = -1, int logit_rows = 0) {
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         o.batch = B;
         o.seq_len = T;
         o.logit_rows = logit_rows;
@@ -584,7 +586,7 @@ struct Net {
         Options o;
         parse(&o, options.c_str());
         // A GPU would time the algorithms of about fifty matmuls for each network.
-        o.tune = options.find("--tune 1") != Text::npos;
+        o.tune = has(options, "--tune 1");
         o.quiet = 1;
 #if TEST_CUDA
         // Use the 16-bit type that this GPU supports; without bf16 nothing else may be narrow.
@@ -685,11 +687,11 @@ TEST(arena, ALL) {
     expect(outcome(spawn([&] { touch(row.bytes - 1); })).status == 0, "the last byte");
     for (size_t byte : {row.bytes, row.bytes + PLAN_GAP - 1}) {
         Outcome past = outcome(spawn([&] { touch(byte); }));
-        expect(past.err.find("use-after-poison") != Text::npos, "past the row");
+        expect(has(past.err, "use-after-poison"), "past the row");
     }
     plan_tick(p, tick_update(&p->settings));
     Outcome dead = outcome(spawn([&] { touch(0); }));
-    expect(dead.err.find("use-after-poison") != Text::npos, "a dead row");
+    expect(has(dead.err, "use-after-poison"), "a dead row");
 #endif
 }
 
@@ -711,8 +713,7 @@ TEST(plan_allocation, FLOAT | DOUBLE) {
         Model m = shape("l3h3c96t40", 300);
         Net n(m, Text("-b 3 ") + options, 0);
         Batch b(120, 300, 1);
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);
         Plan p;
