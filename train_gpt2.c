@@ -7864,7 +7864,10 @@ static ShortText span_text(double seconds) {
     return text;
 }
 
-// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x.
+// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x. Hopper
+// has faster attention kernels for heads of 64 channels in bf16, which a run uses only if its GPU
+// has proved them (train_gpt2.cu, chapter Kernel trials): estimated at 285 TFLOP/s forward and 245
+// backward on an H100 at T = 1024, 0.288 and 0.248 of its dense rate.
 static void forecast_print(const Settings *s, const MemoryBudget *budget, const Options *o) {
     const int64_t micros = step_micros(o, s);
     if (budget->from && micros > 0 && !s->forward) {
@@ -7873,6 +7876,16 @@ static void forecast_print(const Settings *s, const MemoryBudget *budget, const 
         const int64_t tokens = run ? run : 1000000000;
         print_wrapped(4, "forecast: %s tokens/s, %s tokens in %s; %s", count_text((int64_t)rate).s,
                       count_text(tokens).s, span_text((double)tokens / rate).s, budget->from);
+        if (budget->card && budget->card->line == LINE_H100 && s->dtype == TYPE_BF16 &&
+            s->model.C == 64 * s->model.NH) {
+            Rates rates = card_rates(budget->card);
+            rates.attention = 0.288e12 * budget->card->tflops;
+            rates.attention_back = 0.248e12 * budget->card->tflops;
+            const Speed speed = speed_predict(&rates, s);
+            const double proved = forecast_tokens_per_s(&speed, s, micros);
+            print_wrapped(4, "with wgmma attention: %s tokens/s; predicted, if this GPU proves the "
+                          "kernels", count_text((int64_t)proved).s);
+        }
     }
 }
 
