@@ -3193,8 +3193,9 @@ static void gpu_print_help(void) {
 typedef struct {
     double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
-// Bytes that an SM's other kernels can process in a clock: their instructions limit them too. Both
-// shares below are the same for every card: 25 of the 31.5 GB/s of PCIe 4 x16 are payload.
+// Kernels other than matmuls and attention are limited by memory or by their instructions: an SM
+// processes at most sm_bytes_per_clock. link_share is the payload of the host link, 25 of 31.5 GB/s
+// for PCIe 4 x16. Both are assumed to be the same for every card.
 static const double sm_bytes_per_clock = 57.6, link_share = 0.79;
 
 // Returns the rates of a card: those of its line at its specifications. They are predicted, not
@@ -7544,7 +7545,7 @@ static double plan_unused(const Plan *p, const MemoryBudget *budget, const Optio
     for (int state = 0; state < KINDS; state++) {
         q.base.placement[state] &= PLACE_SHARD;
     }
-    const int64_t most = budget->windows ? budget->windows / s->ranks : TOKENS;
+    const int64_t most = budget->windows ? budget->windows / s->ranks : (int64_t)TOKENS;
     int64_t sequences = o->tokens_per_step ? micros * s->B : 1;
     while (!o->tokens_per_step && 2 * sequences <= min_i64(most, TOKENS / s->T)) {
         sequences *= 2;
@@ -7863,7 +7864,10 @@ static ShortText span_text(double seconds) {
     return text;
 }
 
-// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x.
+// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x. Hopper
+// has faster attention kernels for heads of 64 channels in bf16, which a run uses only if its GPU
+// has proved them (train_gpt2.cu, chapter Kernel trials): estimated at 285 TFLOP/s forward and 245
+// backward on an H100 at T = 1024, 0.288 and 0.248 of its dense rate.
 static void forecast_print(const Settings *s, const MemoryBudget *budget, const Options *o) {
     const int64_t micros = step_micros(o, s);
     if (budget->from && micros > 0 && !s->forward) {
@@ -7872,6 +7876,16 @@ static void forecast_print(const Settings *s, const MemoryBudget *budget, const 
         const int64_t tokens = run ? run : 1000000000;
         print_wrapped(4, "forecast: %s tokens/s, %s tokens in %s; %s", count_text((int64_t)rate).s,
                       count_text(tokens).s, span_text((double)tokens / rate).s, budget->from);
+        if (budget->card && budget->card->line == LINE_H100 && s->dtype == TYPE_BF16 &&
+            s->model.C == 64 * s->model.NH) {
+            Rates rates = card_rates(budget->card);
+            rates.attention = 0.288e12 * budget->card->tflops;
+            rates.attention_back = 0.248e12 * budget->card->tflops;
+            const Speed speed = speed_predict(&rates, s);
+            const double proved = forecast_tokens_per_s(&speed, s, micros);
+            print_wrapped(4, "with wgmma attention: %s tokens/s; predicted, if this GPU proves the "
+                          "kernels", count_text((int64_t)proved).s);
+        }
     }
 }
 

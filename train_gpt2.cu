@@ -6804,8 +6804,8 @@ static const struct {
     size_t bytes;  // of a number
 } trial_outputs[TRIAL_OUTPUTS] = {{1, 2}, {0, 4}, {3, 2}, {0, 4}, {3, 4}};
 
-// What each kernel computes, and the largest error relative to the norm: compared with the CPU
-// reference (0: not compared) and with the default.
+// The results of each kernel and their largest allowed errors, relative to the norm: `error` from
+// the CPU reference (0: not compared), `apart` from the default kernel.
 struct TrialResult {
     const char *name;
     int kernel, output, part;
@@ -6967,8 +6967,9 @@ static double trial_number(const Trial *t, int copy, int output, size_t i) {
                          trial_outputs[output].bytes == 2 ? CUDA_R_16BF : CUDA_R_32F, i);
 }
 
-// Compares a result in two copies: the norm of the difference with that of `want`, at most `most`,
-// and, except with the CPU reference, each head's row: 5 % of its norm and 1 % of the mean norm.
+// Returns whether a result is near in two copies: the norm of their difference is at most `most`
+// times the norm of `want` and, unless `want` is the CPU reference, each head's row differs by at
+// most 5 % of its own norm plus 1 % of the mean norm. If not, `why` receives the reason.
 static bool trial_near(const Trial *t, const TrialResult &r, int got, int want, double most,
                        char why[64]) {
     const size_t C = (size_t)t->shape.NH * t->shape.HS, step = trial_columns(t->now, r.output);

@@ -1179,8 +1179,8 @@ __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, c
     return fnv1a(hash, line, strlen(line));
 }
 
-// The initial state of this run. The path of the vocabulary is not part of the hash: all accepted
-// files give GPT-2's tokens, and own merges have a hash themselves.
+// Returns the initial state of this run. The path of the vocabulary is not part of the hash: it is
+// either GPT-2's vocabulary or identified by the hash of its merges.
 static State state_new(const Arguments *a, const Input *in, const Tokenizer *t) {
     State state;
     memset(&state, 0, sizeof state);
@@ -1672,8 +1672,7 @@ static int learn_vocabulary(Job *job) {
     printf("%s  %s merges from %s distinct pre-tokens\n", job->merges_path,
            count_text(merges).s, count_text(words).s);
     if (dropped) {
-        printf("%s occurrences of rare pre-tokens were left out: "
-               "the table holds %s of %s in total\n",
+        printf("%s occurrences of rare pre-tokens were left out: the table holds %s, of %s\n",
                count_text(dropped).s, count_text(MOST_WORDS).s, bytes_text(MOST_WORD_BYTES).s);
     }
     return 1;

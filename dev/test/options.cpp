@@ -549,6 +549,28 @@ TEST(suggestions) {
            twice.c_str());
 }
 
+// The plan for a Hopper GPU also has the speed with attention kernels that the GPU has to prove,
+// which are for heads of 64 channels in bf16.
+TEST(proved_kernels) {
+    static const struct {
+        const char *options;
+        bool has;
+    } table[] = {{"-e d12 -b 64 --gpu h200", true},
+                 {"-e d48 --gpu h100 --gpus 8", true},
+                 {"-e d12 --gpu h100 --dtype fp16", false},
+                 {"-e d12 --gpu 4090", false},
+                 {"-e l12h6c768t1024 --gpu h100", false}};
+    for (auto &row : table) {
+        const Text out = flat(program(Text("--plan ") + row.options).out);
+        const double usual = number_after(out, "forecast: ");
+        const double proved = number_after(out, "with wgmma attention: ");
+        const size_t said = out.find(" tokens/s; predicted, if this GPU proves the kernels");
+        expect(usual > 0 && (said != Text::npos) == row.has &&
+                   (row.has ? proved > 1.02 * usual && proved < 1.1 * usual : proved < 0),
+               "%s: %g, %g", row.options, usual, proved);
+    }
+}
+
 // What unused memory would buy: the batch fits, and is faster by the factor that is printed.
 TEST(unused_memory) {
     const Text run = "-e d12 --gpu h100";
