@@ -603,18 +603,22 @@ TEST(gpu_wgmma, CUDA_ALL) {
     check_wgmma<2>(false);
 }
 
-// Selects the wgmma variant of the kernels whose bit is set in `kernels`, and row 0 of the others.
+// Selects the wgmma variant of the kernels whose bit is set in `kernels`, and row 0 of the others:
+// for launches, and by verdicts for an engine that is opened later.
 static void choose_wgmma(int kernels) {
+    KernelVerdicts verdicts = {};
     for (int k = 0; k < ATTENTION_KERNELS; k++) {
         const AttentionTable &table = attention_tables[k];
         attention_choice[k] = 0;
         for (int i = 0; i < table.count && kernels >> k & 1; i++) {
             if (strcmp(table.variants[i].name, "wgmma") == 0) {
                 attention_choice[k] = i;
+                snprintf(verdicts[k][i].s, sizeof verdicts[k][i].s, "right 2");
             }
         }
         expect((attention_choice[k] > 0) == (kernels >> k & 1), "%s has no wgmma", table.name);
     }
+    memcpy(rank_info.kernels, &verdicts, sizeof verdicts);
 }
 
 // The wgmma variants: lengths around the tile sizes, flat and sharp scores, sections; and wgmma
