@@ -93,8 +93,8 @@ VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
             test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
             train_gpt2_asan bench_cpu cuda_example
-.PHONY: help train test one fuzz bench bench_packages check_torch data style install deps \
-        clean FORCE some_data $(PROGRAMS)
+.PHONY: help train test one page fuzz bench bench_packages check_torch data style install \
+        deps clean FORCE some_data $(PROGRAMS)
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9_\/]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
@@ -177,6 +177,19 @@ build/train_gpt2_one.c build/train_gpt2_one.cu: build/train_gpt2_one.%: train_gp
 	awk 'function paste(file,  line, part) { while ((getline line < file) > 0) \
 	if (line ~ /^#include "/) { split(line, part, "\""); paste(part[2]) } else print line } \
 	BEGIN { paste("$<") }' > $@
+# The memory plan as a web page: the CPU program compiled to WebAssembly, pasted into one file that
+# needs no server. emcc's own scripts need Debian's copy of acorn, whichever node runs them.
+EMCC := $(call on_path,emcc)
+build/page/plan.js: dev/page/plan.c build/flags
+	$(if $(EMCC),,$(error make page needs emcc: apt install emscripten))@mkdir -p $(@D)
+	NODE_PATH=/usr/share/nodejs $(EMCC) -std=c11 -O2 -ffp-contract=off -Wall -Wextra -Wundef \
+	-Wno-unknown-pragmas $(AROUND) $(DEPEND) $< -o $@ -sMODULARIZE -sEXPORT_NAME=train_gpt2 \
+	-sENVIRONMENT=worker -sALLOW_MEMORY_GROWTH -sEXIT_RUNTIME=1 -sEXPORTED_RUNTIME_METHODS=FS
+build/plan.html: dev/page/plan.html build/page/plan.js
+	base64 build/page/plan.wasm > build/page/plan.wasm.txt
+	sed -e '/^@@plan.js@@$$/{r build/page/plan.js' -e 'd}' \
+	    -e '/^@@plan.wasm@@$$/{r build/page/plan.wasm.txt' -e 'd}' $< > $@
+page: build/plan.html ## the memory plan as a web page, build/plan.html
 data: data/tokenize data/stories ## tinyshakespeare (or else generated stories) as token shards
 	@data/prepare.sh
 

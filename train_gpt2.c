@@ -44,7 +44,7 @@
 //  19  Evaluation
 // Part E. The program
 //  20  Plan report and remedies
-//  21  --fit and --minimum
+//  21  Searches: --fit, --minimum, --largest, all cards
 //  22  Measured speed
 //  23  Start-up and main
 
@@ -230,7 +230,7 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 
 typedef struct {
     const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
-    const char *gpu;
+    const char *gpu, *prove;
     int64_t schedule, dtype, moments, master, grad_dtype, matmul;  // number of the choice
     int64_t offload;                                               // bits 1 << KIND_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
@@ -238,7 +238,7 @@ typedef struct {
     int64_t generate, samples;
     int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, workspace, tune;
     int64_t gpus, zero, timeout, gpu_mem;
-    int64_t plan, fit, minimum, json, check, compare, version, help;
+    int64_t plan, fit, minimum, largest, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
     char given[80];  // for each row of the table: whether the user has given the option
 } Options;
@@ -262,6 +262,8 @@ static const char offloads[] = "none|weights|gradients|moments|master|residuals|
 enum { OFFLOAD_AUTO = 1 << 5 };  // never combined with others: the bit after those of KIND_*
 enum { FIT_BITS = 1, FIT_ANY, FIT_ALL };
 static const char fits[] = "bits|any|all";
+enum { LARGEST_BATCH = 1, LARGEST_SEQ_LEN };
+static const char largests[] = "batch|seq-len";
 
 // OPT_SWITCH takes 0 or 1, OPT_FLAG takes no value, OPT_BYTES a size such as 16GiB.
 typedef enum {
@@ -273,6 +275,10 @@ typedef enum {
 // command and not to the run.
 typedef enum { ANY, SAME, OWN } OptionOnResume;
 
+// Commands for which a row is special. GENERATES: --generate uses it; any other option is one of
+// training and a mistake there. LEAST: --minimum decides it itself, or does not depend on it.
+enum { GENERATES = 1, LEAST = 2 };
+
 typedef struct {
     const char *name;
     char letter;  // 0: none
@@ -282,6 +288,7 @@ typedef struct {
     double low, high;     // allowed range of a number; for a text, low 1 means not empty
     const char *choices;  // for OPT_CHOICE and OPT_SET
     OptionOnResume on_resume;
+    int commands;  // GENERATES, LEAST
     const char *subject, *help;
 } OptionRow;
 
@@ -290,151 +297,164 @@ typedef struct {
 // digits of a checkpoint's name, and 1 - beta^t above 0.
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
-    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, "Model",
+    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, GENERATES, "Model",
      "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
      "weights: a folder with model.safetensors and config.json, or an llm.c .bin; "
      "l4h4c128t64v8192 also names the vocabulary, by default the data's"},
-    {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
+    {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, GENERATES, "Model",
      "tokens in a sequence, T; default: the model's"},
-    {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, "Model",
+    {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, GENERATES, "Model",
      "seed of the random numbers for initialisation, shuffling and sampling"},
-    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 1, 0, NULL, ANY, "Data",
+    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 1, 0, NULL, ANY, 0, "Data",
      "token shards to train on, a glob pattern; default: tinyshakespeare in data/, else the "
      "generated stories"},
-    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, "Data",
+    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, 0, "Data",
      "token shards to validate on"},
-    {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, "Data",
+    {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, GENERATES, "Data",
      "merges of the tokens: GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt; "
      "default: in data/ for GPT-2's, PREFIX_merges.txt next to other shards"},
-    {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, "Data",
+    {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, 0, "Data",
      "read the windows of an epoch in random order"},
-    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, ANY, "Batch",
-     "sequences in a micro-batch, B"},
-    {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, ANY, "Batch",
+    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, "auto", ANY, LEAST, "Batch",
+     "sequences in a micro-batch, B; auto, on a GPU the default with -d: the most that divide the "
+     "step and fit without recomputation, at most 65,536 tokens"},
+    {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, ANY, 0, "Batch",
      "tokens in an optimizer step, a multiple of B x T; default: B x T"},
-    {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, ANY, "Batch",
+    {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, ANY, 0, "Batch",
      "optimizer steps; default: one epoch"},
-    {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, ANY, "Batch",
+    {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, ANY, 0, "Batch",
      "train on the first batch only, again and again"},
-    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, "Optimizer", "peak learning rate"},
-    {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, schedules, ANY, "Optimizer",
+    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, 0, "Optimizer",
+     "peak learning rate"},
+    {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, schedules, ANY, 0, "Optimizer",
      "shape of the learning rate's decay after warmup (wsd: constant, then 1 - sqrt over the "
      "last fifth)"},
-    {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, ANY, "Optimizer",
+    {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, ANY, 0, "Optimizer",
      "steps of linear warmup from 0"},
-    {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, ANY, "Optimizer",
+    {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, ANY, 0, "Optimizer",
      "final learning rate, as a fraction of the peak"},
-    {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, ANY, "Optimizer",
+    {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, ANY, 0, "Optimizer",
      "decoupled weight decay, applied to two-dimensional tensors only"},
-    {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, ANY, "Optimizer",
+    {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, ANY, 0, "Optimizer",
      "decay rate of AdamW's first moment"},
-    {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, ANY, "Optimizer",
+    {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, ANY, 0, "Optimizer",
      "decay rate of AdamW's second moment"},
-    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, ANY, "Optimizer", "AdamW epsilon"},
-    {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, ANY, "Optimizer",
+    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, ANY, 0, "Optimizer", "AdamW epsilon"},
+    {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, ANY, 0, "Optimizer",
      "clip gradients to this norm; 0: no clipping"},
-    {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, ANY, "Optimizer",
+    {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, ANY, 0, "Optimizer",
      "skip a step if its gradient norm exceeds the mean of the last 128 by this many standard "
      "deviations; 0: never"},
-    {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, ANY, "Optimizer",
+    {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, ANY, 0, "Optimizer",
      "end the run as failed after this many consecutive skipped steps; 0: never. Steps skipped "
      "because fp16's loss scale overflowed do not count"},
-    {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, ANY, "Validation",
+    {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, ANY, 0, "Validation",
      "steps between validations; 0: never"},
-    {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, "Validation",
+    {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, 0, "Validation",
      "batches per validation, at most as many as the data has; 0: all"},
-    {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, ANY, "Samples",
+    {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, ANY, 0, "Samples",
      "steps between samples; the last step is also followed by one; 0: never"},
-    {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, "Samples",
-     "tokens in a sample"},
-    {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, "Samples",
+    {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, GENERATES,
+     "Samples", "tokens in a sample"},
+    {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, GENERATES, "Samples",
      "text that samples continue; empty: start from the end-of-text token; with --generate, - "
      "reads one prompt per line of stdin and ends at the first that is too long"},
-    {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, ANY, "Samples",
+    {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, ANY, GENERATES, "Samples",
      "softmax temperature of samples; 0: always the most likely token"},
-    {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, ANY, "Samples",
+    {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, ANY, GENERATES, "Samples",
      "sample from the k most likely tokens; 0: from all"},
-    {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
+    {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, GENERATES, "Samples",
      "sample from the most likely tokens whose probabilities sum to p"},
-    {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, OWN, "Samples",
+    {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, OWN, GENERATES, "Samples",
      "print the prompt and the model's continuation, at most -g tokens or up to its end of "
      "text, and exit; needs memory for the weights and a KV cache only. Beyond T positions the "
      "window slides, as in samples of a training run, and each token recomputes the window"},
-    {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, OWN, "Samples",
+    {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, OWN, GENERATES, "Samples",
      "with --generate: samples per prompt, separated by a line ---"},
-    {"output", 'o', OPT_TEXT, FIELD(output), "", 1, 0, NULL, OWN, "Output",
+    {"output", 'o', OPT_TEXT, FIELD(output), "", 1, 0, NULL, OWN, 0, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
-    {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, "Output",
+    {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, 0, "Output",
      "steps between checkpoints; 0: only the one at the end"},
-    {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, ANY, "Output",
+    {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, ANY, 0, "Output",
      "number of newest checkpoints to keep; 0: all"},
-    {"log-every", 0, OPT_INT, FIELD(log_every), "1", 1, 1e9, NULL, ANY, "Output",
+    {"log-every", 0, OPT_INT, FIELD(log_every), "1", 1, 1e9, NULL, ANY, 0, "Output",
      "steps between lines on the terminal and in log.jsonl; skipped steps and the last one are "
      "always logged"},
-    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, OWN, "Output",
+    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, OWN, 0, "Output",
      "resume from the newest complete checkpoint in the output folder, if there is one"},
-    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, OWN, "Output",
+    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, OWN, GENERATES, "Output",
      "print only errors and the score of --eval; log.jsonl is written as usual"},
-    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "auto", 0, 0, NULL, ANY, "Memory",
+    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "auto", 0, 0, NULL, ANY, LEAST, "Memory",
      "activation checkpointing: what backward recomputes, one of the levels below. LEVEL:K: in "
      "the first K blocks only; LEVEL:K,LEVEL: and another level in the others; auto: the least "
      "that fits"},
-    {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, "Memory",
+    {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, LEAST, "Memory",
      "rows of logits in memory at a time (changes rounding); 0: as many as take 64 MiB, on a GPU "
      "one eighth of the micro-batch's rows, at least 2560 and at most 8192"},
-    {"matmul", 0, OPT_CHOICE, FIELD(matmul), "fp32", 0, 0, matmul_types, ANY, "Memory",
+    {"matmul", 0, OPT_CHOICE, FIELD(matmul), "fp32", 0, 0, matmul_types, ANY, 0, "Memory",
      "CPU: number type of matmul operands; sums and everything else stay fp32"},
-    {"workspace", 0, OPT_BYTES, FIELD(workspace), "0", 0, 0, NULL, ANY, "Memory",
+    {"workspace", 0, OPT_BYTES, FIELD(workspace), "0", 0, 0, NULL, ANY, 0, "Memory",
      "device memory that cuBLASLt may use for partial sums (changes rounding); 0: 128MiB, 32MiB "
      "for small models"},
-    {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, "Memory",
+    {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, GENERATES, "Memory",
      "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU that "
      "supports it, else fp16"},
-    {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, "Memory",
+    {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, 0, "Memory",
      "number type of the gradients of matrices; default: bf16 if --dtype is bf16, else fp32"},
-    {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, moment_dtypes, ANY, "Memory",
+    {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, moment_dtypes, ANY, LEAST, "Memory",
      "number type of AdamW's two moments"},
-    {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, masters, ANY, "Memory",
+    {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, masters, ANY, LEAST, "Memory",
      "with bf16 weights: keep the low halves of fp32 master weights (split), or round "
      "stochastically (none)"},
-    {"offload", 0, OPT_SET, FIELD(offload), "auto", 0, 0, offloads, ANY, "Memory",
+    {"offload", 0, OPT_SET, FIELD(offload), "auto", 0, 0, offloads, ANY, LEAST, "Memory",
      "states kept in host memory, separated by commas; auto: only what does not fit on the GPU"},
-    {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, "Many GPUs",
+    {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, 0, "Many GPUs",
      "GPUs of this machine to train on, each with a part of the batch; torchrun, srun and "
      "mpirun start ranks on several machines; with --plan, any number"},
-    {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Many GPUs",
+    {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, 0, "Many GPUs",
      "ZeRO stage: what is sharded across GPUs. 0: nothing, 1: moments and master, 2: gradients "
      "too, 3: weights too"},
-    {"timeout", 0, OPT_INT, FIELD(timeout), "60", 1, 1e6, NULL, OWN, "Many GPUs",
+    {"timeout", 0, OPT_INT, FIELD(timeout), "60", 1, 1e6, NULL, OWN, 0, "Many GPUs",
      "end the run after this many seconds without progress and name the GPU that hangs, is "
      "stopped or waits; must exceed the time of two micro-batches"},
-    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
      "print the memory plan and what each setting would save, and exit"},
-    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 1, 0, NULL, OWN, "Plan and checks",
+    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 1, 0, NULL, OWN, 0, "Plan and checks",
      "score the model on a multiple-choice file in llm.c's format (HellaSwag, MMLU), and exit"},
-    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, "Plan and checks",
-     "with --plan or --eval: print JSON; dev/report.py draws plans"},
-    {"fit", 0, OPT_CHOICE, FIELD(fit), NULL, 0, 0, fits, OWN, "Plan and checks",
+    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
+     "with --plan, --fit, --minimum, --largest, --compare or --eval: print JSON; dev/report.py "
+     "draws plans"},
+    {"fit", 0, OPT_CHOICE, FIELD(fit), NULL, 0, 0, fits, OWN, 0, "Plan and checks",
      "print the fastest settings that fit, varying those that are not given, and exit. bits: "
      "batch, recomputation and offload; any: number types too; all: every setting that no other "
      "beats in device memory, host memory and speed"},
-    {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "print the least memory in which the model can be trained, with the settings, and exit"},
-    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
-     "with --plan, --fit, --minimum: plan for this card, one of those below"},
-    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
-     "with --plan, --fit: plan for this much device memory (16GiB); a run on a GPU uses no more "
-     "than a card of this size has"},
-    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"largest", 0, OPT_CHOICE, FIELD(largest), NULL, 0, 0, largests, OWN, 0, "Plan and checks",
+     "print the largest --batch or --seq-len that fits, and exit; other options as given, by "
+     "default -r auto --offload none"},
+    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, GENERATES, "Plan and checks",
+     "with --plan, --fit, --minimum, --largest: plan for this card, one of those below; with "
+     "--plan, all: one line for each card"},
+    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, GENERATES | LEAST,
+     "Plan and checks",
+     "with --plan, --fit, --largest: plan for this much device memory (16GiB); a run on a GPU uses "
+     "no more than a card of this size has"},
+    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "GPU program: compare the loss and every gradient of one batch with the CPU reference"},
-    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "GPU program: compare memory and time of a step with and without recomputation"},
-    {"tune", 0, OPT_SWITCH, FIELD(tune), "1", 0, 1, NULL, OWN, "Plan and checks",
-     "GPU program: time cuBLASLt's algorithms at start-up and cache the choice for this GPU in "
-     "~/.cache/train_gpt2; 0: use the first one of the heuristic"},
-    {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"prove", 0, OPT_TEXT, FIELD(prove), NULL, 1, 0, NULL, OWN, 0, "Plan and checks",
+     "GPU program: try each faster kernel on this GPU for HS,T,NH,B (head size, tokens, heads, "
+     "sequences), as a run does once by itself, print whether it is right and its speed-up, and "
+     "exit"},
+    {"tune", 0, OPT_SWITCH, FIELD(tune), "1", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
+     "GPU program: time cuBLASLt's algorithms and try faster kernels at start-up, and cache the "
+     "choice for this GPU in ~/.cache/train_gpt2; 0: use the heuristic's first algorithm and the "
+     "default kernels"},
+    {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, 0, "Plan and checks",
      "print version, compiler and enabled features"},
-    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, "Plan and checks",
+    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
      "print this text"},
 };
 #undef FIELD
@@ -462,10 +482,11 @@ static int64_t parse_bytes(const char *text) {
 }
 
 // Returns the number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
+// In a list such as "cpu,cpuacct" every word has the number 1.
 static int choice_find(const char *choices, const char *word, size_t n) {
     int number = 1;
     for (const char *c = choices; *c; c += *c != 0) {
-        size_t length = strcspn(c, "=|");
+        size_t length = strcspn(c, "=|,");
         if (length == n && memcmp(c, word, n) == 0) {
             return number;
         }
@@ -533,8 +554,12 @@ static void option_set(Options *o, const OptionRow *row, const char *text) {
             number = strtoll(text, &end, 10);
             value = (double)number;
             right = end != text && *end == 0 && value >= row->low && value <= row->high;
-            snprintf(allowed, sizeof allowed, "a whole number from %.0f to %.0f", row->low,
-                     row->high);
+            if (row->choices && strcmp(text, row->choices) == 0) {  // one word: 0
+                number = 0;
+                right = 1;
+            }
+            snprintf(allowed, sizeof allowed, "a whole number from %.0f to %.0f%s%s", row->low,
+                     row->high, row->choices ? " or " : "", row->choices ? row->choices : "");
     }
     if (!right || errno == ERANGE) {
         snprintf(name, sizeof name, row->letter ? "--%s (-%c)" : "--%s", row->name, row->letter);
@@ -576,6 +601,8 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
                          choice_text(row->choices, i + 2).s);
             }
         }
+    } else if (row->choices && row->type == OPT_INT && !number) {
+        snprintf(text, 64, "%s", row->choices);
     } else if (row->type != OPT_CHOICE) {
         snprintf(text, 64, "%" PRId64, number);
     }
@@ -585,24 +612,43 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
 static void recompute_print_help(void);  // chapter Memory plan
 static void gpu_print_help(void);        // chapter Step time
 
-// Prints `text` with an indentation of HELP_COLUMN, in lines of at most 80 columns.
-static void help_print(const char *text) {
-    enum { HELP_COLUMN = 26, HELP_WIDTH = 80 };
-    int column = HELP_COLUMN;
-    while (*text) {
-        int n = (int)strcspn(text, " ");
-        if (column > HELP_COLUMN && column + 1 + n > HELP_WIDTH) {
-            printf("\n%*s", HELP_COLUMN, "");
-            column = HELP_COLUMN;
+// Prints the words of `text` from column `column` on, in lines of at most 80 columns. All but the
+// first begin at column `indent`; the last one is ended. No line ends at UNBROKEN, which is printed
+// as a space.
+#define UNBROKEN '\037'
+static void text_wrap(const char *text, int column, int indent) {
+    enum { WIDTH = 80 };
+    for (int space = 0; *text;) {
+        const int n = (int)strcspn(text, " ");
+        if (column + space + n > WIDTH && column > indent) {
+            printf("\n%*s", indent, "");
+            column = indent;
+            space = 0;
         }
-        column += printf("%s%.*s", column > HELP_COLUMN ? " " : "", n, text);
+        column += printf("%*s", space, "") + n;
+        for (int i = 0; i < n; i++) {
+            putchar(text[i] == UNBROKEN ? ' ' : text[i]);
+        }
+        space = 1;
         text += n + (text[n] != 0);
     }
     printf("\n");
 }
 
+// Prints formatted text with text_wrap(), from column 0 on.
+__attribute__((format(printf, 2, 3))) static void print_wrapped(int indent, const char *format,
+                                                                ...) {
+    char text[4096];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    text_wrap(text, 0, indent);
+}
+
 // Prints --help: the table by subject, with the choices and the default of every option.
 static void options_print_help(const char *default_model) {
+    enum { HELP_COLUMN = 26 };
     printf("usage: %s [options]\n\n"
            "Trains GPT-2. Without options: model %s on the data in data/.\n"
            "Options take a value unless they are marked (flag); --name value and\n"
@@ -627,7 +673,7 @@ static void options_print_help(const char *default_model) {
             snprintf(text, sizeof text, "%s", row->help);
         }
         printf("  %s--%-17s ", letter, row->name);
-        help_print(text);
+        text_wrap(text, HELP_COLUMN, HELP_COLUMN);
         if (row->letter == 'r') {
             recompute_print_help();
         }
@@ -637,18 +683,40 @@ static void options_print_help(const char *default_model) {
     }
 }
 
+// Returns the row of the option `name`, which must be in the table.
+static const OptionRow *option_find(const char *name) {
+    int row = 0;
+    while (row < OPTION_ROWS && strcmp(option_rows[row].name, name) != 0) {
+        row++;
+    }
+    check(row < OPTION_ROWS, "no option is called %s", name);
+    return &option_rows[row];
+}
+
+// Returns whether the user has given the option, even if with its default value.
+static int option_given(const Options *o, const char *name) {
+    return o->given[option_find(name) - option_rows];
+}
+
 // Returns whether the command only plans, and needs neither the data nor the machine of the run.
-static int options_plan(const Options *o) { return o->plan || o->fit || o->minimum; }
+static int options_plan(const Options *o) {
+    return o->plan || o->fit || o->minimum || o->largest;
+}
+
+// Returns whether --gpu names all cards of the table.
+static int options_all_cards(const Options *o) { return strcmp(o->gpu, "all") == 0; }
 
 // Ends the run if options contradict each other or require others that are missing: an option that
 // would have no effect is reported as a mistake rather than ignored. Conditions that involve the
 // model, the data or the machine are checked at the place of use.
 static void options_contradict(const Options *o) {
-    if (o->json && !o->plan && !o->eval) {
-        die("--json needs --plan or --eval");
+    if (o->json && !options_plan(o) && !o->eval && !o->compare) {
+        die("--json needs --plan, --fit, --minimum, --largest, --compare or --eval");
     }
-    if (!!o->eval + o->plan + !!o->fit + o->minimum + o->check + o->compare > 1) {
-        die("--eval, --plan, --fit, --minimum, --check and --compare are commands: give one");
+    if (!!o->eval + !!o->prove + o->plan + !!o->fit + o->minimum + !!o->largest + o->check +
+            o->compare > 1) {
+        die("--eval, --prove, --plan, --fit, --minimum, --largest, --check and --compare are "
+            "commands: give one");
     }
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
@@ -659,11 +727,25 @@ static void options_contradict(const Options *o) {
     if (o->samples > 1 && !o->generate) {
         die("--samples needs --generate");
     }
-    if (o->generate && (o->fit || o->minimum)) {
-        die("--generate: --plan says what memory it takes; --fit and --minimum are of training");
+    if (o->generate && options_plan(o) && !o->plan) {
+        die("--generate: --plan prints what memory it takes; --fit, --minimum and --largest are "
+            "for training");
     }
     if (o->gpu[0] && !options_plan(o)) {
-        die("--gpu needs --plan, --fit or --minimum: it plans for a card without having it");
+        die("--gpu needs --plan, --fit, --minimum or --largest: it plans for a card that is not "
+            "here");
+    }
+    if (options_all_cards(o) && (!o->plan || o->generate)) {
+        die("--gpu all needs --plan of training: it prints one line for each card");
+    }
+    if (o->gpu_mem > 0 && o->gpu_mem < 1 << 20) {
+        die("--gpu-mem: %" PRId64 " bytes are less than 1 MiB; did you mean %" PRId64 "GiB?",
+            o->gpu_mem, o->gpu_mem);
+    }
+    if ((o->largest == LARGEST_BATCH && option_given(o, "batch")) ||
+        (o->largest == LARGEST_SEQ_LEN && o->seq_len)) {
+        die("--largest %s finds the largest value: leave --%s out",
+            choice_text(largests, o->largest).s, choice_text(largests, o->largest).s);
     }
     if (o->offload & OFFLOAD_AUTO && o->offload != OFFLOAD_AUTO) {
         die("--offload auto cannot be combined with other states: it chooses them itself");
@@ -678,19 +760,15 @@ static void options_contradict(const Options *o) {
     }
 }
 
-// The options that --generate uses; any other is an option of training and a mistake here. The list
-// contains the options that are allowed, so that new options of training are rejected without a
-// change here.
-static const char generate_options[] =
-    "model|seq-len|seed|tokenizer|sample-tokens|prompt|temperature|top-k|top-p|generate|samples|"
-    "quiet|dtype|plan|json|gpu|gpu-mem|tune|help";
-
-// Ends the run if an option is given that --generate would ignore.
-static void options_only_generate(const Options *o) {
+// Ends the run if an option is given that --generate would ignore, or that --minimum decides.
+static void options_of_command(const Options *o) {
     for (int i = 0; i < OPTION_ROWS; i++) {
-        const char *name = option_rows[i].name;
-        if (o->given[i] && !choice_find(generate_options, name, strlen(name))) {
-            die("--generate neither trains nor writes files: leave --%s out", name);
+        const OptionRow *row = &option_rows[i];
+        if (o->given[i] && o->generate && !(row->commands & GENERATES)) {
+            die("--generate neither trains nor writes files: leave --%s out", row->name);
+        }
+        if (o->given[i] && o->minimum && row->commands & LEAST) {
+            die("--minimum finds the least memory by itself: leave --%s out", row->name);
         }
     }
 }
@@ -749,26 +827,9 @@ static void options_parse(Options *o, int argc, char **argv) {
         option_set(o, row, value);
     }
     if (!o->help && !o->version) {
-        if (o->generate) {
-            options_only_generate(o);
-        }
+        options_of_command(o);
         options_contradict(o);
     }
-}
-
-// Returns the row of the option `name`, which must be in the table.
-static const OptionRow *option_find(const char *name) {
-    int row = 0;
-    while (row < OPTION_ROWS && strcmp(option_rows[row].name, name) != 0) {
-        row++;
-    }
-    check(row < OPTION_ROWS, "no option is called %s", name);
-    return &option_rows[row];
-}
-
-// Returns whether the user has given the option, even if with its default value.
-static int option_given(const Options *o, const char *name) {
-    return o->given[option_find(name) - option_rows];
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -905,9 +966,9 @@ static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *
         span->next = LN1W + PER_BLOCK * (int)min_i64((offset - blocks) / block, m->L);
     }
     while (span->next < tensors) {
-        const int n = span->next++, inside = n - LN1W, behind = inside - m->L * PER_BLOCK;
-        span->layer = inside >= 0 && behind < 0 ? inside / PER_BLOCK : 0;
-        span->tensor = inside < 0 ? n : behind < 0 ? LN1W + inside % PER_BLOCK : LNFW + behind;
+        const int n = span->next++, inside = n - LN1W, after = inside - m->L * PER_BLOCK;
+        span->layer = inside >= 0 && after < 0 ? inside / PER_BLOCK : 0;
+        span->tensor = inside < 0 ? n : after < 0 ? LN1W + inside % PER_BLOCK : LNFW + after;
         const int64_t begin = tensor_offset(m, span->tensor, span->layer);
         const int64_t end = begin + tensor_size(m, span->tensor);
         if (begin >= offset + count) {
@@ -1061,7 +1122,7 @@ static void writes_return_errors(void) {
 }
 
 // Returns whether a write to `fd` would block now.
-static int write_waits(int fd) {
+static int write_blocks(int fd) {
     struct pollfd out = {fd, POLLOUT, 0};
     return poll(&out, 1, 0) == 0;
 }
@@ -1084,26 +1145,26 @@ static void stop_overdue(void) {
     seconds = stop_signal != SIGTERM || stop_grace == GRACE_UNLIMITED || moves ? 0 : seconds + 1;
     count = now;
     if (seconds > GRACE_S) {
-        if (!write_waits(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
+        if (!write_blocks(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
             stop_line = "";  // stderr cannot be written; the program ends all the same
         }
         _exit(128 + SIGTERM);
     }
 }
 
-// Checks every second after the first signal whether stdout and stderr still accept output. If one
-// of them has not accepted output in LOOKS checks in a row, it is replaced by /dev/null, which also
-// takes the rest of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
-static void on_look(int number) {
-    enum { LOOKS = 3 };
+// Checks every second after the first signal whether stdout and stderr still accept output. A
+// stream that fails STALLED consecutive checks is replaced by /dev/null, which also takes the rest
+// of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
+static void on_alarm(int number) {
+    enum { STALLED = 3 };
     static int waited[STDERR_FILENO + 1];
     const int error = errno;
     for (int fd = STDOUT_FILENO; fd <= STDERR_FILENO; fd++) {
-        waited[fd] = write_waits(fd) ? waited[fd] + 1 : 0;
-        const int nowhere = waited[fd] < LOOKS ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
-        if (nowhere >= 0) {
-            dup2(nowhere, fd);
-            close(nowhere);
+        waited[fd] = write_blocks(fd) ? waited[fd] + 1 : 0;
+        const int null_fd = waited[fd] < STALLED ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
+        if (null_fd >= 0) {
+            dup2(null_fd, fd);
+            close(null_fd);
         }
     }
     stop_overdue();
@@ -1112,14 +1173,14 @@ static void on_look(int number) {
     (void)number;
 }
 
-// Enables (1) or disables (0) on_look() in this thread. It is disabled during a save: some file
+// Enables (1) or disables (0) on_alarm() in this thread. It is disabled during a save: some file
 // systems, such as those of cloud storage, return EINTR from a call that a signal interrupts, which
 // would make the save fail.
-static void looks_interrupt(int yes) {
-    sigset_t look;
+static void alarm_enable(int yes) {
+    sigset_t alarms;
     stop_grace = yes ? GRACE_PROGRESS : GRACE_UNLIMITED;
-    (void)(sigemptyset(&look), sigaddset(&look, SIGALRM));
-    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &look, NULL);
+    (void)(sigemptyset(&alarms), sigaddset(&alarms, SIGALRM));
+    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &alarms, NULL);
 }
 
 // The pipe to which on_stop() writes a byte; -1: the program does not wait for input.
@@ -1128,12 +1189,12 @@ static int stop_pipe[2] = {-1, -1};
 // Handles all signals that ask the program to stop. Prints no line if stderr would block, because
 // the handler would not return and the next signal would not be handled.
 static void on_stop(int number) {
-    stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
+    stop_line = write_blocks(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
     if (stop_pipe[1] >= 0 && write(stop_pipe[1], "", 1) < 0) {
         errno = 0;  // the pipe is full, which wakes the reader just as well
     }
-    signal(SIGALRM, on_look);  // not before: the parent process may have set an alarm
+    signal(SIGALRM, on_alarm);  // not before: the parent process may have set an alarm
     alarm(1);
 }
 
@@ -1217,55 +1278,43 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
     va_end(args);
 }
 
-// Returns whether a list such as "cpu,cpuacct" contains `word`.
-static int list_has(const char *list, const char *word) {
-    const size_t n = strlen(word);
-    for (; *list; list += *list == ',') {
-        size_t length = strcspn(list, ",");
-        if (length == n && memcmp(list, word, n) == 0) {
-            return 1;
-        }
-        list += length;
-    }
-    return 0;
-}
-
-// Calls look(out, version, folder, group) for the cgroup of `controller` that contains this
+// Calls f(out, version, folder, group) for the cgroup of `controller` that contains this
 // process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
 // on the job, not on its processes. In a container the cgroup's path is that of the host, and only
 // the root of the mount exists, which is the last folder tried. `root` is "", or a test's folder
 // that contains its own /proc and /sys.
-static void groups_look(const char *root, const char *controller,
-                        void (*look)(void *out, int version, const char *folder, const char *group),
-                        void *out) {
+static void cgroups_each(const char *root, const char *controller,
+                         void (*f)(void *out, int version, const char *folder, const char *group),
+                         void *out) {
     static const struct {
         int version;
         const char *mount;
     } mounts[] = {{1, "/sys/fs/cgroup/"}, {2, "/sys/fs/cgroup"}, {2, "/sys/fs/cgroup/unified"}};
     char path[PATH_BYTES], line[2 * PATH_BYTES], folder[4 * PATH_BYTES];
     path_print(path, "%s/proc/self/cgroup", root);
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof line, file)) {  // number:controllers:group
         line[strcspn(line, "\n")] = 0;
         char *names = strchr(line, ':'), *group = names ? strchr(names + 1, ':') : NULL;
         if (!group) {
             continue;
         }
         *group++ = 0;
-        const int version = names[1] == 0 ? 2 : list_has(names + 1, controller);
+        const int version =
+            names[1] == 0 ? 2 : choice_find(names + 1, controller, strlen(controller));
         for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
             *end = 0;
             for (int i = 0; i < 3; i++) {
                 if (mounts[i].version == version) {
                     snprintf(folder, sizeof folder, "%s%s%s%s/", root, mounts[i].mount,
                              version == 1 ? controller : "", group);
-                    look(out, version, folder, group[0] ? group : "/");
+                    f(out, version, folder, group[0] ? group : "/");
                 }
             }
         }
     }
-    if (f) {
-        fclose(f);
+    if (file) {
+        fclose(file);
     }
 }
 
@@ -1280,7 +1329,7 @@ static int64_t folder_number(const char *folder, const char *name, const char *k
 
 // Applies the memory limits of one cgroup. Its usage includes cached files, which are subtracted
 // because the kernel reclaims them before it kills a process.
-static void memory_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_memory(void *out, int version, const char *folder, const char *group) {
     static const struct {
         const char *limits[2], *used, *cached;
     } rows[] = {{{"memory.limit_in_bytes", "memory.limit_in_bytes"}, "memory.usage_in_bytes",
@@ -1329,7 +1378,7 @@ static HostMemory host_memory(const char *root) {
                          stacks ? " minus thread stacks" : "");
         }
     }
-    groups_look(root, "memory", memory_of_group, &h);
+    cgroups_each(root, "memory", cgroup_memory, &h);
     return h;
 }
 
@@ -1349,7 +1398,7 @@ static uint64_t host_memory_available(void) {
 // chosen so that other programs on the machine are not slowed down.
 
 // Lowers *(int *)out to the number of cores that a cgroup's CPU quota allows.
-static void cores_of_group(void *out, int version, const char *folder, const char *group) {
+static void cgroup_cores(void *out, int version, const char *folder, const char *group) {
     double quota = 0, period = 0;
     (void)group;
     if (version == 1) {
@@ -1374,7 +1423,7 @@ static void cores_of_group(void *out, int version, const char *folder, const cha
 // Returns the number of cores, at most `cores`, that cgroup CPU quotas allow; more threads would
 // only be throttled. Unused in a build without OpenMP, which has one thread.
 __attribute__((unused)) static int host_cores(const char *root, int cores) {
-    groups_look(root, "cpu", cores_of_group, &cores);
+    cgroups_each(root, "cpu", cgroup_cores, &cores);
     return cores;
 }
 
@@ -1439,7 +1488,7 @@ typedef struct {
 } CollectiveState;
 
 // Maximum length of a GPU's name, and size of an id (NCCL's), in bytes.
-enum { RANK_TEXT = 96, RANK_ID = 128 };
+enum { RANK_TEXT = 96, RANK_ID = 128, RANK_KERNELS = 1024 };
 
 // Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
 // memory, thread blocks, GPU and id must be equal on all ranks: with different options or data,
@@ -1448,7 +1497,15 @@ typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
     uint64_t device, host;                      // bytes available for a plan
     uint64_t ctas;                              // thread blocks for NCCL
+    uint64_t total;                             // bytes of the device, for -b auto
+    int64_t batch;  // of the checkpoint that -b auto resumes; after the handshake rank 0's
     char gpu[RANK_TEXT], id[RANK_ID];
+    // Verdicts on kernels (chapter Kernel trials) and a fingerprint of the GPU and driver that they
+    // are for, 0: none. After the handshake the verdicts are rank 0's; kernels_unlike is then a
+    // rank with another GPU or driver, or 0.
+    uint64_t kernels_where;
+    char kernels[RANK_KERNELS];
+    int kernels_unlike;
 } RankInfo;
 static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least of all
 
@@ -1579,11 +1636,11 @@ typedef struct {
 } RankStatus;
 
 // Combines the statuses of all ranks into the same decision on every rank.
-static void ranks_agree(const RankStatus *words) {
+static void ranks_agree(const RankStatus *statuses) {
     this_rank.stop = this_rank.fault = 0;
     for (int r = this_rank.ranks - 1; r >= 0; r--) {
-        this_rank.stop |= words[r].stop;
-        this_rank.fault = words[r].failed ? r + 1 : this_rank.fault;
+        this_rank.stop |= statuses[r].stop;
+        this_rank.fault = statuses[r].failed ? r + 1 : this_rank.fault;
     }
 }
 
@@ -1737,9 +1794,10 @@ static void version_print(const char *name, const char *more) {
 // -------------------------------------------------------------------------------------------------
 // 6. Memory plan
 // The plan lists every buffer of a run: name, group, number and type of elements, and the first and
-// last tick of its lifetime. The planner turns settings into buffers, buffers into offsets (buffers
-// whose lifetimes do not overlap may share memory) and offsets into one size in bytes. The run
-// makes one allocation of exactly that size and takes every pointer from the plan.
+// last tick of its lifetime. The planner turns settings into buffers (by act_table, grad_table and
+// single_buffers()), buffers into offsets (buffers whose lifetimes do not overlap may share memory)
+// and offsets into one size in bytes. The run makes one allocation of exactly that size and takes
+// every pointer from the plan.
 // 1. Time is a sequence of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for
 //    the head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, join
 //    (only with several ranks or streamed buffers, see settings_joins()) and update. A forward-only
@@ -1790,7 +1848,7 @@ typedef struct {
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
     int forward;                // 1: a forward-only run; the plan ends at the head
-    int cache;                  // positions in the KV cache of a run that generates; 0: no cache
+    int cache;                  // 1: a run that generates, with a KV cache of T positions
     int64_t workspace;          // GPU: bytes of the matmul workspace
     int tune, quiet;            // time matmul algorithms at the start; print nothing
     uint8_t level[MAX_LAYERS];  // recomputation level of each block, RECOMPUTE_*
@@ -1802,6 +1860,10 @@ typedef struct {
     int nvlink, ctas;          // the GPUs are connected by NVLink; NCCL's limit of thread blocks
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
+
+// Returns the maximum number of tokens of a sequence in one pass: T or, with a KV cache, 64. A
+// prompt is processed in chunks of this many tokens, enough for an efficient packed matmul.
+static int settings_rows(const Settings *s) { return s->cache ? min_int(s->T, 64) : s->T; }
 
 // Returns the type of statistics and losses: fp32 on a GPU, `real` on the CPU.
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
@@ -2024,16 +2086,18 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
     // GPU-only buffers have no elements in the CPU program: their counts are multiplied by gpu (0
     // or 1).
-    const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
+    const int rows_per_pass = settings_rows(s);
+    const int64_t N = (int64_t)s->B * rows_per_pass, NC = N * m->C, batch = batch_ints(N);
+    const int64_t gpu = s->gpu;
     const int64_t matmul = gpu ? s->workspace : (int64_t)matmul_workspace_bytes(s->threads);
     // On one GPU the norm and AdamW use the same table. With several, the norm has a table of its
     // own, because each rank sums only its own shards.
     const int64_t others = s->ranks > 1;
     const int64_t table = gpu * (1 + others) * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
-    const int64_t words = gpu * others * s->ranks * RANK_STATUS_BYTES;
+    const int64_t statuses = gpu * others * s->ranks * RANK_STATUS_BYTES;
     // Backward of attention writes partial sums of 3 C numbers for each tile of 64 or 128 tokens.
     const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
-    const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
+    const int64_t tiles = (int64_t)s->B * ceil_div_i64(rows_per_pass, small ? 64 : 128);
     const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
     const int64_t partials = gpu * max_i64(parts * m->C, 1024);
     const Type E = s->dtype, R = settings_real(s);
@@ -2043,7 +2107,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
-        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, words, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, statuses, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
         // Two batches, so that one is filled while the other is uploaded; then 256 bytes into which
         // the GPU's state ("norm and counters") is downloaded.
@@ -2057,8 +2121,9 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
-        // (L,2,NH,cache,HS): for each layer the keys, then the values, head by head.
-        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache, 0, end, ON_DEVICE},
+        // (L,2,NH,T,HS): for each layer the keys, then the values, head by head.
+        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache * s->T, 0, end,
+         ON_DEVICE},
     };
     state_buffers(buffers, s);
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
@@ -2150,7 +2215,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
-    const int64_t N = (int64_t)s->B * s->T;
+    const int64_t N = (int64_t)s->B * settings_rows(s);
     for (int i = 0; i < ACTS; i++) {
         const ActEntry *a = &act_table[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
@@ -2319,8 +2384,8 @@ static uint64_t plan_peak(const Plan *p, int *peak) {
 
 static void plan_add_transfers(Plan *p);  // next chapter
 
-// Lists the buffers of a run with these settings and finds the peak of live bytes, without
-// assigning offsets.
+// Lists the buffers of a run with these settings and finds the peak of live bytes and the bytes in
+// host memory, without assigning offsets.
 static void plan_list(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
@@ -2337,13 +2402,15 @@ static void plan_list(Plan *p, const Settings *s) {
     for (int l = 0; l < s->model.L; l++) {
         plan_add_block(p, l);
     }
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
+        p->host_bytes += b->placement == PLACE_HOST ? buffer_padded_bytes(b) : 0;
+    }
     p->live_bytes = plan_peak(p, &p->peak);
 }
 
-// Builds the plan of a run with these settings. This is pure arithmetic: it allocates the plan's
-// tables, but none of the memory that they describe.
-static void plan_build(Plan *p, const Settings *s) {
-    plan_list(p, s);
+// Assigns offsets to the listed buffers.
+static void plan_layout(Plan *p) {
     const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
     if (by_size > p->live_bytes) {
         const size_t bytes = (size_t)p->buffer_count * sizeof(Buffer);
@@ -2355,6 +2422,13 @@ static void plan_build(Plan *p, const Settings *s) {
         }
         free(kept);
     }
+}
+
+// Builds the plan of a run with these settings. This is pure arithmetic: it allocates the plan's
+// tables, but none of the memory that they describe.
+static void plan_build(Plan *p, const Settings *s) {
+    plan_list(p, s);
+    plan_layout(p);
     plan_add_transfers(p);
 }
 
@@ -2385,7 +2459,8 @@ static uint64_t plan_taken(const Plan *p) {
 // Returns plan_taken() for settings that are only considered, as in suggested changes and tables.
 static uint64_t plan_bytes(const Settings *s) {
     Plan p;
-    plan_build(&p, s);
+    plan_list(&p, s);
+    plan_layout(&p);
     uint64_t bytes = plan_taken(&p);
     plan_free(&p);
     return bytes;
@@ -2726,6 +2801,40 @@ static int64_t own_count(const Settings *s, Kind state, int64_t count) {
     return s->placement[state] & PLACE_SHARD ? count / s->ranks : count;
 }
 
+// The order in which the ranks' gradients are added depends on the number of ranks alone, not on
+// the machines that they run on: groups of RANK_GROUP consecutive ranks are added in rank order,
+// then the groups' sums in their order. A rank adds some of the parts of a bucket for its group,
+// and the groups' sums of a part, in fp32, go to the rank that owns it. So if each machine has the
+// GPUs of one group, only sums travel between machines.
+enum { RANK_GROUP = 8 };
+static int rank_groups(int ranks) { return (ranks + RANK_GROUP - 1) / RANK_GROUP; }
+static int group_members(int ranks, int group) {
+    return min_int(RANK_GROUP, ranks - group * RANK_GROUP);
+}
+
+// Returns the number of parts of a bucket that a rank adds for its group. Member i adds those of
+// the ranks q with q % RANK_GROUP = i, and in a last group of fewer members also those of the
+// members that are missing there (part_adder). One group: each rank adds its own part.
+static int parts_added(int ranks, int rank) {
+    const int members = group_members(ranks, rank / RANK_GROUP);
+    int parts = 0;
+    for (int column = rank % RANK_GROUP; column < min_int(RANK_GROUP, ranks); column += members) {
+        parts += (ranks - column + RANK_GROUP - 1) / RANK_GROUP;
+    }
+    return parts;
+}
+
+// Returns the bytes that a rank sends to add up a bucket of `count` elements of `bytes` bytes: the
+// most of all ranks, which a member of the first or of the last group sends.
+static double reduce_bytes(int ranks, double count, double bytes) {
+    double most = 0;
+    for (int i = 0; i < 2; i++) {
+        const int parts = parts_added(ranks, i ? (rank_groups(ranks) - 1) * RANK_GROUP : 0);
+        most = fmax(most, count / ranks * ((ranks - parts) * bytes + (parts - 1) * 4.0));
+    }
+    return most;
+}
+
 // Fills `rows` with the weights, gradients, moments and master copy, and the backing stores and
 // slots. Rows that the placements do not need have no elements.
 static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
@@ -2766,10 +2875,10 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         {GROUP_GRADIENTS, "gradients, slot 1", D, G * block * has_second, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 0", E, X * NC, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 1", E, X * NC * has_second, 0, join, ON_DEVICE},
-        // Receives the other ranks' parts of a bucket, which one kernel then adds; larger buckets
-        // are exchanged in pieces. After the update, weights stored whole in host memory are
-        // gathered here.
-        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0,
+        // Receives the other ranks' parts of a bucket, which one kernel then adds; with several
+        // groups of ranks also holds the group's sums, in fp32. Larger buckets are exchanged in
+        // pieces. After the update, weights stored whole in host memory are gathered here.
+        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block * (8 + (s->ranks > 8)) / 8, 0,
          s->placement[KIND_WEIGHTS] == PLACE_HOST ? end : join, ON_DEVICE},
     };
     memcpy(rows, states, sizeof states);
@@ -2916,28 +3025,32 @@ static void transfers_forget_weights(Plan *p) {
 // which they reach half of it; the share of that rate in attention, forward and backward, under
 // the causal mask; the share of the memory bandwidth in copies of large arrays. The published
 // throughputs that they reproduce, and how far they miss them: dev/notes/forecast.md.
+// The last two columns are the memory that libraries take, in MiB: that of the CUDA context for
+// each SM, 2 KiB for each thread that it holds; and the context's rest with cuBLASLt's kernels, the
+// power of two above the known figures (dev/notes/forecast.md).
 typedef struct {
     int capability;
     double matmuls, half, attention, attention_back, memory;
+    int sm_mib, library_mib;
 } CardLine;
 enum {
     LINE_V100, LINE_T4, LINE_RTX20, LINE_A100, LINE_RTX30, LINE_RTX_A, LINE_RTX40, LINE_ADA,
     LINE_H100, LINE_H20, LINE_B200, LINE_RTX50, LINE_RTX_PRO
 };
 static const CardLine card_lines[] = {
-    {70, 0.70, 100, 0.31, 0.22, 0.80},  // V100: only its memory is planned
-    {75, 0.58, 120, 0.31, 0.215, 0.70},
-    {75, 0.95, 45, 0.70, 0.51, 0.87},  // RTX 20 and RTX 30: no figure is known; those of RTX 40
-    {80, 0.85, 85, 0.35, 0.255, 0.87},
-    {86, 0.95, 45, 0.70, 0.51, 0.87},
-    {86, 0.66, 45, 0.43, 0.31, 0.87},
-    {89, 0.97, 45, 0.70, 0.51, 0.87},
-    {89, 0.40, 45, 0.28, 0.21, 0.87},
-    {90, 0.74, 262, 0.21, 0.158, 0.87},
-    {90, 0.85, 85, 0.35, 0.255, 0.87},  // H20: a seventh of an H100's tensor cores, as an A100's
-    {100, 0.60, 350, 0.15, 0.11, 0.87},
-    {120, 0.97, 45, 0.70, 0.51, 0.87},
-    {120, 0.50, 45, 0.35, 0.25, 0.87},  // RTX PRO: no figure is known; between RTX 50 and Ada
+    {70, 0.70, 100, 0.31, 0.22, 0.80, 4, 512},  // V100: only its memory is planned
+    {75, 0.58, 120, 0.31, 0.215, 0.70, 2, 256},
+    {75, 0.95, 45, 0.70, 0.51, 0.87, 2, 256},  // RTX 20 and 30: no figure is known; as RTX 40
+    {80, 0.85, 85, 0.35, 0.255, 0.87, 4, 512},
+    {86, 0.95, 45, 0.70, 0.51, 0.87, 3, 256},
+    {86, 0.66, 45, 0.43, 0.31, 0.87, 3, 256},
+    {89, 0.97, 45, 0.70, 0.51, 0.87, 3, 256},
+    {89, 0.40, 45, 0.28, 0.21, 0.87, 3, 256},
+    {90, 0.74, 262, 0.21, 0.158, 0.87, 4, 512},
+    {90, 0.85, 85, 0.35, 0.255, 0.87, 4, 512},  // H20: a seventh of an H100's tensor cores
+    {100, 0.60, 350, 0.15, 0.11, 0.87, 4, 512},
+    {120, 0.97, 45, 0.70, 0.51, 0.87, 3, 256},
+    {120, 0.50, 45, 0.35, 0.25, 0.87, 3, 256},  // RTX PRO: no figure; between RTX 50 and Ada
 };
 
 // Cards: total memory in GiB as the driver reports it, the smallest total quoted in CUDA
@@ -3045,7 +3158,7 @@ static const GpuEntry *gpu_find(const Options *o) {
     const ShortText key = card_key(o->gpu);
     char near[256] = "";
     int least = 99, n = 0;
-    if (!o->gpu[0]) {
+    if (!o->gpu[0] || options_all_cards(o)) {
         return NULL;
     }
     for (int i = 0; i < GPU_CARDS; i++) {
@@ -3070,7 +3183,7 @@ static void gpu_print_help(void) {
         n = text_add(names, sizeof names, n, "%s%s", i ? " " : "", gpu_table[i].name);
     }
     printf("%26s", "");
-    help_print(names);
+    text_wrap(names, 26, 26);
 }
 
 // Throughput of a card, per second: FLOPs of matmuls in the limit of many channels, and the number
@@ -3080,8 +3193,9 @@ static void gpu_print_help(void) {
 typedef struct {
     double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
-// Bytes that an SM's other kernels can process in a clock: their instructions limit them too. Both
-// shares below are the same for every card: 25 of the 31.5 GB/s of PCIe 4 x16 are payload.
+// Kernels other than matmuls and attention are limited by memory or by their instructions: an SM
+// processes at most sm_bytes_per_clock. link_share is the payload of the host link, 25 of 31.5 GB/s
+// for PCIe 4 x16. Both are assumed to be the same for every card.
 static const double sm_bytes_per_clock = 57.6, link_share = 0.79;
 
 // Returns the rates of a card: those of its line at its specifications. They are predicted, not
@@ -3231,7 +3345,9 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.up += v->in & PLACE_HOST ? times * own : 0;
         t.gathered += v->in & PLACE_SHARD ? times * others * bytes : 0;
         t.down += v->out & PLACE_HOST ? micros * own : 0;
-        t.reduced += v->out & PLACE_SHARD ? micros * others * bytes : 0;
+        t.reduced += v->out & PLACE_SHARD ? micros * reduce_bytes(s->ranks, (double)rows[id].count,
+                                                                  (double)type_bytes(rows[id].type))
+                                          : 0;
     }
     free(transfers);
     // The update works in place on weights, gradients, moments and master bits stored in host
@@ -3250,13 +3366,15 @@ static Traffic step_traffic(const Settings *s, int micros) {
     }
     // Gradients that are not sharded are reduced once per step. An all-gather follows: of the new
     // weights if the optimizer states are sharded, otherwise of the reduced gradients.
-    const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
-    const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
+    const double vectors = (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
+    const double matrices = (double)rows[BUF_GRADS].count, g = (double)type_bytes(s->grad_dtype);
     const int64_t placement =
         s->placement[KIND_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_STORE].count;
     const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + placement;
-    t.reduced += others * (grads + vectors);
-    t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
+    t.reduced += s->ranks > 1 ? reduce_bytes(s->ranks, matrices, g) +
+                                    reduce_bytes(s->ranks, vectors, 4)
+                              : 0;
+    t.gathered += others * ((divided ? w * (double)params : g * matrices) + 4 * vectors);
     return t;
 }
 
@@ -3277,11 +3395,12 @@ static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
 
 // Returns the seconds of a step of `micros` micro-steps on each rank. Transfers of streamed buffers
 // overlap with computation, in both directions at once. The exchange of gradients between GPUs
-// overlaps too; gradients that stay on the device are exchanged only in the last micro-step. Two
-// transfers do not overlap: those of gradients, moments, master bits and weights that the update
-// works on in host memory, and the all-gather of new weights after the update (ZeRO). The model
-// assumes that the exchange can begin with the micro-step and that it shares the link to the host,
-// as it does on PCIe.
+// overlaps too; gradients that stay on the device are exchanged only in the last micro-step. The
+// all-gather of new weights after the update (ZeRO) overlaps with the next forward, a third of a
+// micro-step, except that of wte and wpe, with which forward begins. Transfers of gradients,
+// moments, master bits and weights that the update works on in host memory do not overlap. The
+// model assumes that the exchange can begin with the micro-step and that it shares the link to the
+// host, as it does on PCIe.
 static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
     double micro = forecast_micro(v, s, 1), last = micro, update = update_bytes(s) * v->byte;
     if (settings_offloads(s) || s->ranks > 1) {
@@ -3296,7 +3415,13 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
         last = fmax(micro, transfers + sums + (divided ? 0 : results));
         micro = fmax(micro, transfers);
         update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
-        update += divided ? results : 0;
+        if (divided) {
+            const double count = (double)bucket_at(&s->model, s->ranks, BUCKET_BLOCKS).offset -
+                                 (double)bucket_at(&s->model, s->ranks, BUCKET_WTE).offset;
+            const double begin = fmin(results, (1 - 1.0 / s->ranks) * count *
+                                                   (double)type_bytes(s->dtype) * v->peer_byte);
+            update += begin + fmax(0, results - begin - forecast_micro(v, s, 1) / 3);
+        }
     }
     return (double)(micros - 1) * micro + last + update + v->step;
 }
@@ -3311,8 +3436,19 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 // From options to settings, for the named card or the one present, including the levels of
 // recomputation and the offload that the program chooses itself.
 
-// Library memory (CUDA context, cuBLASLt) of a GPU run. Not measured yet; the plan says so.
+// Library memory (CUDA context, cuBLASLt) that a plan leaves free on a GPU of which only the memory
+// is known.
 static const uint64_t library_reserve_bytes = (uint64_t)1 << 30;
+
+// Returns the library memory of a card (NULL: only its memory is known), estimated from its number
+// of SMs and rounded up to 64 MiB.
+static uint64_t card_library_bytes(const GpuEntry *card) {
+    if (!card) {
+        return library_reserve_bytes;
+    }
+    const CardLine *line = &card_lines[card->line];
+    return (uint64_t)ceil((line->sm_mib * card->sms + line->library_mib) / 64) << 26;
+}
 
 // Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
 // 12 MiB of buffers per channel, and a channel has a thread block (CTA) (NVIDIA/nccl#1685). Peers
@@ -3443,13 +3579,15 @@ static void settings_types(Settings *s, const Options *o) {
     }
 }
 
+enum { USUAL_BATCH = 4 };  // sequences in a micro-batch, if nothing is known
+
 // Fills *s with the settings of a run from its options; the model, including its vocabulary, is
 // already known. Ends the run at settings that this program does not support.
 static void settings_from_options(Settings *s, const Options *o, const Model *m, int gpu) {
     memset(s, 0, sizeof *s);
     s->model = *m;
     s->gpu = gpu;
-    s->B = (int)o->batch;
+    s->B = (int)(o->batch ? o->batch : (int64_t)USUAL_BATCH);
     s->T = o->seq_len ? (int)o->seq_len : m->maxT;
     s->threads = thread_count();
     if (s->T > m->maxT) {
@@ -3521,6 +3659,12 @@ static int64_t settings_offload(Settings *s, int states) {
         all |= (int64_t)(s->placement[state] & PLACE_HOST) / PLACE_HOST << state;
     }
     return all;
+}
+
+// Returns the bits of all states in host memory.
+static int64_t settings_offload_bits(const Settings *s) {
+    Settings copy = *s;
+    return settings_offload(&copy, 0);
 }
 
 // Returns the states placed in host memory, in the syntax of --offload.
@@ -3616,6 +3760,7 @@ typedef struct {
     int64_t windows;  // sequences in the data, 0: unknown
     const char *where, *from;
     const GpuEntry *card;  // that --gpu names, or NULL
+    char library_from[32];  // how the library memory is known
     Speed speed;
 } MemoryBudget;
 
@@ -3657,37 +3802,6 @@ static int64_t step_whole_micros(const Options *o, const Settings *s) {
     return micros;
 }
 
-// Resolves `-r auto` and `--offload auto`, neither of which changes results: the cheapest levels
-// that fit, and offload only if no levels fit, of as few states as necessary. If nothing fits, the
-// settings are those that exceed the memory least. If the available memory is unknown, nothing is
-// recomputed or offloaded.
-static void settings_auto(Settings *s, const Options *o, const MemoryBudget *budget) {
-    const int trains = !s->forward;  // a forward-only run has nothing to recompute or offload
-    const int levels = trains && strcmp(o->recompute, "auto") == 0;
-    const int offloads = trains && s->gpu && o->offload == OFFLOAD_AUTO;
-    const Speed v = speed_usual(s);
-    Settings best = *s;
-    uint64_t least = UINT64_MAX;
-    for (int tier = 0; tier < (offloads ? OFFLOAD_TIERS : 1) && budget->device > 0; tier++) {
-        Settings next = *s;
-        Plan p;
-        settings_offload(&next, offload_tiers[tier]);
-        if (levels) {
-            settings_fit_levels(&next, &v, budget->device);
-        }
-        plan_build(&p, &next);
-        if (plan_taken(&p) < least && (p.host_bytes <= budget->host || tier == 0)) {
-            best = next;
-            least = plan_taken(&p);
-        }
-        plan_free(&p);
-        if (least <= budget->device) {
-            break;
-        }
-    }
-    *s = best;
-}
-
 // The levels in the syntax of -r: runs of blocks, such as "block:20,qkv:8", without the last blocks
 // if these recompute nothing. "block:1," is the longest text that one block can take.
 typedef struct {
@@ -3713,6 +3827,232 @@ static LevelsText recompute_text(const Settings *s) {
     return text;
 }
 
+// Sets the micro-batch to B sequences. If the rows per classifier chunk (--logit-rows) were the
+// default, they become the default for B; otherwise they are only limited to B x T.
+static void settings_batch(Settings *s, int B) {
+    const size_t element = type_bytes(s->dtype);
+    const int64_t N = (int64_t)s->B * s->T, changed = (int64_t)B * s->T;
+    const int usual = s->logit_rows == default_logit_rows(&s->model, element, N, s->gpu);
+    s->B = B;
+    s->logit_rows = (int)(usual ? default_logit_rows(&s->model, element, changed, s->gpu)
+                                : min_i64(s->logit_rows, changed));
+}
+
+// Appends to `text` the options that turn settings `from` into `to`, as a user would type them, for
+// everything that a search may change.
+static void changes_text(char text[256], const Settings *from, const Settings *to) {
+    char offload[64];
+    const Model *m = &to->model;
+    int n = 0;
+    text[0] = 0;
+    if (memcmp(from->level, to->level, sizeof to->level) != 0) {
+        n = text_add(text, 256, n, " -r %s", recompute_text(to).s);
+    }
+    if (from->moment_dtype != to->moment_dtype) {
+        n = text_add(text, 256, n, " --moments bf16");
+    }
+    if (from->split_master != to->split_master) {
+        n = text_add(text, 256, n, " -w none");
+    }
+    if (settings_offload_bits(from) != settings_offload_bits(to)) {
+        n = text_add(text, 256, n, " --offload %s", offload_text(offload, to));
+    }
+    if (from->B != to->B) {
+        n = text_add(text, 256, n, " -b %d", to->B);
+    }
+    const int64_t rows = default_logit_rows(m, type_bytes(to->dtype), (int64_t)to->B * to->T,
+                                            to->gpu);
+    if (to->logit_rows != rows && (from->logit_rows != to->logit_rows)) {
+        n = text_add(text, 256, n, " --logit-rows %d", to->logit_rows);
+    }
+    if (from->workspace != to->workspace) {
+        text_add(text, 256, n, " --workspace %" PRId64, to->workspace);
+    }
+    memmove(text, text + (text[0] == ' '), strlen(text) + 1 - (text[0] == ' '));
+}
+
+// Candidates. Whatever chooses settings walks along the same axes: `-r auto` and `--offload auto`,
+// suggested changes, --fit, --minimum, --largest, and the batch that unused memory would buy. Step
+// 0 of an axis keeps what the base settings have; each step frees more memory than the one before
+// it, except along BY_BATCH, whose steps are batches of the search's choice.
+// 1. BY_LEVEL: a recomputation level in all blocks. BY_TYPE: bf16 moments, then also no low halves
+//    of master weights, which alone free less than the moments do. BY_OFFLOAD: an offload tier.
+//    BY_SCRATCH: few rows of logits and no workspace. BY_BATCH: another micro-batch.
+// 2. A step that changes nothing, or no more than the step before it, is not a candidate.
+enum { BY_LEVEL, BY_TYPE, BY_OFFLOAD, BY_SCRATCH, BY_BATCH, AXES };
+enum { MAX_BATCHES = 40, SCRATCH_ROWS = 128, SCRATCH_WORKSPACE = 256 };
+
+typedef struct {
+    Settings base;
+    int mix;                 // 1: step 0 of BY_LEVEL is the cheapest mix of levels that fits
+    int last[AXES];          // the highest step of each axis
+    int batch[MAX_BATCHES];  // micro-batch of each step of BY_BATCH; the first is the base's
+    int64_t sequences;       // of each rank in a step: a multiple of the batch; 0: one micro-batch
+    uint64_t device, host;   // bytes that the plan may take
+    Speed speed;
+    const struct PlanCandidate *better;  // those found so far, of which one may be better; or NULL
+    int better_count;
+} Search;
+
+typedef struct PlanCandidate {
+    int steps[AXES];
+    Settings settings;
+    uint64_t bytes, host_bytes;  // of the plan; if it does not fit, at least these
+    double tokens_per_s;
+} PlanCandidate;
+typedef enum { CHANGES_NOTHING, DIVIDES_NOT, BEATEN, TOO_LARGE, FITS } Verdict;
+
+// Returns the micro-batch that a search tries after B: 1, 2, 3, 4, 6, 8, 12, 16, ...
+static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : B / 2 * 3; }
+
+// Begins a search that changes nothing yet, for the memory and speed of `budget`.
+static void search_begin(Search *q, const Settings *base, const MemoryBudget *budget) {
+    memset(q, 0, sizeof *q);
+    q->base = *base;
+    q->batch[0] = base->B;
+    q->device = budget->device;
+    q->host = budget->host;
+    q->speed = budget->speed;
+}
+
+// Applies one step of an axis. Step 0 changes nothing.
+static void axis_apply(Settings *s, const Search *q, int axis, int step) {
+    if (axis == BY_LEVEL && step) {
+        settings_recompute(s, step, s->model.L);
+    } else if (axis == BY_TYPE && step) {
+        s->moment_dtype = TYPE_BF16;
+        s->split_master = step == 2 ? 0 : s->split_master;
+        s->placement[KIND_MASTER] = s->split_master ? s->placement[KIND_MASTER] : 0;
+    } else if (axis == BY_OFFLOAD) {
+        settings_offload(s, offload_tiers[step]);
+    } else if (axis == BY_SCRATCH && step) {
+        s->logit_rows = min_int(s->logit_rows, SCRATCH_ROWS);
+        s->workspace = s->gpu ? min_i64(s->workspace, SCRATCH_WORKSPACE) : s->workspace;
+    } else if (axis == BY_BATCH) {
+        settings_batch(s, q->batch[step]);
+    }
+}
+
+// Sets the candidate's settings from its steps. Returns 0 if one of them changes nothing.
+static int candidate_apply(PlanCandidate *c, const Search *q) {
+    static const int order[AXES] = {BY_BATCH, BY_TYPE, BY_OFFLOAD, BY_SCRATCH, BY_LEVEL};
+    Settings *s = &c->settings;
+    int changes = 1;
+    *s = q->base;
+    for (int i = 0; i < AXES; i++) {
+        const Settings before = *s;
+        Settings lower = *s;
+        axis_apply(s, q, order[i], c->steps[order[i]]);
+        if (c->steps[order[i]]) {
+            axis_apply(&lower, q, order[i], c->steps[order[i]] - 1);
+            changes &= memcmp((const void *)&before, (const void *)s, sizeof before) != 0 &&
+                       memcmp((const void *)&lower, (const void *)s, sizeof lower) != 0;
+        }
+    }
+    return changes;
+}
+
+// Returns 1 if candidate `a` is simpler than `b`, which is about as fast: it has fewer states in
+// host memory; if equal, fewer narrow number types; if equal, a smaller batch.
+static int candidate_is_simpler(const PlanCandidate *a, const PlanCandidate *b) {
+    const int *x = a->steps, *y = b->steps;
+    return x[BY_OFFLOAD] != y[BY_OFFLOAD]   ? x[BY_OFFLOAD] < y[BY_OFFLOAD]
+           : x[BY_TYPE] != y[BY_TYPE] ? x[BY_TYPE] < y[BY_TYPE]
+                                      : a->settings.B < b->settings.B;
+}
+
+// Plans and forecasts a candidate, whose settings are set. A plan is not laid out, which takes most
+// of the time, if its live bytes are too many or if a simpler candidate is at least as good.
+static Verdict candidate_plan(PlanCandidate *c, const Search *q) {
+    Plan p;
+    Settings *s = &c->settings;
+    if (q->sequences && q->sequences % s->B) {
+        return DIVIDES_NOT;
+    }
+    if (q->mix && !c->steps[BY_LEVEL]) {
+        settings_fit_levels(s, &q->speed, q->device);
+    }
+    plan_list(&p, s);
+    p.device_bytes = p.live_bytes;
+    c->bytes = plan_taken(&p);
+    c->host_bytes = p.host_bytes;
+    c->tokens_per_s =
+        forecast_tokens_per_s(&q->speed, s, q->sequences ? q->sequences / s->B : 1);
+    Verdict verdict = c->bytes > q->device || c->host_bytes > q->host ? TOO_LARGE : FITS;
+    for (int i = 0; i < q->better_count && verdict == FITS; i++) {
+        const PlanCandidate *g = &q->better[i];
+        const int beats = g->bytes <= c->bytes && g->host_bytes <= c->host_bytes &&
+                          g->tokens_per_s >= c->tokens_per_s && !candidate_is_simpler(c, g);
+        verdict = beats ? BEATEN : FITS;
+    }
+    if (verdict == FITS) {
+        plan_layout(&p);
+        c->bytes = plan_taken(&p);
+        verdict = c->bytes > q->device ? TOO_LARGE : FITS;
+    }
+    plan_free(&p);
+    return verdict;
+}
+
+// Applies a candidate's steps, then plans and forecasts it.
+static Verdict candidate_try(PlanCandidate *c, const Search *q) {
+    return candidate_apply(c, q) ? candidate_plan(c, q) : CHANGES_NOTHING;
+}
+
+// Advances `steps` to the next combination, in which BY_BATCH changes fastest; `skip` leaves out
+// its larger steps. Returns 0 after the last combination.
+static int search_next(const Search *q, int steps[AXES], int skip) {
+    int axis = AXES - 1;
+    steps[BY_BATCH] = skip ? q->last[BY_BATCH] : steps[BY_BATCH];
+    while (axis >= 0 && steps[axis] == q->last[axis]) {
+        steps[axis--] = 0;
+    }
+    steps[max_i64(axis, 0)] += axis >= 0;
+    return axis >= 0;
+}
+
+// Returns the largest micro-batch that divides a step's `sequences` of each rank, has at most
+// `tokens` tokens and whose plan, with the levels and placements of `s`, takes at most `bytes` of
+// device memory; 0 if there is none.
+static int settings_largest_batch(const Settings *s, int64_t sequences, int64_t tokens,
+                                  uint64_t bytes) {
+    int64_t B = min_i64(sequences, tokens / s->T);
+    for (; B > 0; B--) {
+        Settings t = *s;
+        settings_batch(&t, (int)(sequences % B ? s->B : B));
+        if (sequences % B == 0 && plan_live(&t) <= bytes && plan_bytes(&t) <= bytes) {
+            break;
+        }
+    }
+    return (int)B;
+}
+
+// Resolves `-r auto` and `--offload auto`, neither of which changes results: the cheapest levels
+// that fit, and offload only if no levels fit, of as few states as necessary. If nothing fits, the
+// settings are those that exceed the memory least. If the available memory is unknown, nothing is
+// recomputed or offloaded.
+static void settings_auto(Settings *s, const Options *o, const MemoryBudget *budget) {
+    const int trains = !s->forward;  // a forward-only run has nothing to recompute or offload
+    Search q;
+    uint64_t least = UINT64_MAX;
+    search_begin(&q, s, budget);
+    q.speed = speed_usual(s);  // the same choice whether or not this machine's speed is known
+    q.mix = trains && strcmp(o->recompute, "auto") == 0;
+    q.last[BY_OFFLOAD] = trains && s->gpu && o->offload == OFFLOAD_AUTO ? OFFLOAD_TIERS - 1 : 0;
+    PlanCandidate c;
+    memset(&c, 0, sizeof c);
+    while (budget->device > 0 && least > budget->device) {
+        if (candidate_try(&c, &q) != CHANGES_NOTHING && c.bytes < least &&
+            (c.host_bytes <= budget->host || !c.steps[BY_OFFLOAD])) {
+            *s = c.settings;
+            least = c.bytes;
+        }
+        if (!search_next(&q, c.steps, 0)) {
+            break;
+        }
+    }
+}
+
 static uint64_t size_less(uint64_t bytes, uint64_t taken) {
     return bytes > taken ? bytes - taken : 0;
 }
@@ -3724,6 +4064,32 @@ static uint64_t gpu_memory_from_options(const Options *o) {
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
 
+// Returns whether the micro-batch is chosen for the user: with -b auto, or with -d and no -b.
+static int options_auto_batch(const Options *o) {
+    return !o->batch || (o->tokens_per_step && !option_given(o, "batch"));
+}
+
+// Resolves -b auto for GPUs with `total` bytes, 0: unknown, and sets the option to the choice: the
+// largest micro-batch that divides the step and whose plan fits without recomputation, with at most
+// 65,536 tokens and `most` sequences. The choice affects rounding, so it depends on the card's
+// memory, not on what is free at the moment: the same card always gives the same bits. It stays
+// USUAL_BATCH on the CPU, without -d, or if nothing fits.
+static void settings_auto_batch(Settings *s, Options *o, uint64_t total, int64_t most) {
+    const int64_t tokens = (int64_t)s->ranks * s->T, sequences = o->tokens_per_step / tokens;
+    if (!options_auto_batch(o)) {
+        return;
+    }
+    if (s->gpu && total && sequences > 0 && o->tokens_per_step % tokens == 0) {
+        const uint64_t cap = o->gpu_mem && (uint64_t)o->gpu_mem < total ? (uint64_t)o->gpu_mem
+                                                                         : total;
+        const uint64_t reserved = library_reserve_bytes + nccl_estimate_bytes(s);
+        const int B = settings_largest_batch(s, sequences, min_i64(65536, most * s->T),
+                                             size_less(cap, reserved));
+        settings_batch(s, B ? B : s->B);
+    }
+    o->batch = s->B;
+}
+
 // Returns the memory budget of a card that is only named; its host's memory is unknown. The rates
 // are those of 16-bit matmuls.
 static MemoryBudget budget_named(const Options *o, const Settings *s) {
@@ -3732,15 +4098,17 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     budget.card = card;
-    budget.library = library_reserve_bytes;
+    budget.library = card_library_bytes(card);
+    if (card) {
+        snprintf(budget.library_from, sizeof budget.library_from, "estimated: sm_%d, %.0f SMs",
+                 card_capability(card), card->sms);
+    } else {
+        snprintf(budget.library_from, sizeof budget.library_from, "assumed");
+    }
     const uint64_t reserved = budget.library + nccl_estimate_bytes(s);
-    budget.device = size_less(bytes, reserved);
+    budget.device = bytes > reserved ? bytes - reserved : bytes > 0;  // 0 would mean unknown
     budget.host = UINT64_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
-    if (bytes && !budget.device) {  // for example 16 instead of 16GiB
-        die("%s: nothing is left for the plan: %s of %s are reserved for libraries", budget.where,
-            bytes_text((double)reserved).s, bytes_text((double)bytes).s);
-    }
     const Rates rates = card ? card_rates(card) : rates_usual(1);
     budget.speed = speed_predict(&rates, s);
     // Beyond one machine of eight GPUs the exchange is slower than these rates predict.
@@ -3812,7 +4180,7 @@ typedef int64_t Lanes __attribute__((vector_size(VECTOR_BYTES)));  // indices of
 typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
-// Multiply-adds are fused in functions marked FUSED and nowhere else. GCC uses the attribute (and
+// Multiply-adds are fused in functions marked FUSED and null_fd else. GCC uses the attribute (and
 // then inlines nothing that lacks it), clang the pragma at the start of the body.
 #if defined(__clang__)
 // clang's expansion of a taskloop compares an int with an unsigned long. GCC still checks signs.
@@ -5121,7 +5489,7 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_ATT:
         if (p->settings.cache) {
-            const int positions = p->settings.cache;
+            const int positions = p->settings.T;
             attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l),
                              buffer(p, BUF_CACHE) + (int64_t)l * 2 * positions * C,
                              act(p, ACT_QKV, l), positions, pass->first, N, C, NH);
@@ -5455,11 +5823,15 @@ struct Engine {
     void *self;
     char device[192];         // description to print
     const char *matmul;       // matmul algorithms in use, as text; NULL: it has no choice
+    const char *kernels;      // kernels in use other than the default ones, likewise
+    const char *kernels_line;  // how these were chosen, to print; NULL: there was no choice
     int states;               // number of states held: STATES, or 1 (only the weights)
     int zero;                 // 1: opened with all states zero, and none written since
     // Adopts the matmul algorithms recorded in a checkpoint; called before any state is written.
     // Returns 0 if it cannot use them, and then keeps its own. NULL: the engine has no choice.
     int (*set_algorithms)(Engine *e, const char *choices);
+    // Likewise for kernels. If it cannot use one of those named, it uses the default instead.
+    int (*set_kernels)(Engine *e, const char *kernels);
     double peak_flops;        // the basis of "% of peak"; 0: unknown
     const char *peak_source;  // its source, or why it is unknown
     // Runs forward and backward on micro-batch `accum_step` (from 0) of `accum_steps`. The first
@@ -5513,14 +5885,14 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
 // rank, valid until the next exchange. After this call all ranks know of a signal or a fault on any
 // of them.
 static const RankStatus *engine_exchange(Engine *e, double value) {
-    static RankStatus *words;
+    static RankStatus *statuses;
     const RankStatus mine = {value, stop_signal != 0, this_rank.failed};
-    if (!words) {
-        words = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *words);
+    if (!statuses) {
+        statuses = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *statuses);
     }
-    engine_gather(e, words, &mine, sizeof mine);
-    ranks_agree(words);
-    return words;
+    engine_gather(e, statuses, &mine, sizeof mine);
+    ranks_agree(statuses);
+    return statuses;
 }
 
 // engine_exchange() without a value; does nothing with a single rank.
@@ -5584,13 +5956,14 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// Processes up to T tokens, the rows of the plan, per pass. Only the last pass runs the head, and
+// Processes up to settings_rows() tokens per pass. Only the last pass runs the head, and
 // only on its last row.
 static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
-    for (int i = 0; i < n; i += p->settings.T) {
-        const int rows = min_int(p->settings.T, n - i), last = i + rows == n;
+    for (int i = 0, rows; i < n; i += rows) {
+        rows = min_int(settings_rows(&p->settings), n - i);
+        const int last = i + rows == n;
         Pass pass = {p, tokens + i, NULL, 1, rows, 0, 0, first + i};
         network_run(&pass, last ? tick_head(m) : tick_lnf(m) - 1, 0);
     }
@@ -5909,33 +6282,27 @@ static int candidate_compare(const void *a, const void *b) {
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// How a token is sampled: divide the logits by the temperature, keep the top_k likeliest tokens
-// (0: all), and of these the smallest set of likeliest ones whose probabilities sum to at least
-// top_p. Temperature 0: argmax.
-typedef struct {
-    double temperature, top_p;
-    int64_t top_k;
-} SampleRule;
-
-// Samples a token from logits (V). scratch: (V); u is uniform in [0, 1).
-static Token sample_token(const real *logits, int V, const SampleRule *rule, double u,
+// Samples a token from logits (V): divides them by --temperature (0: argmax), keeps the --top-k
+// likeliest tokens, and of these the smallest set of likeliest ones whose probabilities sum to at
+// least --top-p. scratch: (V); u is uniform in [0, 1).
+static Token sample_token(const real *logits, int V, const Options *o, double u,
                           Candidate *scratch) {
-    int best = 0, kept = rule->top_k > 0 && rule->top_k < V ? (int)rule->top_k : V;
+    int best = 0, kept = o->top_k > 0 && o->top_k < V ? (int)o->top_k : V;
     double total = 0, sum = 0, reached = 0;
     for (int v = 0; v < V; v++) {
         scratch[v].logit = logits[v] == logits[v] ? (float)logits[v] : -INFINITY;  // NaN last
         scratch[v].token = v;
         best = candidate_compare(&scratch[v], &scratch[best]) < 0 ? v : best;
     }
-    if (rule->temperature <= 0) {
+    if (o->temperature <= 0) {
         return best;
     }
     const double highest = (double)scratch[best].logit;
     for (int v = 0; v < V; v++) {
-        scratch[v].weight = exp(((double)scratch[v].logit - highest) / rule->temperature);
+        scratch[v].weight = exp(((double)scratch[v].logit - highest) / o->temperature);
     }
     // Sort only if top_k or top_p needs it: for 50,257 candidates it takes longer than the rest.
-    if (kept < V || rule->top_p < 1) {
+    if (kept < V || o->top_p < 1) {
         qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
     }
     for (int v = 0; v < kept; v++) {
@@ -5943,7 +6310,7 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     }
     for (int v = 0; v < kept; v++) {
         sum += scratch[v].weight;
-        if (rule->top_p < 1 && sum >= rule->top_p * total) {
+        if (o->top_p < 1 && sum >= o->top_p * total) {
             kept = v + 1;
         }
     }
@@ -5956,16 +6323,10 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     return scratch[kept - 1].token;
 }
 
-// Maximum number of rows per pass with --generate: a prompt is processed in chunks of this many
-// tokens, enough for an efficient packed matmul; generated tokens are processed one at a time.
-enum { GENERATE_ROWS = 64 };
-
 // Turns the settings of a training run into those of --generate, with a KV cache of T positions.
 // The head computes one row, because only the last token of a prompt needs logits.
 static void settings_generate(Settings *s) {
-    s->cache = s->T;
-    s->T = min_int(s->T, GENERATE_ROWS);
-    s->B = s->logit_rows = 1;
+    s->cache = s->B = s->logit_rows = 1;
     settings_forward(s);
 }
 
@@ -6007,7 +6368,6 @@ static void generator_write(Generator *g, const char *text, size_t n) {
 // `cached` for the next sample, whose first token is then sampled from bitwise identical logits.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     const int prompt = n;
     char text[BPE_LONGEST];
     for (int64_t i = 0; i < o->sample_tokens && !run_stopping() && !g->write_error; i++, n++) {
@@ -6024,7 +6384,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         *(i ? &g->ms : &g->prompt_ms) += now_ms() - began;
         const uint64_t place = (uint64_t)sample << 32 | (uint64_t)i;
         const double u = rng_uniform((uint64_t)o->seed, RNG_SAMPLE, g->step, place);
-        g->tokens[n] = sample_token(logits, g->V, &rule, u, g->scratch);
+        g->tokens[n] = sample_token(logits, g->V, o, u, g->scratch);
         g->count += i > 0;
         g->slid += start > 0;
         if (g->tokens[n] == end_of_text(&g->tokenizer)) {
@@ -6165,6 +6525,7 @@ typedef struct {
     Token *inputs, *targets;  // (B,T) each
     int prepared;             // they already hold the next step's first micro-batch
     Bpe *bpe;                 // NULL: not needed, or not found
+    MemoryBudget budget;      // that all ranks share
     double forecast_ms;       // of a step; 0: none
     double first_ms[FORECAST_STEPS];
     int first_count;  // number of times in first_ms
@@ -6176,8 +6537,11 @@ typedef struct Program {
     int gpu;
     void (*open)(Engine *e, Plan *p);
     uint64_t (*available)(void);                              // bytes available for the plan
-    size_t library_bytes;                                     // of these, used by libraries
+    uint64_t (*total)(void);                                  // bytes of the device; or NULL
+    uint64_t (*library)(int *measured);                       // bytes used by libraries; or NULL
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
+    int (*prove)(const char *shape);                          // --prove; NULL: not there
+    void (*try_kernels)(const Settings *s);                   // before memory is measured; or NULL
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
     const char *built;                                        // optional features built in
     // Stores the device's name in `name`. Returns 0 if no device is usable; `name` is then the
@@ -6382,12 +6746,12 @@ static int run_validate(Run *run, double *loss) {
             this_rank.failed = 1;
         }
         // A rank without a batch runs forward too: others may have to all-gather its weight shard.
-        const RankStatus *words = engine_exchange(
+        const RankStatus *statuses = engine_exchange(
             &run->engine,
             run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
         run_note_fault(run);
         for (int r = 0; r < min_i64(s->ranks, batches - k); r++) {
-            sum += words[r].value;
+            sum += statuses[r].value;
         }
     }
     *loss = sum / (double)batches;
@@ -6400,7 +6764,6 @@ static void run_sample(Run *run) {
     const Settings *s = &run->s;
     const int V = s->model.V;
     const Tokenizer *tokenizer = &run->train.tokenizer;
-    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     int64_t length = o->sample_tokens;
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
@@ -6415,7 +6778,7 @@ static void run_sample(Run *run) {
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
             rng_uniform((uint64_t)o->seed, RNG_SAMPLE, (uint32_t)run->state.step, (uint64_t)i);
-        tokens[n] = sample_token(logits, V, &rule, u, scratch);
+        tokens[n] = sample_token(logits, V, o, u, scratch);
     }
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
@@ -6444,10 +6807,10 @@ static void run_sample(Run *run) {
 enum { REPLICA_STEPS = 100 };
 
 // Returns the number of ranks, r included, whose value equals that of rank r.
-static int statuses_alike(const RankStatus *words, int ranks, int r) {
+static int statuses_alike(const RankStatus *statuses, int ranks, int r) {
     int alike = 0;
     for (int q = 0; q < ranks; q++) {
-        alike += words[q].value == words[r].value;
+        alike += statuses[q].value == statuses[r].value;
     }
     return alike;
 }
@@ -6462,14 +6825,14 @@ static void run_compare_replicas(Run *run) {
         return;
     }
     // Exchange the upper 53 bits of the hash, which a double holds exactly.
-    const RankStatus *words =
+    const RankStatus *statuses =
         engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
     for (int r = 0; r < ranks; r++) {
-        most = (int)max_i64(most, statuses_alike(words, ranks, r));
+        most = (int)max_i64(most, statuses_alike(statuses, ranks, r));
     }
     run->diverged = most < ranks;
     for (int r = 0; r < ranks; r++) {
-        if (2 * most <= ranks || statuses_alike(words, ranks, r) < most) {
+        if (2 * most <= ranks || statuses_alike(statuses, ranks, r) < most) {
             n = text_add(names, sizeof names, n, "%s%d", named++ ? ", " : "", r);
         }
     }
@@ -6496,12 +6859,12 @@ static void run_save(Run *run) {
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe,
                          run->train.tokenizer.kind == TOKENIZER_BYTES};
-    looks_interrupt(0);
+    alarm_enable(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
-    looks_interrupt(1);
+    alarm_enable(1);
     if (run->log) {
         log_begin(run);
         fputs(",\"checkpoint\":\"", run->log);
@@ -6982,146 +7345,111 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 // argv[0], so that a printed command starts this program from the same working directory.
 static const char *program_command = "./train_gpt2";
 
-// Prints a command line that can be pasted, with the options that differ from their defaults.
-static void command_print(const char *program, const Options *o) {
-    char text[64], usual[64];
+// Prints one word of a command line: for a shell or, with `json`, as an element of an array.
+static void word_print(const char *word, int json) {
+    if (json) {
+        putchar('"');
+        json_text(stdout, word, strlen(word));
+        putchar('"');
+    } else {
+        shell_print(word);
+    }
+}
+
+// Prints a command line that can be pasted, with the options that differ from their defaults; with
+// `json`, an array of its words.
+static void command_print(const char *program, const Options *o, int json) {
+    char text[64], usual[64], name[48];
+    const char *between = json ? "," : " ";
     Options defaults;
     options_default(&defaults);
-    shell_print(program);
+    printf("%s", json ? "[" : "");
+    word_print(program, json);
     for (int i = 0; i < OPTION_ROWS; i++) {
         const OptionRow *row = &option_rows[i];
         const char *value = option_text(text, o, row);
-        if (value[0] && strcmp(value, option_text(usual, &defaults, row)) != 0) {
-            const char letter[2] = {row->letter, 0};
-            printf(" -%s%s", row->letter ? "" : "-", row->letter ? letter : row->name);
+        const int chosen = row->letter == 'b' && o->batch && options_auto_batch(o);
+        if (value[0] && (chosen || strcmp(value, option_text(usual, &defaults, row)) != 0)) {
+            snprintf(name, sizeof name, row->letter ? "-%.0s%c" : "--%s", row->name, row->letter);
+            printf("%s", between);
+            word_print(name, json);
             if (row->type != OPT_FLAG) {
-                printf(" ");
-                shell_print(value);
+                printf("%s", between);
+                word_print(value, json);
             }
         }
     }
+    printf("%s", json ? "]" : "");
 }
-
-// Changes that free memory are steps on four axes: recomputation level, number types, offload tier
-// and batch. Step 0 of an axis changes nothing.
-enum { BY_LEVEL, BY_TYPE, BY_HOME, BY_BATCH, AXES };
-enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // effect of a change on the numbers
 
 // A remedy: one or several changes, as options of a command line, and their price.
+enum { SAME_BITS, OTHER_SPLIT, OTHER_ROUNDING, OTHER_NUMBERS };  // effect on the numbers
+static const char *const change_kinds[] = {"same bits", "same tokens per step, in another split",
+                                           "rounding changes", "numbers change"};
 typedef struct {
-    int steps[AXES];
-    char option[128], cost[96];
-    Settings settings;
-    uint64_t bytes, host_bytes;  // of the changed plan
+    PlanCandidate c;
+    char option[256];
     int kind;
-    double slower;  // extra time per token, as a fraction, in steps of B x T tokens
+    double slower;  // extra time per token, as a fraction, at the same tokens per step
 } Remedy;
-enum { MAX_REMEDIES = 128 };
+enum { MAX_REMEDIES = 256 };
 
-// Returns the number of steps on an axis. Each step of BY_BATCH halves the batch, down to 1.
-static int axis_steps(const Settings *s, int axis) {
-    int halvings = 0;
-    if (s->forward) {
-        return 0;  // weights and a forward pass only: training settings do not make these smaller
+// Begins a search for changes of a plan, in steps of `micros` micro-batches as they are now. With
+// the memory of `budget`, or any if it is NULL.
+static void plan_search(Search *q, const Plan *p, const MemoryBudget *budget, int64_t micros) {
+    const Settings *s = &p->settings;
+    MemoryBudget any;
+    memset(&any, 0, sizeof any);
+    any.device = any.host = UINT64_MAX;
+    search_begin(q, s, budget ? budget : &any);
+    q->speed = budget && budget->from ? budget->speed : speed_usual(s);
+    q->sequences = s->B * max_i64(micros, 1);
+    q->last[BY_LEVEL] = RECOMPUTE_BLOCK;
+    q->last[BY_TYPE] = s->dtype == TYPE_BF16 ? 2 : 0;
+    q->last[BY_OFFLOAD] = s->gpu ? OFFLOAD_TIERS - 1 : 0;
+    q->last[BY_SCRATCH] = 1;
+    for (int *last = &q->last[BY_BATCH]; q->batch[*last] > 1; ++*last) {
+        q->batch[*last + 1] = q->batch[*last] / 2;
     }
-    while (s->B >> (halvings + 1)) {
-        halvings++;
-    }
-    return axis == BY_LEVEL  ? RECOMPUTE_BLOCK
-           : axis == BY_TYPE ? (s->dtype == TYPE_BF16 ? 2 : 0)
-           : axis == BY_HOME ? (s->gpu ? OFFLOAD_TIERS - 1 : 0)
-                             : halvings;
 }
 
-// Sets the micro-batch to B sequences. If the rows per classifier chunk (--logit-rows) were the
-// default, they become the default for B; otherwise they are only limited to B x T.
-static void settings_batch(Settings *s, int B) {
-    const size_t element = type_bytes(s->dtype);
-    const int64_t N = (int64_t)s->B * s->T, changed = (int64_t)B * s->T;
-    const int usual = s->logit_rows == default_logit_rows(&s->model, element, N, s->gpu);
-    s->B = B;
-    s->logit_rows = (int)(usual ? default_logit_rows(&s->model, element, changed, s->gpu)
-                                : min_i64(s->logit_rows, changed));
+// Fills in what a remedy changes and costs, from its candidate's settings.
+static void remedy_price(Remedy *r, const Search *q) {
+    const Settings *s = &r->c.settings, *now = &q->base;
+    const int numbers = r->c.steps[BY_TYPE], rounding = r->c.steps[BY_SCRATCH];
+    changes_text(r->option, now, s);
+    r->kind = numbers ? OTHER_NUMBERS : rounding ? OTHER_ROUNDING
+            : s->B != now->B ? OTHER_SPLIT : SAME_BITS;
+    r->slower =
+        forecast_tokens_per_s(&q->speed, now, q->sequences / now->B) / r->c.tokens_per_s - 1;
 }
 
-// Applies one step of an axis to the settings and prints it as an option into `option`. Returns 0
-// if it changes nothing. The low halves of the master weights are dropped (-w none) only in
-// addition to bf16 moments: alone that frees less memory than bf16 moments do, and it changes the
-// numbers too.
-static int axis_apply(Settings *s, int axis, int step, char option[64]) {
-    const Settings before = *s;
-    char offload[64];
-    if (axis == BY_LEVEL) {
-        settings_recompute(s, step, s->model.L);
-        snprintf(option, 64, " -r %s", level_table[step].name);
-    } else if (axis == BY_TYPE) {
-        s->moment_dtype = TYPE_BF16;
-        s->split_master = step == 2 ? 0 : s->split_master;
-        s->placement[KIND_MASTER] = s->split_master ? s->placement[KIND_MASTER] : 0;
-        snprintf(option, 64, "%s%s", before.moment_dtype == TYPE_BF16 ? "" : " --moments bf16",
-                 s->split_master == before.split_master ? "" : " -w none");
-    } else if (axis == BY_HOME) {
-        settings_offload(s, offload_tiers[step]);
-        snprintf(option, 64, " --offload %s", offload_text(offload, s));
-    } else {
-        settings_batch(s, s->B >> step);
-        snprintf(option, 64, " -b %d", s->B);
+// Returns the price of a remedy in words.
+static const char *remedy_cost(char text[160], const Remedy *r) {
+    const int n = snprintf(text, 160, "%.0f %% slower, %s", fmax(100 * r->slower, 0),
+                           change_kinds[r->kind]);
+    if (settings_offloads(&r->c.settings)) {
+        text_add(text, 160, n, ", %s on the host", bytes_text((double)r->c.host_bytes).s);
     }
-    return memcmp((const void *)&before, (const void *)s, sizeof before) != 0;
-}
-
-// Applies the remedy's steps to plan `p` and fills in the rest of the remedy. Returns 0 if one of
-// the steps changes nothing, or if all of them together free nothing.
-static int remedy_price(Remedy *r, const Plan *p) {
-    static const char *const kinds[] = {"same bits", "-d keeps the step's tokens",
-                                        "numbers change"};
-    const Settings *now = &p->settings;
-    const Speed v = speed_usual(now);
-    Plan changed;
-    r->settings = *now;
-    r->option[0] = 0;
-    r->kind = r->steps[BY_TYPE] ? OTHER_NUMBERS : r->steps[BY_BATCH] ? OTHER_SPLIT : SAME_BITS;
-    for (int axis = 0; axis < AXES; axis++) {
-        char option[64];
-        if (r->steps[axis] && !axis_apply(&r->settings, axis, r->steps[axis], option)) {
-            return 0;
-        }
-        strncat(r->option, r->steps[axis] ? option + !r->option[0] : "",
-                sizeof r->option - 1 - strlen(r->option));
-    }
-    if (now->B % r->settings.B) {
-        return 0;  // no whole number of these micro-batches gives the same tokens per step
-    }
-    plan_build(&changed, &r->settings);
-    r->bytes = plan_taken(&changed);
-    r->host_bytes = changed.host_bytes;
-    plan_free(&changed);
-    // Both at the same number of tokens per step: one micro-step before, `micros` after.
-    const int64_t micros = now->B / r->settings.B;
-    r->slower = forecast_tokens_per_s(&v, now, 1) /
-                    forecast_tokens_per_s(&v, &r->settings, micros) - 1;
-    int n = snprintf(r->cost, sizeof r->cost, "%.0f %% slower%s, %s", fmax(100 * r->slower, 0),
-                     r->steps[BY_HOME] ? ", less with -d" : "", kinds[r->kind]);
-    if (r->steps[BY_HOME]) {
-        snprintf(r->cost + n, sizeof r->cost - (size_t)n, ", %s on the host",
-                 bytes_text((double)r->host_bytes).s);
-    }
-    return r->bytes < plan_taken(p);
+    return text;
 }
 
 // Lists every single change that makes the plan smaller, axis by axis. Returns their number.
-static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
+// Recomputation levels and the types and placements of states are training settings; without
+// training, reducing the batch is left to the user.
+static int plan_remedies(const Plan *p, int64_t micros, Remedy list[MAX_REMEDIES]) {
+    Search q;
     int n = 0;
-    // Recomputation levels and the types and placements of states are training settings; without
-    // training, reducing the batch is left to the user.
-    if (p->settings.forward) {
-        return 0;
-    }
-    for (int axis = 0; axis < AXES; axis++) {
-        for (int step = 1; step <= axis_steps(&p->settings, axis) && n < MAX_REMEDIES; step++) {
-            memset(list[n].steps, 0, sizeof list[n].steps);
-            list[n].steps[axis] = step;
-            n += remedy_price(&list[n], p);
+    plan_search(&q, p, NULL, micros);
+    for (int axis = 0; axis < AXES && !p->settings.forward; axis++) {
+        for (int step = 1; step <= q.last[axis] && n < MAX_REMEDIES; step++) {
+            Remedy *r = &list[n];
+            memset(r, 0, sizeof *r);
+            r->c.steps[axis] = step;
+            if (candidate_try(&r->c, &q) == FITS && r->c.bytes < plan_taken(p)) {
+                remedy_price(r, &q);
+                n++;
+            }
         }
     }
     return n;
@@ -7138,7 +7466,7 @@ static int remedy_compare(const void *a, const void *b) {
 static int remedy_includes(const Remedy *list, int n, const int *steps) {
     for (int i = 0; i < n; i++) {
         int axis = 0;
-        while (axis < AXES && list[i].steps[axis] <= steps[axis]) {
+        while (axis < AXES && list[i].c.steps[axis] <= steps[axis]) {
             axis++;
         }
         if (axis == AXES) {
@@ -7148,32 +7476,115 @@ static int remedy_includes(const Remedy *list, int n, const int *steps) {
     return 0;
 }
 
-// Lists the minimal combinations of changes that make the plan fit `budget`, sorted by price: no
-// change in them can be left out or made smaller. The enumeration reaches every combination after
-// those that it includes. Returns their number, 0 if none fits.
-static int plan_changes(const Plan *p, const MemoryBudget *budget, Remedy list[MAX_REMEDIES]) {
-    const Settings *s = &p->settings;
-    int n = 0, steps[AXES] = {0}, axis;
-    if (s->forward) {
+// Tries what `-r auto --offload auto` would choose instead of the given levels and placements.
+// Returns whether it fits.
+static int remedy_auto(Remedy *r, const Search *q) {
+    Settings *s = &r->c.settings;
+    Options automatic;
+    MemoryBudget budget;
+    memset(r, 0, sizeof *r);
+    memset(&budget, 0, sizeof budget);
+    budget.device = q->device;
+    budget.host = q->host;
+    options_default(&automatic);
+    *s = q->base;
+    settings_recompute(s, RECOMPUTE_NONE, s->model.L);
+    for (int state = 0; state < KINDS; state++) {
+        s->placement[state] &= PLACE_SHARD;
+    }
+    settings_auto(s, &automatic, &budget);
+    if (candidate_plan(&r->c, q) != FITS) {
+        return 0;
+    }
+    remedy_price(r, q);
+    snprintf(r->option, sizeof r->option, "-r auto%s", s->gpu ? " --offload auto" : "");
+    return 1;
+}
+
+// Lists the minimal combinations of changes that make the plan fit, sorted by price: no change in
+// them can be left out or made smaller; and the automatic choice, if it was overridden and fits.
+// The enumeration reaches every combination after those that it includes. Returns their number, 0
+// if none fits.
+static int plan_changes(const Plan *p, const MemoryBudget *budget, int64_t micros,
+                        Remedy list[MAX_REMEDIES]) {
+    Search q;
+    PlanCandidate most;
+    int n = 0, steps[AXES] = {0};
+    plan_search(&q, p, budget, micros);
+    memcpy(most.steps, q.last, sizeof most.steps);
+    candidate_apply(&most, &q);
+    if (p->settings.forward || (candidate_plan(&most, &q) == TOO_LARGE && most.bytes > q.device)) {
         return 0;
     }
     do {
-        if (n < MAX_REMEDIES && !remedy_includes(list, n, steps)) {
-            memcpy(list[n].steps, steps, sizeof steps);
-            n += remedy_price(&list[n], p) && list[n].bytes <= budget->device &&
-                 list[n].host_bytes <= budget->host;
+        if (n < MAX_REMEDIES - 1 && !remedy_includes(list, n, steps)) {
+            Remedy *r = &list[n];
+            memcpy(r->c.steps, steps, sizeof steps);
+            if (candidate_try(&r->c, &q) == FITS && r->c.bytes < plan_taken(p)) {
+                remedy_price(r, &q);
+                n++;
+            }
         }
-        for (axis = AXES - 1; axis >= 0 && steps[axis] == axis_steps(s, axis); axis--) {
-            steps[axis] = 0;
-        }
-        steps[max_i64(axis, 0)] += axis >= 0;
-    } while (axis >= 0);
+    } while (search_next(&q, steps, 0));
+    n += remedy_auto(&list[n], &q);
     qsort(list, (size_t)n, sizeof *list, remedy_compare);
     return n;
 }
 
+// Finds the batch at which memory that the plan leaves unused makes the run faster, with nothing
+// recomputed or offloaded: the largest that divides the step of -d and has at most 65,536 tokens,
+// or without -d a power of two. Returns how many times as fast it is; 0 if that is less than 1.05.
+static double plan_unused(const Plan *p, const MemoryBudget *budget, const Options *o,
+                          PlanCandidate *best) {
+    enum { TOKENS = 1 << 16 };
+    const Settings *s = &p->settings;
+    const int64_t micros = step_micros(o, s);
+    Search q;
+    search_begin(&q, s, budget);
+    settings_recompute(&q.base, RECOMPUTE_NONE, 0);
+    for (int state = 0; state < KINDS; state++) {
+        q.base.placement[state] &= PLACE_SHARD;
+    }
+    const int64_t most = budget->windows ? budget->windows / s->ranks : (int64_t)TOKENS;
+    int64_t sequences = o->tokens_per_step ? micros * s->B : 1;
+    while (!o->tokens_per_step && 2 * sequences <= min_i64(most, TOKENS / s->T)) {
+        sequences *= 2;
+    }
+    if (!s->gpu || s->forward || !micros || plan_taken(p) >= budget->device) {
+        return 0;
+    }
+    q.batch[0] = settings_largest_batch(&q.base, sequences, TOKENS, budget->device);
+    q.sequences = o->tokens_per_step ? sequences : 0;
+    memset(best, 0, sizeof *best);
+    if (q.batch[0] < s->B || candidate_try(best, &q) != FITS) {
+        return 0;
+    }
+    const double faster =
+        best->tokens_per_s / forecast_tokens_per_s(&q.speed, s, micros);
+    return faster >= 1.05 ? faster : 0;
+}
+
+// Prints what unused memory would buy, if anything, as a line that begins with `title`.
+static void unused_print(const char *title, const Plan *p, const MemoryBudget *budget,
+                         const Options *o) {
+    char changes[256], step[64];
+    PlanCandidate c;
+    const double faster = plan_unused(p, budget, o, &c);
+    if (faster > 0) {
+        const int64_t tokens = (int64_t)c.settings.B * c.settings.T * c.settings.ranks;
+        changes_text(changes, &p->settings, &c.settings);
+        if (o->tokens_per_step) {
+            snprintf(step, sizeof step, " -d %" PRId64 ": ", o->tokens_per_step);
+        } else {
+            snprintf(step, sizeof step, ", a step of %s tokens: ", count_text(tokens).s);
+        }
+        print_wrapped(9, "%s%s%s%.2fx as fast (predicted), %s", title, changes, step, faster,
+                      bytes_text((double)c.bytes).s);
+    }
+}
+
 // Error messages if no change makes a plan fit: for training, --generate and --eval.
-static const char no_change[] = "no settings make it fit";
+static const char no_change[] = "no settings make it fit; --minimum prints the least memory";
 static const char generate_change[] =
     "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
 static const char eval_change[] =
@@ -7183,12 +7594,12 @@ static const char *plan_no_change(const Settings *s) {
     return s->cache ? generate_change : s->forward ? eval_change : no_change;
 }
 
-// Ends the run, before anything is allocated, if `need` exceeds `available` bytes. The message says
-// how much is missing and names the cheapest settings that fit. If these need more host memory than
-// there is, it names the cheapest one of them and how much host memory is free.
+// Ends the run with status 3, before anything is allocated, if `need` exceeds `available` bytes.
+// The message says how much is missing and names the cheapest settings that fit. If these need more
+// host memory than there is, it names the cheapest one of them and how much host memory is free.
 static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
     enum { SHOWN = 3 };
-    char line[1024] = "";
+    char line[1536] = "", cost[160];
     if (need <= available) {
         return;  // before searching for remedies, whose plans take a while to build
     }
@@ -7198,15 +7609,16 @@ static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
     budget.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
     budget.host = host;
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
-    int n = plan_changes(p, &budget, list), length = 0, lacks_host = 0;
+    int n = plan_changes(p, &budget, 1, list), length = 0, lacks_host = 0;
     if (n == 0) {
         budget.host = UINT64_MAX;
-        n = plan_changes(p, &budget, list);
+        n = plan_changes(p, &budget, 1, list);
         lacks_host = 1;
     }
     for (int i = 0; i < n && i < (lacks_host ? 1 : SHOWN); i++) {
         length = text_add(line, sizeof line, length, "; %s frees %s (%s)", list[i].option,
-                          bytes_text((double)(plan_taken(p) - list[i].bytes)).s, list[i].cost);
+                          bytes_text((double)(plan_taken(p) - list[i].c.bytes)).s,
+                          remedy_cost(cost, &list[i]));
     }
     if (n == 0) {
         snprintf(line, sizeof line, "; %s", plan_no_change(&p->settings));
@@ -7214,13 +7626,16 @@ static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
         text_add(line, sizeof line, length, ", but only %s are free", bytes_text((double)host).s);
     }
     free(list);
+    die_status = STATUS_TOO_LARGE;
     die("the plan needs %s, only %s are available%s: %s short%s", bytes_text((double)need).s,
         bytes_text((double)available).s, available_limit, bytes_text((double)missing).s, line);
 }
 
-// Ends the run if a rank would pin more than `available` bytes, its share of the host's memory.
+// Ends the run with status 3 if a rank would pin more than `available` bytes, its share of the
+// host's memory.
 static void plan_refuse_host(const Plan *p, uint64_t available, const char *limit) {
     if (p->host_bytes > available) {
+        die_status = STATUS_TOO_LARGE;
         die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
             "states in --offload need less of it", bytes_text((double)p->host_bytes).s,
             p->settings.ranks > 1 ? " for each GPU" : "", bytes_text((double)available).s, limit,
@@ -7230,33 +7645,52 @@ static void plan_refuse_host(const Plan *p, uint64_t available, const char *limi
 
 // The printed plan: output of --plan, as text and as JSON.
 
-// Prints the command that trains with these options and levels on the CPU or a GPU: this program as
-// it was called or, if the CPU program has planned a GPU run, train_gpt2cu in the same folder.
-static void training_print(const Options *chosen, const char *levels, int gpu) {
+// Prints the command that trains with these options, without those that only plan, on the CPU or a
+// GPU: this program as it was called or, if the CPU program has planned a GPU run, train_gpt2cu in
+// the same folder. With `json`, an array of its words, in which the program has no folder.
+static void training_print(const Options *chosen, int gpu, int json) {
     const char *slash = strrchr(program_command, '/');
     const int folder = slash ? (int)(slash + 1 - program_command) : 0;
     char neighbor[PATH_BYTES];
-    Options defaults, o = *chosen;
-    options_default(&defaults);
-    o.recompute = levels;
-    o.plan = o.fit = o.minimum = o.gpu_mem = 0;
-    o.gpu = defaults.gpu;
+    Options o = *chosen;
+    o.plan = o.fit = o.minimum = o.largest = o.json = o.gpu_mem = 0;
+    o.gpu = "";
+    o.train_data = option_given(&o, "train-data") ? o.train_data : NULL;
+    o.val_data = option_given(&o, "val-data") ? o.val_data : NULL;
     snprintf(neighbor, sizeof neighbor, "%.*strain_gpt2cu", folder, program_command);
-    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? neighbor : program_command, &o);
-    printf("\n");
+    const int other = gpu && strcmp(program_name, "train_gpt2") == 0;
+    const char *program = other ? neighbor + json * folder : json ? program_name : program_command;
+    command_print(program, &o, json);
+    printf("%s", json ? "" : "\n");
+}
+
+// Prints the command that trains with the options `asked`, except that its settings are `s`:
+// settings_from_options() gives these settings again.
+static void settings_print_command(const Options *asked, const Settings *s, int json) {
+    Options o = *asked;
+    const LevelsText levels = recompute_text(s);
+    const int64_t rows = default_logit_rows(&s->model, type_bytes(s->dtype),
+                                            (int64_t)s->B * s->T, s->gpu);
+    const int64_t offloaded = settings_offload_bits(s);
+    o.recompute = levels.s;
+    o.batch = s->B;
+    o.seq_len = o.seq_len || s->T != s->model.maxT ? s->T : 0;
+    o.moments = s->gpu && s->moment_dtype == TYPE_BF16 ? (int64_t)MOMENTS_BF16 : o.moments;
+    o.master = s->dtype == TYPE_BF16 && !s->split_master ? (int64_t)MASTER_NONE : o.master;
+    o.offload = offloaded || o.offload != OFFLOAD_AUTO ? offloaded : (int64_t)OFFLOAD_AUTO;
+    o.logit_rows = s->logit_rows == rows ? 0 : s->logit_rows;
+    o.workspace = s->gpu && s->workspace != default_workspace(&s->model) ? s->workspace : 0;
+    training_print(&o, s->gpu, json);
 }
 
 // Prints the command that names the settings chosen by settings_auto(), if it has chosen any.
 static void choice_print(const Plan *p, const Options *o) {
     const Settings *s = &p->settings;
-    Options chosen = *o;
     const int offloads = o->offload == OFFLOAD_AUTO && settings_offloads(s);
-    const LevelsText levels = recompute_text(s);
-    if (offloads || (strcmp(o->recompute, "auto") == 0 && strcmp(levels.s, "none") != 0)) {
-        Settings copy = *s;
-        chosen.offload = offloads ? settings_offload(&copy, 0) : o->offload;
+    if (offloads || (strcmp(o->recompute, "auto") == 0 &&
+                     strcmp(recompute_text(s).s, "none") != 0)) {
         printf("chosen   ");
-        training_print(&chosen, levels.s, s->gpu);
+        settings_print_command(o, s, 0);
         printf("         so that it fits, same bits; %s of host memory\n\n",
                bytes_text((double)p->host_bytes).s);
     }
@@ -7273,15 +7707,74 @@ static void tick_name(char name[32], const Settings *s, int tick) {
     }
 }
 
-// Prints the plan as JSON, for dev/report.py: the names of the ticks, and every buffer with its
-// lifetime and its offset in memory.
-static void plan_print_json(const Plan *p) {
-    printf("{\"target\":\"%s\",\"total_bytes\":%" PRIu64 ",\"host_bytes\":%" PRIu64
-           ",\"ticks\":[",
-           p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
+// Returns the ZeRO stage (-z) that shards the same states as these settings.
+static int settings_zero(const Settings *s) {
+    const int moments = s->placement[KIND_MOMENTS] & PLACE_SHARD;
+    return (moments + (s->placement[KIND_GRADIENTS] & PLACE_SHARD) +
+            (s->placement[KIND_WEIGHTS] & PLACE_SHARD)) / PLACE_SHARD;
+}
+
+static const char *const type_names[] = {"fp32", "bf16", "fp16", "int32", "uint16", "fp32"};
+
+// Returns the bytes of device memory that a rank leaves to libraries, including NCCL's buffers.
+static uint64_t outside_bytes(const MemoryBudget *budget, const Settings *s) {
+    return s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
+}
+
+// Prints settings, their command, memory and forecast as members of a JSON object, which is left
+// open. Bytes are those of one rank; tokens/s, of all ranks, are null if the speed is unknown.
+static void settings_print_json(const Options *asked, const Settings *s, const MemoryBudget *budget,
+                                uint64_t bytes, uint64_t host_bytes, double tokens_per_s) {
+    char offload[64];
+    printf("\"command\":");
+    settings_print_command(asked, s, 1);
+    printf(",\"batch\":%d,\"seq_len\":%d,\"recompute\":\"%s\",\"offload\":\"%s\",\"dtype\":\"%s\","
+           "\"moments\":\"%s\",\"master\":%s,\"logit_rows\":%d,\"workspace\":%" PRId64
+           ",\"gpus\":%d,\"zero\":%d",
+           s->B, s->T, recompute_text(s).s, offload_text(offload, s), type_names[s->dtype],
+           type_names[s->moment_dtype], settings_has_master(s) ? "true" : "false", s->logit_rows,
+           s->gpu ? s->workspace : 0, s->ranks, settings_zero(s));
+    printf(",\"device_bytes\":%" PRIu64 ",\"reserved_bytes\":%" PRIu64
+           ",\"reserved_from\":\"%s\",\"host_bytes\":%" PRIu64 ",\"tokens_per_s\":",
+           bytes, outside_bytes(budget, s), budget->library_from, host_bytes);
+    printf(budget->from && tokens_per_s > 0 && !s->forward ? "%.0f" : "null", floor(tokens_per_s));
+}
+
+// Prints whether something fits the budget, as members of a JSON object: null if the available
+// memory is unknown.
+static void verdict_print_json(const MemoryBudget *budget, uint64_t bytes, uint64_t host_bytes) {
+    const int fits = bytes <= budget->device && host_bytes <= budget->host;
+    printf("\"fits\":%s,\"available_bytes\":%" PRIu64 ",\"short_bytes\":%" PRIu64,
+           !budget->device ? "null" : fits ? "true" : "false", budget->device,
+           budget->device && bytes > budget->device ? bytes - budget->device : 0);
+}
+
+// Prints the plan as JSON: its settings and verdict; for dev/report.py, the names of the ticks, and
+// every buffer with its lifetime and its offset in memory; and the changes that make it fit.
+static void plan_print_json(const Plan *p, const MemoryBudget *budget, const Options *o) {
+    const Settings *s = &p->settings;
+    const int64_t micros = max_i64(step_micros(o, s), 1);
+    printf("{\"target\":\"%s\",", s->gpu ? "gpu" : "cpu");
+    verdict_print_json(budget, plan_taken(p), p->host_bytes);
+    printf(",");
+    settings_print_json(o, s, budget, plan_taken(p), p->host_bytes,
+                        forecast_tokens_per_s(&budget->speed, s, micros));
+    printf(",\"changes\":[");
+    if (budget->device && plan_taken(p) > budget->device) {
+        Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
+        const int n = plan_changes(p, budget, micros, list);
+        for (int i = 0; i < n; i++) {
+            const Remedy *r = &list[i];
+            printf("%s\n{\"options\":\"%s\",\"device_bytes\":%" PRIu64 ",\"host_bytes\":%" PRIu64
+                   ",\"slower\":%.4f,\"effect\":\"%s\"}", i ? "," : "", r->option, r->c.bytes,
+                   r->c.host_bytes, fmax(r->slower, 0), change_kinds[r->kind]);
+        }
+        free(list);
+    }
+    printf("],\n\"total_bytes\":%" PRIu64 ",\"ticks\":[", p->device_bytes);
     for (int t = 0; t < p->ticks; t++) {
         char name[32];
-        tick_name(name, &p->settings, t);
+        tick_name(name, s, t);
         printf("%s\"%s\"", t ? "," : "", name);
     }
     printf("],\"buffers\":[");
@@ -7306,20 +7799,21 @@ static void plan_print_thumb(const Plan *p, uint64_t total) {
     double N = (double)s->B * s->T, parameters = (double)model_parameters(m);
     double activations = N * ((16.0 * m->L + 1) * m->C + m->Vp);
     double thumb = 16 * parameters + 4 * activations + 2e9;
-    printf("\nrule of thumb: 16 B x parameters + 4 B x activations + 2 GB = %s + %s + 1.86 GiB = "
-           "%s; the plan: %s\n",
-           bytes_text(16 * parameters).s, bytes_text(4 * activations).s, bytes_text(thumb).s,
-           bytes_text((double)total).s);
-    printf("The plan differs because it keeps %d of %d logit rows, shares the bytes of buffers\n"
-           "that are never in use together, counts each type's own size, and reserves for\n"
-           "libraries only what is stated above.\n",
-           s->logit_rows, s->B * s->T);
+    printf("\n");
+    print_wrapped(0, "rule of thumb: 16 B x parameters + 4 B x activations + 2 GB = %s + %s + 1.86 "
+                  "GiB = %s; the plan: %s", bytes_text(16 * parameters).s,
+                  bytes_text(4 * activations).s, bytes_text(thumb).s, bytes_text((double)total).s);
+    print_wrapped(0, "The plan differs because it keeps %d of %d logit rows, shares the bytes of "
+                  "buffers that are never in use together, counts each type's own size, and "
+                  "reserves for libraries only what is stated above.", s->logit_rows,
+                  s->B * s->T);
 }
 
 // Prints a line of the plan's table: exact bytes for scripts, rounded ones for readers.
 static void plan_print_line(const char *name, uint64_t bytes, const char *note) {
-    printf("%-24s %18s %12s%s\n", name, count_text((int64_t)bytes).s,
-           bytes_text((double)bytes).s, note);
+    const int column = printf("%-22s %16s %11s%s", name, count_text((int64_t)bytes).s,
+                              bytes_text((double)bytes).s, note[0] ? "   " : "");
+    text_wrap(note, column, 4);
 }
 
 // Prints the part of --plan that only GPU runs have: libraries, host memory, and the bytes that a
@@ -7329,107 +7823,149 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
     const int micros = (int)max_i64(step_micros(o, s), 1);
     const Traffic t = step_traffic(s, micros);
     char note[96], step[48] = "one micro-step";
-    plan_print_line("library", budget->library, "   reserved, not measured");
+    plan_print_line("library", budget->library, budget->library_from);
     if (s->ranks > 1) {
-        snprintf(note, sizeof note, "   reserved, not measured: %d MiB x %d thread blocks x (%d "
-                 "peers + 1)%s", NCCL_MIB, s->ctas, nccl_peers(s), s->nvlink ? " + NVLS" : "");
+        snprintf(note, sizeof note, "reserved: %d MiB x %d thread blocks x (%d peers + 1)%s",
+                 NCCL_MIB, s->ctas, nccl_peers(s), s->nvlink ? " + NVLS" : "");
         plan_print_line("NCCL", nccl_estimate_bytes(s), note);
     }
-    plan_print_line("total per GPU", p->device_bytes + budget->library + nccl_estimate_bytes(s),
-                    "   with the reserve");
+    plan_print_line("total per GPU", p->device_bytes + outside_bytes(budget, s),
+                    "with the reserve");
     plan_print_line(s->ranks > 1 ? "host memory per GPU" : "host memory", p->host_bytes, "");
     if (micros > 1) {
         snprintf(step, sizeof step, "%d micro-steps", micros);
     }
     if (t.up + t.down > 0) {
-        printf("a step of %s moves %s up to the GPU and %s down\n", step, bytes_text(t.up).s,
-               bytes_text(t.down).s);
+        print_wrapped(4, "a step of %s moves %s up to the GPU and %s down", step,
+                      bytes_text(t.up).s, bytes_text(t.down).s);
     }
     if (s->ranks > 1) {
-        printf("a step of %s sends %s from each GPU: %s of gradients to add, %s to gather\n", step,
-               bytes_text(t.reduced + t.gathered).s, bytes_text(t.reduced).s,
-               bytes_text(t.gathered).s);
+        print_wrapped(4, "a step of %s sends %s from each GPU: %s of gradients to add, %s to "
+                      "gather", step, bytes_text(t.reduced + t.gathered).s,
+                      bytes_text(t.reduced).s, bytes_text(t.gathered).s);
     }
 }
 
-// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x.
+// Formats a time in its two largest units: "42 s", "3 min 20 s", "5 h 3 min", "7 d 1 h".
+static ShortText span_text(double seconds) {
+    static const char *const units[] = {"d", "h", "min", "s"};
+    static const int64_t lengths[] = {86400, 3600, 60, 1};
+    const int64_t s = (int64_t)ceil(seconds);
+    ShortText text;
+    int i = 0;
+    while (i < 3 && s < lengths[i]) {
+        i++;
+    }
+    int n = snprintf(text.s, sizeof text.s, "%" PRId64 " %s", s / lengths[i], units[i]);
+    const int64_t rest = i < 3 ? s % lengths[i] / lengths[i + 1] : 0;
+    if (rest) {
+        text_add(text.s, sizeof text.s, n, " %" PRId64 " %s", rest, units[i + 1]);
+    }
+    return text;
+}
+
+// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x. Hopper
+// has faster attention kernels for heads of 64 channels in bf16, which a run uses only if its GPU
+// has proved them (train_gpt2.cu, chapter Kernel trials): estimated at 285 TFLOP/s forward and 245
+// backward on an H100 at T = 1024, 0.288 and 0.248 of its dense rate.
 static void forecast_print(const Settings *s, const MemoryBudget *budget, const Options *o) {
     const int64_t micros = step_micros(o, s);
     if (budget->from && micros > 0 && !s->forward) {
         const double rate = forecast_tokens_per_s(&budget->speed, s, micros);
         const int64_t run = o->steps * micros * s->ranks * s->B * s->T;
         const int64_t tokens = run ? run : 1000000000;
-        printf("forecast: %s tokens/s, %s tokens in %s; %s\n", count_text((int64_t)rate).s,
-               count_text(tokens).s, duration_text((double)tokens / rate).s, budget->from);
+        print_wrapped(4, "forecast: %s tokens/s, %s tokens in %s; %s", count_text((int64_t)rate).s,
+                      count_text(tokens).s, span_text((double)tokens / rate).s, budget->from);
+        if (budget->card && budget->card->line == LINE_H100 && s->dtype == TYPE_BF16 &&
+            s->model.C == 64 * s->model.NH) {
+            Rates rates = card_rates(budget->card);
+            rates.attention = 0.288e12 * budget->card->tflops;
+            rates.attention_back = 0.248e12 * budget->card->tflops;
+            const Speed speed = speed_predict(&rates, s);
+            const double proved = forecast_tokens_per_s(&speed, s, micros);
+            print_wrapped(4, "with wgmma attention: %s tokens/s; predicted, if this GPU proves the "
+                          "kernels", count_text((int64_t)proved).s);
+        }
     }
 }
 
 // Prints the table of single changes and, if the plan does not fit, the five cheapest combinations
 // that make it fit, since there may be dozens.
-static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, uint64_t outside) {
+static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, const Options *o,
+                                uint64_t outside) {
+    enum { NAME = 29 };
+    static const char *const effects[] = {"none", "split", "rounding", "numbers"};
+    const int64_t micros = max_i64(step_micros(o, &p->settings), 1);
+    char cost[160];
     if (p->settings.forward) {
-        printf("\n%s\n", plan_no_change(&p->settings));
+        printf("\n");
+        print_wrapped(4, "%s", plan_no_change(&p->settings));
         return;
     }
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
-    int n = plan_remedies(p, list);
-    printf("\n%-46s %12s %12s   cost\n", "this setting", "saves", "new total");
+    int n = plan_remedies(p, micros, list);
+    printf("\n%-*s %10s %10s %7s %-8s %10s\n", NAME, "this setting", "saves", "new total", "slower",
+           "changes", "host");
     for (int i = 0; i < n; i++) {
-        printf("%-46s %12s %12s   %s\n", list[i].option,
-               bytes_text((double)(plan_taken(p) - list[i].bytes)).s,
-               bytes_text((double)(list[i].bytes + outside)).s, list[i].cost);
+        const Remedy *r = &list[i];
+        const int wide = (int)strlen(r->option) > NAME;
+        printf("%s%s%-*s %10s %10s %5.0f %% %-8s %10s\n", wide ? r->option : "", wide ? "\n" : "",
+               NAME, wide ? "" : r->option, bytes_text((double)(plan_taken(p) - r->c.bytes)).s,
+               bytes_text((double)(r->c.bytes + outside)).s, fmax(100 * r->slower, 0),
+               effects[r->kind],
+               settings_offloads(&r->c.settings) ? bytes_text((double)r->c.host_bytes).s : "");
     }
     if (n == 0) {
         printf("no setting makes it smaller\n");
     }
     if (budget->device > 0 && plan_taken(p) > budget->device) {
-        n = plan_changes(p, budget, list);
+        n = plan_changes(p, budget, micros, list);
         for (int i = 0; i < n && i < 5; i++) {
-            printf("it fits with %s: %s\n", list[i].option, list[i].cost);
+            print_wrapped(4, "it fits with %s: %s", list[i].option, remedy_cost(cost, &list[i]));
         }
         if (n == 0) {
-            printf("%s\n", no_change);
+            print_wrapped(4, "%s", no_change);
         }
     }
     free(list);
 }
 
-// Returns the ZeRO stage (-z) that shards the same states as these settings.
-static int settings_zero(const Settings *s) {
-    const int moments = s->placement[KIND_MOMENTS] & PLACE_SHARD;
-    return (moments + (s->placement[KIND_GRADIENTS] & PLACE_SHARD) +
-            (s->placement[KIND_WEIGHTS] & PLACE_SHARD)) / PLACE_SHARD;
+// Prints the settings of a plan.
+static void plan_print_settings(const Settings *s) {
+    const Model *m = &s->model;
+    char head[1024 + sizeof(LevelsText)];
+    const int size = sizeof head;
+    printf("memory plan of the %s run\n", s->gpu ? "GPU" : "CPU");
+    int n = snprintf(head, sizeof head, "L%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
+                     "B %d, T %d%s; -r %s", m->L, m->NH, m->C, m->V, m->Vp,
+                     count_text(model_parameters(m)).s, type_names[s->dtype], s->B,
+                     settings_rows(s), s->cache ? " at a time" : "", recompute_text(s).s);
+    if (recompute_cost(s) > 0) {
+        n = text_add(head, size, n, ": %.1f %% more arithmetic", 100 * recompute_cost(s));
+    }
+    if (settings_offloads(s)) {
+        char offload[64];
+        n = text_add(head, size, n, "; --offload %s", offload_text(offload, s));
+    }
+    if (s->ranks > 1) {
+        text_add(head, size, n, "; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
+    }
+    text_wrap(head, 0, 4);
+    printf("\n");
 }
 
 // Prints the plan by group, whether it fits the budget on the device and on the host, how much each
 // setting would save, and the rule of thumb. Returns 0 if it does not fit.
 static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
     const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    static const char *const types[] = {"fp32", "bf16", "fp16"};
     uint64_t device[GROUPS], host[GROUPS], sum = 0;
-    const uint64_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
+    const uint64_t outside = outside_bytes(budget, s);
     const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
     const int fits = !budget->device || plan_taken(p) <= budget->device;
-    printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
-           "B %d, T %d%s; -r %s",
-           s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
-           count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
-           s->cache ? " at a time" : "", recompute_text(s).s);
-    if (recompute_cost(s) > 0) {
-        printf(": %.1f %% more arithmetic", 100 * recompute_cost(s));
-    }
-    if (settings_offloads(s)) {
-        char offload[64];
-        printf("; --offload %s", offload_text(offload, s));
-    }
-    if (s->ranks > 1) {
-        printf("; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
-    }
-    printf("\n\n");
+    plan_print_settings(s);
     // The groups at the peak and the fragmentation add up to the allocation.
     plan_groups(p, device, host);
-    printf("%-24s %18s\n", "at the peak of a step", "bytes");
+    printf("%-22s %16s\n", "at the peak of a step", "bytes");
     for (int g = 0; g < GROUPS; g++) {
         if (device[g]) {
             plan_print_line(group_names[g], device[g], "");
@@ -7441,7 +7977,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     if (s->gpu) {
         plan_print_gpu(p, budget, o);
     } else if (p->host_bytes) {
-        plan_print_line("in the host's place", p->host_bytes, "   as a GPU run keeps apart");
+        plan_print_line("in the host's place", p->host_bytes, "as a GPU run keeps apart");
         plan_print_line("total", total, "");
     }
     const int old = card_is_too_old(budget->card);
@@ -7449,211 +7985,138 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
         printf("%s: %s; fits, but this program needs compute capability %.1f\n", budget->where,
                bytes_text((double)all).s, 0.1 * LEAST_CAPABILITY);
     } else if (budget->device) {
-        printf("%s: %s%s; %s, %s %s\n", budget->where, bytes_text((double)all).s, available_limit,
-               fits ? "fits" : "DOES NOT FIT",
-               bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
-               fits ? "free" : "short");
+        print_wrapped(4, "%s: %s%s; %s, %s %s", budget->where, bytes_text((double)all).s,
+                      available_limit, fits ? "fits" : "DOES\037NOT\037FIT",
+                      bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
+                      fits ? "free" : "short");
     }
     const int host_fits = p->host_bytes <= budget->host;
     if (!host_fits) {  // plan_refuse_host() would end a run
         const HostMemory h = host_memory("");
-        printf("host memory of this machine: %s (%s); DOES NOT FIT, %s short; fewer states in "
-               "--offload need less of it\n", bytes_text((double)budget->host).s, h.limit,
-               bytes_text((double)(p->host_bytes - budget->host)).s);
+        print_wrapped(4, "host memory of this machine: %s (%s); DOES\037NOT\037FIT, %s short; "
+                      "fewer states in --offload need less of it",
+                      bytes_text((double)budget->host).s,
+                      h.limit, bytes_text((double)(p->host_bytes - budget->host)).s);
     }
     forecast_print(s, budget, o);
-    plan_print_remedies(p, budget, outside);
+    unused_print("unused memory would buy ", p, budget, o);
+    plan_print_remedies(p, budget, o, outside);
     plan_print_thumb(p, total);
-    return fits && host_fits && !old;
+    return fits && host_fits;
 }
 
 // -------------------------------------------------------------------------------------------------
-// 21. --fit and --minimum
-// --fit plans and forecasts many settings and recommends one, printed as a command; --minimum
-// prints those that take the least memory. Every candidate is a set of options that passes the same
-// checks as a user's, so a run accepts what is recommended.
+// 21. Searches: --fit, --minimum, --largest, all cards
+// Commands that search settings instead of taking them: --fit recommends some, --minimum prints
+// those that take the least memory, --largest the largest batch or sequence length, and --plan
+// --gpu all compares the cards. A run accepts what is recommended: every candidate is derived from
+// settings that have passed the checks of a user's options.
 
-// Options that --minimum decides itself, or does not depend on.
-static const char *const minimum_decides[] = {"batch",   "recompute", "logit-rows", "moments",
-                                              "master", "offload",   "gpu-mem"};
-
-// Checks the options of --fit and --minimum before they are turned into settings. Ends the run if
-// one of them would be ignored, or if no batch size divides -d's tokens.
+// Checks the options of these commands before they are turned into settings. Ends the run if one of
+// them would be ignored, or if no batch size divides -d's tokens.
 static void fit_options(const Options *o, const Model *m) {
     Settings least;
     const GpuEntry *card = gpu_find(o);
-    if (!o->fit && !o->minimum) {
+    if (o->plan) {
         return;
     }
-    if (o->fit && card_is_too_old(card)) {
-        die("--fit: --gpu %s has compute capability %.1f; this program needs %.1f", card->name,
-            0.1 * card_capability(card), 0.1 * LEAST_CAPABILITY);
-    }
-    const size_t count = o->minimum ? sizeof minimum_decides / sizeof minimum_decides[0] : 0;
-    for (size_t i = 0; i < count; i++) {
-        if (option_given(o, minimum_decides[i])) {
-            die("--minimum finds what is least, whatever memory there is: leave --%s out",
-                minimum_decides[i]);
-        }
+    if (!o->minimum && card_is_too_old(card)) {
+        die("--%s: --gpu %s has compute capability %.1f; this program needs %.1f",
+            o->fit ? "fit" : "largest", card->name, 0.1 * card_capability(card),
+            0.1 * LEAST_CAPABILITY);
     }
     // If a larger batch divides the tokens per step (-d), so does the smallest one that is tried.
     memset(&least, 0, sizeof least);
     least.ranks = (int)o->gpus;
-    least.B = o->fit && option_given(o, "batch") ? (int)o->batch : 1;
+    least.B = !o->minimum && option_given(o, "batch") ? (int)o->batch : 1;
     least.T = o->seq_len ? (int)o->seq_len : m->maxT;
-    step_whole_micros(o, &least);
-}
-
-// A candidate of --fit: options that a user could type, with their memory and speed. `type` is a
-// row of fit_types, `tier` one of offload_tiers.
-typedef struct {
-    Options o;
-    Settings settings;
-    uint64_t bytes, host_bytes;
-    double tokens_per_s;
-    int type, tier;
-} FitPoint;
-enum { MAX_POINTS = 4096 };
-
-// Number types that --fit any and --fit all try with bf16 weights; row 0 stands for those that the
-// options give.
-static const struct {
-    int64_t moments, master;
-} fit_types[] = {{0, 0}, {MOMENTS_BF16, MASTER_SPLIT}, {MOMENTS_BF16, MASTER_NONE}};
-enum { FIT_TYPES = sizeof fit_types / sizeof fit_types[0] };
-
-// Returns the micro-batch that --fit tries after B: 1, 2, 3, 4, 6, 8, 12, 16, ...
-static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : B / 2 * 3; }
-
-// Completes a candidate of --fit from its options: settings, memory plan and predicted speed. If
-// offload is `auto`, its placements are chosen here; if recomputation is `auto`, `level` -1 selects
-// the cheapest mix of levels that fits, any other value that level in all blocks. Returns 1 if the
-// candidate fits.
-static int fit_point(FitPoint *f, const Model *m, int level, const MemoryBudget *budget) {
-    Plan p;
-    Settings *s = &f->settings;
-    const int levels = strcmp(f->o.recompute, "auto") == 0, offloads = f->o.offload == OFFLOAD_AUTO;
-    settings_from_options(s, &f->o, m, budget->speed.gpu);
-    if (offloads) {
-        f->o.offload = settings_offload(s, offload_tiers[f->tier]);
-        f->o.offload += f->o.offload ? 0 : (int64_t)OFFLOAD_AUTO;  // `auto` will offload nothing
+    if (o->largest != LARGEST_SEQ_LEN) {
+        step_whole_micros(o, &least);
     }
-    if (levels && level >= 0) {
-        settings_recompute(s, level, m->L);
-    } else if (levels) {
-        settings_fit_levels(s, &budget->speed, budget->device);
-    }
-    plan_build(&p, s);
-    f->bytes = plan_taken(&p);
-    f->host_bytes = p.host_bytes;
-    f->tokens_per_s = forecast_tokens_per_s(&budget->speed, s, max_i64(step_micros(&f->o, s), 1));
-    plan_free(&p);
-    return f->bytes <= budget->device && f->host_bytes <= budget->host;
 }
 
-// Returns 1 if --fit tries a row of fit_types. Row 0 is what the user asked for; the other rows
-// must neither contradict a given option nor repeat row 0.
-static int fit_tries_type(const Options *asked, int type) {
-    const int64_t moments = fit_types[type].moments, master = fit_types[type].master;
-    return type == 0 || ((moments == asked->moments || !option_given(asked, "moments")) &&
-                         (master == asked->master || !option_given(asked, "master")) &&
-                         (moments != asked->moments || master != asked->master));
-}
-
-// Lists every candidate of --fit that fits: number types, batches up to the first that does not
-// fit, offload tiers and recomputation levels, each only if the options leave it open. Returns
-// their number.
-static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Model *m,
-                      const MemoryBudget *budget) {
-    const int64_t T = asked->seq_len ? asked->seq_len : m->maxT;
-    const int narrow =
-        asked->fit != FIT_BITS && budget->speed.gpu && gpu_dtype(asked) == DTYPE_BF16;
-    const int one = option_given(asked, "batch");
-    const int tiers = asked->offload == OFFLOAD_AUTO && budget->speed.gpu ? OFFLOAD_TIERS : 1;
-    const int is_auto = strcmp(asked->recompute, "auto") == 0;
-    const int levels = asked->fit == FIT_ALL && is_auto ? RECOMPUTE_LEVELS : 1;
-    int n = 0;
-    for (int i = 0; i < (narrow ? FIT_TYPES : 1) * tiers * levels; i++) {
-        const int type = i / levels / tiers;
-        int fits = fit_tries_type(asked, type);
-        for (int64_t B = one ? asked->batch : 1;
-             fits && B * T <= 1 << 26 && B <= option_find("batch")->high && n < MAX_POINTS;
-             B = one ? INT64_MAX / T : next_batch((int)B)) {
-            FitPoint *f = &list[n];
-            f->o = *asked;
-            f->o.batch = B;
-            f->type = type;
-            f->tier = i / levels % tiers;
-            if (asked->gpus > 1 && offload_tiers[f->tier] == HOST_GRADIENTS) {
-                break;  // gradients of several GPUs stay on the device: same as the previous tier
-            }
-            if (asked->logit_rows > B * T) {
-                continue;  // a run requires --logit-rows of at most B x T
-            }
-            if (type > 0) {
-                f->o.moments = fit_types[type].moments;
-                f->o.master = fit_types[type].master;
-            }
-            // Level 0 (no recomputation) is replaced by the least recomputation that fits.
-            fits = fit_point(f, m, i % levels ? i % levels : -1, budget);
-            const int64_t micros = step_micros(asked, &f->settings);
-            // A run refuses a step of more sequences than the data has.
-            n += fits && micros > 0 &&
-                 (!budget->windows || micros * f->settings.ranks * B <= budget->windows);
-        }
-    }
-    return n;
-}
-
-// Prints one candidate as a row of the table of fit_print_points().
-static void fit_print_point(const FitPoint *f) {
-    char offload[64], types[64] = "";
-    const Settings *s = &f->settings;
-    static const char *const names[] = {"fp32", "bf16", "fp16"};
-    snprintf(types, sizeof types, "%s%s%s", s->gpu ? names[s->dtype] : "fp32",
-             s->gpu && s->moment_dtype == TYPE_BF16 ? ", moments bf16" : "",
-             s->dtype == TYPE_BF16 && !s->split_master ? ", -w none" : "");
-    printf("%5d  %-18s %-26s %10s %10s %10s  %s\n", s->B, recompute_text(s).s, types,
-           bytes_text((double)f->bytes).s, bytes_text((double)f->host_bytes).s,
-           count_text((int64_t)f->tokens_per_s).s, offload_text(offload, s));
-}
-
-// Returns 1 if candidate i is dominated: another one is no slower, takes no more device or host
-// memory, and is strictly better in at least one of these (if all three are equal, the candidate
-// earlier in the list wins).
-static int fit_is_beaten(const FitPoint *list, int n, int i) {
-    const FitPoint *f = &list[i];
+// Returns 1 if candidate `c` is dominated by one of the list other than `self`: one that is no
+// slower, takes no more device or host memory, and is strictly better in at least one of these (if
+// all three are equal, the one earlier in the list wins).
+static int candidate_is_beaten(const PlanCandidate *list, int n, const PlanCandidate *c, int self) {
     for (int k = 0; k < n; k++) {
-        const FitPoint *g = &list[k];
-        const int same = g->bytes == f->bytes && g->host_bytes == f->host_bytes &&
-                         g->tokens_per_s == f->tokens_per_s;
-        if (g->bytes <= f->bytes && g->host_bytes <= f->host_bytes &&
-            g->tokens_per_s >= f->tokens_per_s && (!same || k < i)) {
+        const PlanCandidate *g = &list[k];
+        const int same = g->bytes == c->bytes && g->host_bytes == c->host_bytes &&
+                         g->tokens_per_s == c->tokens_per_s;
+        if (g->bytes <= c->bytes && g->host_bytes <= c->host_bytes &&
+            g->tokens_per_s >= c->tokens_per_s && (!same || k < self)) {
             return 1;
         }
     }
     return 0;
 }
 
-// Returns 1 if candidate `a` is simpler than `b`, which is about as fast: it has fewer states in
-// host memory; if equal, fewer narrow number types; if equal, a smaller batch.
-static int point_is_simpler(const FitPoint *a, const FitPoint *b) {
-    return a->tier != b->tier   ? a->tier < b->tier
-           : a->type != b->type ? a->type < b->type
-                                : a->o.batch < b->o.batch;
+// Begins the search of --fit: sets the base settings, which have the smallest batch, and the axes
+// that the options leave open. The steps of BY_BATCH are 1, 2, 3, 4, 6, 8, 12, 16, ... sequences.
+static void fit_search(Search *q, const Options *asked, const Model *m,
+                       const MemoryBudget *budget) {
+    const int64_t T = asked->seq_len ? asked->seq_len : m->maxT;
+    const int gpu = budget->speed.gpu, one = option_given(asked, "batch");
+    Options o = *asked;
+    Settings base;
+    o.batch = one ? asked->batch : 1;
+    while (!one && o.batch * T < asked->logit_rows) {  // a run requires --logit-rows up to B x T
+        o.batch = next_batch((int)o.batch);
+    }
+    settings_from_options(&base, &o, m, gpu);
+    search_begin(q, &base, budget);
+    q->mix = strcmp(o.recompute, "auto") == 0;
+    q->sequences = o.tokens_per_step / (o.gpus * T);
+    q->last[BY_LEVEL] = q->mix && o.fit == FIT_ALL ? RECOMPUTE_BLOCK : 0;
+    q->last[BY_OFFLOAD] = o.offload == OFFLOAD_AUTO && gpu ? OFFLOAD_TIERS - 1 : 0;
+    if (o.fit != FIT_BITS && base.dtype == TYPE_BF16 &&
+        (!option_given(&o, "moments") || o.moments == MOMENTS_BF16)) {
+        q->last[BY_TYPE] = option_given(&o, "master") && o.master == MASTER_SPLIT ? 1 : 2;
+    }
+    const int64_t windows = budget->windows ? budget->windows / o.gpus : INT64_MAX;
+    const int64_t most = min_i64(min_i64((1 << 26) / T, (int64_t)option_find("batch")->high),
+                                 q->sequences ? INT64_MAX : windows);
+    for (int *last = &q->last[BY_BATCH];
+         !one && *last + 1 < MAX_BATCHES && next_batch(q->batch[*last]) <= most; ++*last) {
+        q->batch[*last + 1] = next_batch(q->batch[*last]);
+    }
+}
+
+// Lists the candidates of --fit that fit: batches up to the first that does not fit, at each number
+// type, offload tier and recomputation level. Returns their number; 0 if a step takes more
+// sequences than the data has.
+enum { MAX_CANDIDATES = 4096 };
+static int fit_candidates(PlanCandidate list[MAX_CANDIDATES], Search *q, int64_t windows) {
+    int n = 0, steps[AXES] = {0};
+    const int64_t step = q->sequences ? q->sequences : q->base.B;
+    Verdict verdict = FITS;
+    if (windows && step * q->base.ranks > windows) {
+        return 0;
+    }
+    do {
+        PlanCandidate *c = &list[n];
+        memcpy(c->steps, steps, sizeof steps);
+        verdict = candidate_try(c, q);
+        n += verdict == FITS;
+        q->better = list;
+        q->better_count = q->last[BY_LEVEL] ? n : 0;
+    } while (n < MAX_CANDIDATES &&
+             search_next(q, steps, verdict == TOO_LARGE || verdict == CHANGES_NOTHING));
+    return n;
 }
 
 // Returns the simplest candidate within half a percent of the fastest, among those with the given
-// row of fit_types and of offload_tiers (-1: any), or NULL if there is none.
-static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int tier) {
-    const FitPoint *best = NULL;
+// steps of BY_TYPE and BY_OFFLOAD (-1: any), or NULL if there is none.
+static const PlanCandidate *fit_fastest(const PlanCandidate *list, int n, int type, int tier) {
+    const PlanCandidate *best = NULL;
     double most = 0;
     for (int i = 0; i < 2 * n; i++) {
-        const FitPoint *f = &list[i % n];
-        if ((type < 0 || f->type == type) && (tier < 0 || f->tier == tier)) {
-            most = fmax(most, f->tokens_per_s);  // final after the first n iterations
-            if (i >= n && f->tokens_per_s >= 0.995 * most && (!best || point_is_simpler(f, best))) {
-                best = f;
+        const PlanCandidate *c = &list[i % n];
+        if ((type < 0 || c->steps[BY_TYPE] == type) && (tier < 0 || c->steps[BY_OFFLOAD] == tier)) {
+            most = fmax(most, c->tokens_per_s);  // final after the first n iterations
+            if (i >= n && c->tokens_per_s >= 0.995 * most &&
+                (!best || candidate_is_simpler(c, best))) {
+                best = c;
             }
         }
     }
@@ -7663,8 +8126,8 @@ static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int ti
 // Returns the candidate that --fit recommends. With -d, which fixes the tokens per step (`held`),
 // it is the fastest overall. Without -d, step sizes differ, so speeds are not comparable across
 // offload tiers: it is the fastest on the lowest tier that fits.
-static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
-    const FitPoint *best = held ? fit_fastest(list, n, -1, -1) : NULL;
+static const PlanCandidate *fit_choose(const PlanCandidate *list, int n, int held) {
+    const PlanCandidate *best = held ? fit_fastest(list, n, -1, -1) : NULL;
     for (int tier = 0; tier < OFFLOAD_TIERS && !best; tier++) {
         best = fit_fastest(list, n, -1, tier);
     }
@@ -7672,45 +8135,57 @@ static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
 }
 
 // Compares candidates by device bytes, then by host bytes.
-static int point_compare(const void *a, const void *b) {
-    const FitPoint *x = (const FitPoint *)a, *y = (const FitPoint *)b;
+static int by_bytes(const void *a, const void *b) {
+    const PlanCandidate *x = (const PlanCandidate *)a, *y = (const PlanCandidate *)b;
     return x->bytes != y->bytes ? (x->bytes > y->bytes) - (x->bytes < y->bytes)
                                 : (x->host_bytes > y->host_bytes) - (x->host_bytes < y->host_bytes);
 }
 
-// Prints the table of --fit: the fastest candidate of each number type and offload tier or, with
-// `all`, every candidate that is not dominated, sorted by device bytes.
-static void fit_print_points(const FitPoint *list, int n, int all) {
-    FitPoint *rows = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *rows);
+// Selects the rows of --fit's table: the fastest candidate of each number type and offload tier or,
+// with `all`, every candidate that is not dominated, sorted by device bytes. Returns their number.
+static int fit_rows(PlanCandidate *rows, const PlanCandidate *list, int n, int all) {
     int count = 0;
     for (int i = 0; i < n && all; i++) {
-        if (!fit_is_beaten(list, n, i)) {
+        if (!candidate_is_beaten(list, n, &list[i], i)) {
             rows[count++] = list[i];
         }
     }
-    for (int i = 0; i < FIT_TYPES * OFFLOAD_TIERS && !all; i++) {
-        const FitPoint *f = fit_fastest(list, n, i / OFFLOAD_TIERS, i % OFFLOAD_TIERS);
-        if (f) {
-            rows[count++] = *f;
+    for (int i = 0; i < 3 * OFFLOAD_TIERS && !all; i++) {
+        const PlanCandidate *c = fit_fastest(list, n, i / OFFLOAD_TIERS, i % OFFLOAD_TIERS);
+        if (c) {
+            rows[count++] = *c;
         }
     }
     if (all) {
-        qsort(rows, (size_t)count, sizeof *rows, point_compare);
+        qsort(rows, (size_t)count, sizeof *rows, by_bytes);
     }
-    printf("%5s  %-18s %-26s %10s %10s %10s  %s\n", "B", "-r", "types", "device", "host",
-           "tokens/s", "--offload");
-    for (int i = 0; i < count; i++) {
-        fit_print_point(&rows[i]);
-    }
-    free(rows);
+    return count;
 }
 
-// Prints which of these settings change the numbers that a run computes. `split` is appended to the
-// part about the settings that do not.
-static void print_changes(const Settings *s, const char *split) {
-    printf("same bits as any other -r and --offload%s%s%s\n", split,
-           s->moment_dtype == TYPE_BF16 ? "; --moments bf16 changes numbers" : "",
-           s->dtype == TYPE_BF16 && !s->split_master ? "; -w none changes numbers" : "");
+// Prints one candidate as a row of --fit's table: its bytes, its speed, and as many of its settings
+// as fit the line; the others follow on the next one.
+static void fit_print_row(const PlanCandidate *c) {
+    char offload[64], text[sizeof(LevelsText) + 128];
+    const Settings *s = &c->settings;
+    const int column = printf("%5d %10s %10s %10s  ", s->B, bytes_text((double)c->bytes).s,
+                              bytes_text((double)c->host_bytes).s,
+                              count_text((int64_t)c->tokens_per_s).s);
+    int n = snprintf(text, sizeof text, "%s%s%s -r %s", type_names[s->dtype],
+                     s->moment_dtype == TYPE_BF16 ? " --moments bf16" : "",
+                     s->dtype == TYPE_BF16 && !s->split_master ? " -w none" : "",
+                     recompute_text(s).s);
+    if (settings_offloads(s)) {
+        text_add(text, sizeof text, n, " --offload %s", offload_text(offload, s));
+    }
+    text_wrap(text, column, 8);
+}
+
+// Prints which of these settings change the numbers that a run computes, in lines that begin with
+// `lead`. `split` is appended to the part about the settings that do not.
+static void print_changes(const char *lead, const Settings *s, const char *split) {
+    print_wrapped(4, "%ssame bits as any other -r and --offload%s%s%s", lead, split,
+                  s->moment_dtype == TYPE_BF16 ? "; --moments bf16 changes numbers" : "",
+                  s->dtype == TYPE_BF16 && !s->split_master ? "; -w none changes numbers" : "");
 }
 
 // Returns the text to append to a number of bytes per GPU; "" with one GPU.
@@ -7722,93 +8197,348 @@ static ShortText each_text(const Options *o) {
     return text;
 }
 
-// Returns the bytes of device memory of a rank that are reserved for libraries, including NCCL's
-// buffers.
-static double reserved_bytes(const Options *o, uint64_t library) {
-    Settings s;
-    memset(&s, 0, sizeof s);
-    s.ranks = (int)o->gpus;
-    settings_nccl(&s, o);
-    return (double)(library + nccl_estimate_bytes(&s));
+// Prints a candidate as a JSON object.
+static void candidate_print_json(const PlanCandidate *c, const Options *asked,
+                                 const MemoryBudget *budget) {
+    printf("{");
+    settings_print_json(asked, &c->settings, budget, c->bytes, c->host_bytes, c->tokens_per_s);
+    printf("}");
 }
 
-// Runs --fit. Returns the program's exit status: 1 if nothing fits.
-static int fit_command(const Options *o, const Model *m, const MemoryBudget *budget) {
-    FitPoint *list = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *list);
-    if (budget->device <= 1 && budget->library) {
-        die("--fit: %s: nothing is left for the plan: %s are reserved for libraries", budget->where,
-            bytes_text(reserved_bytes(o, budget->library)).s);
-    }
-    const int n = fit_points(list, o, m, budget);
-    const int64_t T = o->seq_len ? o->seq_len : m->maxT;
-    const int64_t B = option_given(o, "batch") ? o->batch : 1;
-    const int64_t step = max_i64(o->tokens_per_step, o->gpus * B * T);
-    const FitPoint *best = fit_choose(list, n, o->tokens_per_step > 0);
-    printf("%s: what fits %s for the plan%s; tokens/s %s%s\n", o->model,
-           bytes_text((double)budget->device).s, each_text(o).s, o->gpus > 1 ? "of all " : "",
-           budget->from         ? budget->from
-           : budget->speed.gpu ? "of a 4090 in bf16: this run's are unknown, and these only compare"
-                             : "of two cores: this run's are unknown, and these only compare");
+// Prints the JSON of --fit or --largest up to the list of candidates.
+static void search_print_json(const Options *o, const char *query, const MemoryBudget *budget,
+                              const PlanCandidate *best) {
+    printf("{\"query\":\"%s\",\"model\":", query);
+    word_print(o->model, 1);
+    printf(",\"fits\":%s,\"available_bytes\":%" PRIu64 ",\"forecast\":\"%s\",\"best\":",
+           best ? "true" : "false", (uint64_t)budget->device, budget->from ? budget->from : "");
     if (best) {
-        fit_print_points(list, n, o->fit == FIT_ALL);
-        printf(o->tokens_per_step ? "fastest: " : "least on the host, then fastest: ");
-        training_print(&best->o, recompute_text(&best->settings).s, budget->speed.gpu);
-        print_changes(&best->settings, o->tokens_per_step
-                                           ? "; -d is held, split into another number of batches"
-                                           : "; a step is B x T tokens, -d TOKENS would hold it");
-    } else if (budget->windows && budget->windows * T < step) {
-        printf("nothing fits: %s has %s sequences, and a step takes %s\n", o->train_data,
-               count_text(budget->windows).s, count_text(step / T).s);
+        candidate_print_json(best, o, budget);
     } else {
-        printf("nothing fits: --minimum says what is the least\n");
+        printf("null");
+    }
+}
+
+// Runs --fit. Returns the program's exit status: 3 if nothing fits.
+static int fit_command(const Options *o, const Model *m, const MemoryBudget *budget) {
+    PlanCandidate *list = (PlanCandidate *)alloc_zero(MAX_CANDIDATES, sizeof *list);
+    PlanCandidate *rows = (PlanCandidate *)alloc_zero(MAX_CANDIDATES, sizeof *rows);
+    Search q;
+    fit_search(&q, o, m, budget);
+    const int n = fit_candidates(list, &q, budget->windows), T = q.base.T;
+    const int64_t step = (q.sequences ? q.sequences : q.base.B) * o->gpus;
+    const PlanCandidate *best = fit_choose(list, n, o->tokens_per_step > 0);
+    const int count = fit_rows(rows, list, n, o->fit == FIT_ALL);
+    const int little_data = budget->windows && budget->windows < step;
+    if (o->json) {
+        search_print_json(o, "fit", budget, best);
+        printf(",\"candidates\":[");
+        for (int i = 0; i < count; i++) {
+            printf(i ? ",\n" : "\n");
+            candidate_print_json(&rows[i], o, budget);
+        }
+        printf("]}\n");
+        free(list);
+        free(rows);
+        return best ? 0 : little_data ? 1 : STATUS_TOO_LARGE;
+    }
+    print_wrapped(4, "%s: what fits %s for the plan%s; tokens/s %s%s", o->model,
+                  bytes_text((double)budget->device).s, each_text(o).s,
+                  o->gpus > 1 ? "of all " : "",
+                  budget->from        ? budget->from
+                  : budget->speed.gpu ? "of a 4090 in bf16, for comparison: this GPU's are unknown"
+                                      : "of two cores, for comparison: this machine's are unknown");
+    if (best) {
+        printf("%5s %10s %10s %10s  settings\n", "B", "device", "host", "tokens/s");
+        for (int i = 0; i < count; i++) {
+            fit_print_row(&rows[i]);
+        }
+        printf(o->tokens_per_step ? "fastest: " : "least on the host, then fastest: ");
+        settings_print_command(o, &best->settings, 0);
+        print_changes("", &best->settings,
+                      o->tokens_per_step ? "; -d keeps the step's tokens, in another split"
+                                         : "; a step is B x T tokens unless -d says otherwise");
+    } else if (little_data) {
+        print_wrapped(4, "nothing fits: %s has %s sequences of %d tokens, and a step takes %s",
+                      o->train_data, count_text(budget->windows).s, T, count_text(step).s);
+    } else {
+        printf("nothing fits: --minimum prints the least memory\n");
     }
     free(list);
-    return best ? 0 : 1;
+    free(rows);
+    return best ? 0 : little_data ? 1 : STATUS_TOO_LARGE;
 }
 
-// Runs --minimum: prints the least memory that a run can take, at B = 1, on a GPU with nothing
-// offloaded, on a GPU with all states in host memory (with several GPUs all but the gradients,
-// which stay on the device) and, if `cpu` is set and the CPU program supports the given options,
-// for the CPU program. Narrow number types are used only if nothing is offloaded, because states in
-// host memory take no device memory.
+// Plans the settings that take the least memory, at B = 1: on a GPU without offload or with all
+// states in host memory, or for the CPU program. Narrow number types are used only if nothing is
+// offloaded, because states in host memory take no device memory.
+static void minimum_plan(PlanCandidate *c, const Options *asked, const Model *m, int gpu,
+                         int offload) {
+    MemoryBudget all;
+    Search q;
+    Options o = *asked;
+    memset(&all, 0, sizeof all);
+    all.device = all.host = UINT64_MAX;
+    o.batch = 1;
+    o.recompute = "none";
+    settings_from_options(&q.base, &o, m, gpu);
+    const Settings base = q.base;
+    all.speed = speed_usual(&base);
+    search_begin(&q, &base, &all);
+    memset(c, 0, sizeof *c);
+    c->steps[BY_LEVEL] = RECOMPUTE_BLOCK;
+    c->steps[BY_SCRATCH] = 1;
+    c->steps[BY_OFFLOAD] = offload ? OFFLOAD_TIERS - 1 : 0;
+    c->steps[BY_TYPE] = gpu && !offload && base.dtype == TYPE_BF16 ? 2 : 0;
+    candidate_apply(c, &q);
+    candidate_plan(c, &q);
+}
+
+// Returns why this program cannot run with these options on a card, or NULL. Options that need bf16
+// are then set to their defaults, so that the card can be planned all the same.
+static const char *card_unable(Options *o, const GpuEntry *card) {
+    const int wants = o->dtype == DTYPE_BF16 || o->grad_dtype == GRADS_BF16 ||
+                      o->moments == MOMENTS_BF16 || o->master == MASTER_NONE;
+    if (card_capability(card) >= BF16_CAPABILITY || !(wants || card_is_too_old(card))) {
+        return NULL;
+    }
+    o->dtype = o->dtype == DTYPE_BF16 ? 0 : o->dtype;
+    o->grad_dtype = 0;
+    o->moments = MOMENTS_FP32;
+    o->master = MASTER_SPLIT;
+    return card_is_too_old(card) ? "this program needs compute capability 7.5" : "no bf16";
+}
+
+// Lists the names of up to three cards with the least memory on which the least settings fit, as
+// words or as JSON; returns how many there are.
+static int minimum_cards(char text[160], const Options *asked, const Model *m, int offload,
+                         int json) {
+    const GpuEntry *best[3] = {NULL, NULL, NULL};
+    int count = 0, n = 0;
+    for (int i = 0; i < GPU_CARDS; i++) {
+        const GpuEntry *card = &gpu_table[i];
+        Options o = *asked;
+        PlanCandidate c;
+        o.gpu = card->name;
+        if (card_unable(&o, card) || (best[2] && best[2]->gib <= card->gib)) {
+            continue;
+        }
+        minimum_plan(&c, &o, m, 1, offload);
+        if (c.bytes > budget_named(&o, &c.settings).device) {
+            continue;
+        }
+        int at = min_int(count, 2);
+        for (; at > 0 && best[at - 1]->gib > card->gib; at--) {
+            best[at] = best[at - 1];
+        }
+        best[at] = card;
+        count = min_int(count + 1, 3);
+    }
+    text[0] = 0;
+    for (int i = 0; i < count; i++) {
+        n = text_add(text, 160, n, json ? "%s\"%s\"" : "%s%s", i == 0 ? "" : json ? "," : ", ",
+                     best[i]->name);
+    }
+    return count;
+}
+
+// Runs --minimum: prints the least memory that a run can take on a GPU with nothing offloaded, on a
+// GPU with all states in host memory (with several GPUs all but the gradients, which stay on the
+// device) and, if `cpu` is set and the CPU program supports the given options, for the CPU program.
 static void minimum_command(const Options *asked, const Model *m, int cpu) {
     static const char *const titles[] = {"GPU, nothing offloaded", "GPU, everything on the host",
                                          "CPU", "GPU, all but gradients on the host"};
-    const int wide = gpu_dtype(asked) != DTYPE_BF16;  // narrow moments and masters need bf16
-    MemoryBudget all;
-    memset(&all, 0, sizeof all);
-    all.device = all.host = UINT64_MAX;
-    FitPoint *f = (FitPoint *)alloc_zero(1, sizeof *f);
     const int narrow = (asked->dtype && asked->dtype != DTYPE_FP32) || asked->grad_dtype ||
                        asked->workspace;
-    for (int i = 0; i < 2 + (cpu && !narrow && asked->gpus == 1); i++) {
-        all.speed.gpu = i < 2;
-        f->o = *asked;
-        f->o.recompute = "block";
-        f->o.batch = 1;
-        f->o.logit_rows = min_i64(128, asked->seq_len ? asked->seq_len : m->maxT);
-        f->o.offload = OFFLOAD_AUTO;
-        // cuBLASLt has no minimum size of a workspace; its address must be a multiple of 256 bytes.
-        f->o.workspace = asked->workspace || !all.speed.gpu ? asked->workspace : 256;
-        f->tier = i == 1 ? OFFLOAD_TIERS - 1 : 0;
-        f->o.moments = i == 0 && !wide ? MOMENTS_BF16 : MOMENTS_FP32;
-        f->o.master = i == 0 && !wide ? MASTER_NONE : MASTER_SPLIT;
-        fit_point(f, m, 0, &all);
-        printf("%s: %s", titles[i == 1 && asked->gpus > 1 ? 3 : i],
-               bytes_text((double)f->bytes).s);
-        if (all.speed.gpu) {
-            printf(" and %s for libraries (reserved, not measured)",
-                   bytes_text(reserved_bytes(asked, library_reserve_bytes)).s);
+    const int rows = 2 + (cpu && !narrow && asked->gpus == 1);
+    printf(asked->json ? "{\"query\":\"minimum\",\"minimum\":[" : "");
+    for (int i = 0; i < rows; i++) {
+        const int gpu = i < 2;
+        char cards[160];
+        PlanCandidate c;
+        MemoryBudget budget;
+        memset(&budget, 0, sizeof budget);
+        minimum_plan(&c, asked, m, gpu, i == 1);
+        budget.library = gpu ? card_library_bytes(gpu_find(asked)) : 0;
+        snprintf(budget.library_from, sizeof budget.library_from,
+                 asked->gpu[0] ? "estimated" : "assumed");
+        const uint64_t outside = outside_bytes(&budget, &c.settings);
+        const int found = gpu ? minimum_cards(cards, asked, m, i == 1, (int)asked->json) : 0;
+        if (asked->json) {
+            printf("%s\n{\"target\":\"%s\",\"cards\":[%s],", i ? "," : "", gpu ? "gpu" : "cpu",
+                   found ? cards : "");
+            settings_print_json(asked, &c.settings, &budget, c.bytes, c.host_bytes, 0);
+            printf("}");
+            continue;
         }
-        printf(", %s of host memory%s\n  ", bytes_text((double)f->host_bytes).s,
-               each_text(asked).s);
-        training_print(&f->o, "block", all.speed.gpu);
+        char text[512];
+        int n = snprintf(text, sizeof text, "%s: %s", titles[i == 1 && asked->gpus > 1 ? 3 : i],
+                         bytes_text((double)(c.bytes + outside)).s);
+        if (gpu) {
+            n = text_add(text, sizeof text, n, " = %s and %s for libraries (%s)",
+                         bytes_text((double)c.bytes).s, bytes_text((double)outside).s,
+                         budget.library_from);
+        }
+        n = text_add(text, sizeof text, n, ", %s of host memory%s",
+                     bytes_text((double)c.host_bytes).s, each_text(asked).s);
+        if (gpu) {
+            text_add(text, sizeof text, n, "; smallest cards: %s", found ? cards : "none");
+        }
+        text_wrap(text, 0, 2);
         printf("  ");
-        print_changes(&f->settings, all.speed.gpu
-                                        ? "; --logit-rows, --workspace and -b change rounding"
-                                        : "; --logit-rows and -b change rounding");
+        settings_print_command(asked, &c.settings, 0);
+        print_changes("  ", &c.settings,
+                      gpu ? "; --logit-rows, --workspace and -b change rounding"
+                          : "; --logit-rows and -b change rounding");
     }
-    free(f);
+    printf(asked->json ? "]}\n" : "");
+}
+
+// Sets the value that --largest varies. Returns whether a run accepts it with --logit-rows and -d.
+static int largest_set(Options *o, const Model *m, int64_t value) {
+    *(o->largest == LARGEST_BATCH ? &o->batch : &o->seq_len) = value;
+    const int64_t N = o->batch * (o->seq_len ? o->seq_len : m->maxT);
+    return o->logit_rows <= N && (!o->tokens_per_step || o->tokens_per_step % (o->gpus * N) == 0);
+}
+
+// Plans a candidate of --largest. Returns whether it fits.
+static int largest_try(PlanCandidate *c, const Options *o, const Model *m,
+                       const MemoryBudget *budget) {
+    Search q;
+    Settings s;
+    settings_from_options(&s, o, m, budget->speed.gpu);
+    settings_auto(&s, o, budget);
+    memset(c, 0, sizeof *c);
+    search_begin(&q, &s, budget);
+    q.speed = budget->card ? budget_named(o, &s).speed : budget->speed;  // it depends on T
+    q.sequences = o->tokens_per_step / (o->gpus * s.T);
+    return candidate_try(c, &q) == FITS;
+}
+
+// Runs --largest: finds the largest batch or sequence length that fits, by bisection over those
+// that are possible. Returns the program's exit status: 3 if not even the smallest fits.
+static int largest_command(const Options *asked, const Model *m, const MemoryBudget *budget) {
+    const int batch = asked->largest == LARGEST_BATCH;
+    Options o = *asked;
+    PlanCandidate best, c;
+    o.offload = option_given(asked, "offload") ? asked->offload : 0;
+    const int64_t other = batch ? (o.seq_len ? o.seq_len : m->maxT) : o.batch;
+    int64_t most = batch ? (int64_t)option_find("batch")->high : m->maxT;
+    most = min_i64(most, (1 << 26) / other);
+    most = budget->windows && batch ? min_i64(most, budget->windows / o.gpus) : most;
+    int64_t *values = (int64_t *)alloc_zero((size_t)most + 1, sizeof *values), count = 0, found = 0;
+    for (int64_t value = 1; value <= most; value++) {
+        values[count] = value;
+        count += largest_set(&o, m, value);
+    }
+    for (int64_t end = count; found < end;) {  // the first `found` fit, those from `end` do not
+        const int64_t middle = found + (end - found) / 2;
+        largest_set(&o, m, values[middle]);
+        if (largest_try(&c, &o, m, budget)) {
+            best = c;
+            found = middle + 1;
+        } else {
+            end = middle;
+        }
+    }
+    if (!count) {
+        die("--largest %s: no value agrees with --tokens-per-step (-d) and --logit-rows",
+            choice_text(largests, o.largest).s);
+    }
+    if (o.json) {
+        search_print_json(&o, "largest", budget, found ? &best : NULL);
+        printf(",\"largest\":\"%s\",\"value\":%" PRId64 "}\n", choice_text(largests, o.largest).s,
+               found ? values[found - 1] : 0);
+    } else if (!found) {
+        print_wrapped(4, "nothing fits %s: --minimum prints the least memory",
+                      bytes_text((double)budget->device).s);
+    } else {
+        print_wrapped(4, "largest --%s that fits%s: %" PRId64 "%s; device %s of %s, host %s",
+                      choice_text(largests, o.largest).s, each_text(&o).s, values[found - 1],
+                      found < count ? "" : batch ? " (no larger one is possible)"
+                                                 : " (the model has no more positions)",
+                      bytes_text((double)best.bytes).s, bytes_text((double)budget->device).s,
+                      bytes_text((double)best.host_bytes).s);
+        if (budget->from) {
+            print_wrapped(4, "forecast: %s tokens/s; %s", count_text((int64_t)best.tokens_per_s).s,
+                          budget->from);
+        }
+        settings_print_command(&o, &best.settings, 0);
+    }
+    free(values);
+    return found ? 0 : STATUS_TOO_LARGE;
+}
+
+// Prints the row of a card: the bytes that its plan leaves free or lacks, its forecast, and the
+// settings chosen for it, the cheapest remedy (NULL: none) or why it cannot be used.
+static void card_print_row(const GpuEntry *card, const Plan *p, const MemoryBudget *budget,
+                           double rate, const Remedy *remedy, const char *unable) {
+    const Settings *s = &p->settings;
+    const uint64_t bytes = plan_taken(p);
+    const int fits = bytes <= budget->device;
+    char text[512], bytes_left[48], cost[160], offload[64];
+    snprintf(bytes_left, sizeof bytes_left, "%s %s",
+             bytes_text(fits ? (double)(budget->device - bytes)
+                             : (double)(bytes - budget->device)).s, fits ? "free" : "short");
+    if (unable) {
+        snprintf(text, sizeof text, "%s%s", fits ? "fits, but " : "", unable);
+    } else if (fits) {
+        snprintf(text, sizeof text, "-r %.200s --offload %s", recompute_text(s).s,
+                 offload_text(offload, s));
+    } else if (remedy) {
+        snprintf(text, sizeof text, "%s: %s", remedy->option, remedy_cost(cost, remedy));
+    } else {
+        snprintf(text, sizeof text, "no settings make it fit");
+    }
+    const int column = printf("%-12s %10s %15s %10s  ", card->name,
+                              bytes_text(card->gib * 0x1p30).s, bytes_left,
+                              rate > 0 && budget->from ? count_text((int64_t)rate).s : "-");
+    text_wrap(text, column, 14);
+}
+
+// Runs --plan --gpu all: plans the run for each card, with the automatic choices for that card.
+// Returns the program's exit status: 3 if it fits none.
+static int cards_command(const Options *asked, const Model *m) {
+    Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
+    int any = 0;
+    if (asked->json) {
+        printf("{\"query\":\"cards\",\"cards\":[");
+    } else {
+        printf("%-12s %10s %15s %10s  settings or remedy\n", "card", "memory", "plan",
+               "tokens/s");
+    }
+    for (int i = 0; i < GPU_CARDS; i++) {
+        const GpuEntry *card = &gpu_table[i];
+        Options o = *asked;
+        Settings s;
+        Plan p;
+        o.gpu = card->name;
+        const char *unable = card_unable(&o, card);
+        settings_from_options(&s, &o, m, 1);
+        settings_auto_batch(&s, &o, gpu_memory_from_options(&o), 1 << 26);
+        const int64_t micros = step_whole_micros(&o, &s);
+        const MemoryBudget budget = budget_named(&o, &s);
+        settings_auto(&s, &o, &budget);
+        plan_build(&p, &s);
+        const int fits = !unable && plan_taken(&p) <= budget.device;
+        const int n = fits || unable ? 0 : plan_changes(&p, &budget, micros, list);
+        const double rate = fits ? forecast_tokens_per_s(&budget.speed, &s, micros) : 0;
+        any |= fits;
+        if (asked->json) {
+            printf("%s\n{\"gpu\":\"%s\",\"memory_bytes\":%.0f,\"supported\":%s,", i ? "," : "",
+                   card->name, floor(card->gib * 0x1p30), unable ? "false" : "true");
+            verdict_print_json(&budget, plan_taken(&p), p.host_bytes);
+            printf(",");
+            settings_print_json(&o, &s, &budget, plan_taken(&p), p.host_bytes, rate);
+            printf(",\"takes\":%s%s%s}", n ? "\"" : "", n ? list[0].option : "null", n ? "\"" : "");
+        } else {
+            card_print_row(card, &p, &budget, rate, n ? &list[0] : NULL, unable);
+        }
+        plan_free(&p);
+    }
+    printf(asked->json ? "]}\n" : "tokens/s are predicted, not measured\n");
+    free(list);
+    return any ? 0 : STATUS_TOO_LARGE;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -8102,7 +8832,10 @@ static void run_find_ranks(Run *run, const Program *program) {
 // run if the ranks cannot train together. Returns the budget that every rank has; `budget` is this
 // rank's.
 static MemoryBudget run_handshake(Run *run, const Program *program, const MemoryBudget *budget) {
+    const Options *o = &run->o;
     MemoryBudget least = *budget;
+    rank_info.total = program->total ? program->total() : 0;
+    rank_info.batch = options_auto_batch(o) && o->resume ? checkpoint_batch(o->output) : 0;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
         // These may differ between ranks.
@@ -8270,7 +9003,7 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
         die("no training data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token "
             "shards");
     }
-    if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE || o->fit)) {
+    if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE || o->fit || o->largest)) {
         int64_t T = o->seq_len ? o->seq_len : m->maxT;
         dataset_open(&run->train, o->train_data, (int)min_i64(T, m->maxT));
         run->train.shuffle = (int)o->shuffle;
@@ -8301,7 +9034,11 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     }
     const uint64_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
     const uint64_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
-    budget.device = size_less(program->available(), program->library_bytes + nccl + outside);
+    int measured = 0;
+    budget.library = program->library ? program->library(&measured) : 0;
+    snprintf(budget.library_from, sizeof budget.library_from,
+             measured ? "measured on this GPU" : "estimated");
+    budget.device = size_less(program->available(), budget.library + nccl + outside);
     if (o->gpu_mem) {
         const uint64_t cap = size_less((uint64_t)o->gpu_mem, library_reserve_bytes + nccl);
         if (cap < budget.device) {
@@ -8313,15 +9050,29 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     // The ranks on a machine share its host memory.
     const uint64_t host = (uint64_t)(host_memory("").bytes / this_rank.local_ranks);
     budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : UINT64_MAX;
-    budget.library = program->library_bytes;
     budget.where = program->gpu ? "free on this GPU" : "memory available to this process";
     budget.speed = speed_usual(s);
     return budget;
 }
 
-// Runs --plan, --fit or --minimum for the card that the options name, else for this machine.
-// Returns the program's exit status: 1 if the plan does not fit, or if --fit finds nothing that
-// does.
+// Ends the program if --fit and --largest cannot know the available memory, or if it is too little
+// for libraries.
+static void search_refuse(const Options *o, const MemoryBudget *budget, const Settings *s) {
+    const char *command = o->fit ? "fit" : "largest";
+    if (!o->plan && !budget->device) {
+        die("--%s: %s; name a card with --gpu NAME or a size with --gpu-mem SIZE", command,
+            o->gpus > 1 ? "the memory of several GPUs is unknown here" : "there is no GPU here");
+    }
+    if (!o->plan && budget->device <= 1 && budget->library) {
+        die_status = STATUS_TOO_LARGE;
+        die("--%s: %s: nothing is left for the plan: %s are reserved for libraries", command,
+            budget->where, bytes_text((double)outside_bytes(budget, s)).s);
+    }
+}
+
+// Runs --plan, --fit, --minimum or --largest for the card that the options name, else for this
+// machine. Returns the program's exit status: 3 if nothing that was asked for fits, 1 if a card is
+// too old for this program.
 static int plan_command(const Run *run, const Program *program, Options *o, const Model *m) {
     Settings s;
     Plan p;
@@ -8335,67 +9086,47 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
         minimum_command(o, m, !program->gpu);
         return 0;
     }
-    settings_from_options(&s, o, m, gpu);
+    if (options_all_cards(o)) {
+        return cards_command(o, m);
+    }
+    Options first = *o;  // --fit and --largest find a batch or length that --logit-rows allows
+    first.logit_rows = o->plan ? o->logit_rows : 0;
+    settings_from_options(&s, &first, m, gpu);
+    if (o->plan) {
+        const uint64_t total = gpu_memory_from_options(o);
+        settings_auto_batch(&s, o, named ? total : program->total ? program->total() : 0, 1 << 26);
+    }
     char device[96];
     const int known = !named && (!program->device || program->device(device));
     if (!known && !named && device[0]) {
         fprintf(stderr, "%s: %s\n", program_name, device);
     }
     MemoryBudget budget = known ? budget_at_hand(program, o, &s) : budget_named(o, &s);
-    if (o->fit && !budget.device) {
-        const char *why = o->gpus > 1 ? "the memory of several GPUs is not detected"
-                                      : "no GPU was found";
-        die("--fit: %s; give --gpu NAME or --gpu-mem SIZE", why);
-    }
+    search_refuse(o, &budget, &s);
     if (o->generate) {
         settings_generate(&s);
     }
-    const int64_t micros = o->fit ? 1 : step_whole_micros(o, &s);  // refuse what a run refuses
-    if (known && !o->json) {
+    const int64_t micros = o->plan ? step_whole_micros(o, &s) : 1;  // refuse what a run refuses
+    if (known && (!o->json || program->device)) {  // measuring a CPU takes a while
         budget_measure(&budget, program, &s, micros, o->steps);
     }
-    if (o->fit) {
-        budget.windows = run->train.windows;
-        return fit_command(o, m, &budget);
+    budget.windows = run->train.windows;
+    if (!o->plan) {
+        return o->fit ? fit_command(o, m, &budget) : largest_command(o, m, &budget);
     }
     settings_auto(&s, o, &budget);
     plan_build(&p, &s);
+    const int unlimited = budget.device >> 60 != 0;  // the available memory is unknown
+    budget.device = unlimited ? 0 : budget.device;
     if (o->json) {
-        plan_print_json(&p);
+        plan_print_json(&p, &budget, o);
+        fits = !budget.device || (plan_taken(&p) <= budget.device && p.host_bytes <= budget.host);
     } else {
-        const int unlimited = budget.device >> 60 != 0;  // the available memory is unknown
-        budget.device = unlimited ? 0 : budget.device;
         fits = plan_print(&p, &budget, o);
         printf("%s%s", unlimited ? budget.where : "", unlimited ? ": unknown\n" : "");
     }
     plan_free(&p);
-    return fits ? 0 : 1;
-}
-
-// Step 5: sets the number of micro-batches per step and of steps in the run, from the options and
-// the data. Ends the run if -d is not a multiple of the tokens that all ranks process in one
-// micro-batch, if the warm-up is longer than the run, or if the data is too short for one step or
-// one validation batch.
-static void run_size(Run *run) {
-    const Options *o = &run->o;
-    const Settings *s = &run->s;
-    const int64_t micros = step_whole_micros(o, s);
-    run->accum_steps = (int)micros;
-    run->windows_per_step = micros * s->ranks * s->B;
-    if (run->windows_per_step > run->train.windows) {
-        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step needs %" PRId64
-            " sequences of %d tokens; %s has only %" PRId64, run->windows_per_step, s->T,
-            o->train_data, run->train.windows);
-    }
-    run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
-    if (o->warmup > run->steps) {
-        die("--warmup (-u): %" PRId64 " steps, but the run has only %" PRId64, o->warmup,
-            run->steps);
-    }
-    if (run->has_val && run->val.windows < s->B) {
-        die("%s: %" PRId64 " sequences of %d tokens, fewer than one batch of %d", o->val_data,
-            run->val.windows, s->T, s->B);
-    }
+    return !fits ? STATUS_TOO_LARGE : card_is_too_old(budget.card) ? 1 : 0;
 }
 
 // Prints the start-up box: model, data, step, command and memory. It is printed before the engine
@@ -8419,7 +9150,7 @@ static void run_print_box(const Run *run) {
     printf(" = %s tokens; %s steps\n", count_text(run->windows_per_step * s->T).s,
            count_text(run->steps).s);
     printf("command  ");
-    command_print(program_command, &run->o);
+    command_print(program_command, &run->o, 0);
     printf("\nmemory   %s", bytes_text((double)plan_taken(p)).s);
     uint64_t device[GROUPS], host[GROUPS];
     const char *separator = ":";
@@ -8435,12 +9166,16 @@ static void run_print_box(const Run *run) {
                s->gpu ? "" : "emulated ");
     }
     printf("\n");
+    unused_print("         unused memory would buy ", p, &run->budget, &run->o);
     fflush(stdout);
 }
 
 static void run_print_engine(const Run *run) {
     const Engine *e = &run->engine;
     printf("device   %s\n", e->device);
+    if (e->kernels_line) {
+        printf("kernels  %s\n", e->kernels_line);
+    }
     if (e->peak_flops > 0) {
         printf("peak     %.0f GFLOP/s, %s; FLOPs per token: 6 x (parameters + padding) + "
                "6 L C T\n\n", e->peak_flops * 1e-9, e->peak_source);
@@ -8571,19 +9306,73 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// Step 6: chooses the settings that depend on the available memory, allocates the batch and builds
-// the run's only plan. Ends the run if the program does not support the settings or if the plan
-// does not fit in memory.
+// Resolves -b auto. A resumed run keeps the micro-batch of its checkpoint, if that divides the step
+// of this run's ranks. A validation batch must exist.
+static void run_choose_batch(Run *run) {
+    Settings *s = &run->s;
+    Options *o = &run->o;
+    const int64_t most = run->has_val ? run->val.windows : 1 << 26;
+    if (s->gpu && options_auto_batch(o) && rank_info.batch) {
+        Settings t = *s;
+        settings_batch(&t, (int)rank_info.batch);
+        if (step_micros(o, &t)) {
+            *s = t;
+            o->batch = s->B;
+            return;
+        }
+    }
+    settings_auto_batch(s, o, rank_info.total, most);
+}
+
+// Step 5: sets the number of micro-batches per step and of steps in the run, from the options and
+// the data. Ends the run if -d is not a multiple of the tokens that all ranks process in one
+// micro-batch, if the warm-up is longer than the run, or if the data is too short for one step or
+// one validation batch.
+static void run_size(Run *run) {
+    const Options *o = &run->o;
+    const Settings *s = &run->s;
+    const int64_t micros = step_whole_micros(o, s);
+    run->accum_steps = (int)micros;
+    run->windows_per_step = micros * s->ranks * s->B;
+    if (run->windows_per_step > run->train.windows) {
+        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step needs %" PRId64
+            " sequences of %d tokens; %s has only %" PRId64, run->windows_per_step, s->T,
+            o->train_data, run->train.windows);
+    }
+    run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
+    if (o->warmup > run->steps) {
+        die("--warmup (-u): %" PRId64 " steps, but the run has only %" PRId64, o->warmup,
+            run->steps);
+    }
+    if (run->has_val && run->val.windows < s->B) {
+        die("%s: %" PRId64 " sequences of %d tokens, fewer than one batch of %d", o->val_data,
+            run->val.windows, s->T, s->B);
+    }
+}
+
+// Chooses the settings that depend on the available memory, sizes the run, allocates the batch and
+// builds the run's only plan. Ends the run if the program does not support the settings or if the
+// plan does not fit in memory.
 static void run_fit(Run *run, const Program *program) {
-    size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     if (program->refuse) {
         program->refuse(&run->s);
+    }
+    if (program->try_kernels) {
+        program->try_kernels(&run->s);
     }
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
     const MemoryBudget least =
         run_handshake(run, program, &budget);  // no rank has allocated memory before this
+    if (!run->s.forward) {
+        run_choose_batch(run);
+        run_size(run);
+    }
     settings_auto(&run->s, &run->o, &least);
+    run->budget = least;
+    run->budget.windows = run->has_val ? min_i64(run->train.windows, run->val.windows)
+                                       : run->train.windows;
+    const size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
@@ -8903,6 +9692,10 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     if ((o->check || o->compare) && !program->command) {
         die("--check and --compare need the GPU program, train_gpt2cu");
     }
+    if (o->prove) {
+        return program->prove ? program->prove(o->prove)
+                              : (die("--prove is a command of the GPU program, train_gpt2cu"), 1);
+    }
     writes_return_errors();
     if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it
         stop_on_signals();
@@ -8929,10 +9722,9 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     }
     settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
     run_open_validation(run);
-    run_size(run);                                                     // 5 steps, micro-batches
     run_identity(run->identity, &run->s, o, &run->train);
     rank_info.data = fnv1a(run->val.windows, run->identity, strlen(run->identity));
-    run_fit(run, program);                                             // 6 memory
+    run_fit(run, program);                          // 5 micro-batch and steps; 6 memory
     run_prepare_samples(run);
     if (program->command && (o->check || o->compare)) {
         return program->command(run, program);
@@ -8947,7 +9739,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
     program_name = program->name;
-    streams_hold();
+    standard_streams_open();
     return output_status(&run, program_run(&run, program, argc, argv));
 }
 

@@ -38,10 +38,11 @@
 //  40  Steps and update
 // Part K. Service
 //  41  Timed matmul algorithms
-//  42  States in and out
-//  43  Opening and warm-up
-//  44  Peaks, --check and --compare
-//  45  main
+//  42  Kernel trials
+//  43  States in and out
+//  44  Opening and warm-up
+//  45  Peaks, --check and --compare
+//  46  main
 
 #include <cuda_runtime.h>
 
@@ -217,7 +218,8 @@ typedef struct ncclComm *ncclComm_t;
 // launch(kernel, grid, block, shared_memory_bytes, stream, arguments...) launches a kernel and
 // converts its arguments as in a function call. Kernel templates are named with all their template
 // arguments. SHARED(type, name, [dims]) declares static shared memory, DYN_SHARED(type, name) the
-// dynamic shared memory whose size is given at the launch. UNROLL precedes long loops whose counter
+// dynamic shared memory whose size is given at the launch, and DYN_TILES the same, starting at a
+// multiple of 1024 bytes, for tiles that wgmma reads. UNROLL precedes long loops whose counter
 // must be a compile-time constant so that an array stays in registers. After FORGET the compiler
 // assumes nothing about a variable's value.
 #if !CUDA_CPU
@@ -239,9 +241,13 @@ static void launch_at(const char *file, int line, const char *name, void (*kerne
 #define DYN_SHARED(type, name)                                                                     \
     extern __shared__ __align__(128) unsigned char dynamic_shared_memory[];                        \
     type *name = reinterpret_cast<type *>(dynamic_shared_memory)
+#define DYN_TILES(type, name)                                                                      \
+    extern __shared__ __align__(1024) unsigned char dynamic_tiles[];                               \
+    type *name = reinterpret_cast<type *>(dynamic_tiles)
 #define UNROLL _Pragma("unroll")
 #define FORGET(word) asm volatile("" : "+r"(word))
 #else
+#define DYN_TILES DYN_SHARED
 #define UNROLL
 #define FORGET(word) (void)(word)
 #endif
@@ -773,8 +779,10 @@ static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, 
 //    an mma with k = 16 and asynchronous copies that bypass registers, trap on older GPUs. mma_k16,
 //    copy_16, copy_commit and copy_wait fall back to sm_75's features there, so kernels that call
 //    these have one source for all GPUs.
-// 4. On the CPU, functions of the same names in dev/cuda_cpu/emu_ptx.h follow the ISA exactly,
-//    except that cp.async copies as late as allowed and that ex2 and rcp are correctly rounded.
+// 4. On the CPU, functions of the same names in dev/cuda_cpu/emu_ptx.h and emu_wgmma.h follow the
+//    ISA exactly, except that cp.async and wgmma run as late as allowed and that ex2 and rcp are
+//    correctly rounded.
+// 5. The wgmma functions exist on sm_90a only, and trap elsewhere.
 
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
@@ -887,6 +895,87 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 #undef NEEDS_SM80
+
+// Hopper's products of warpgroups, which read shared memory by themselves and run asynchronously.
+// From its issue until a wait covers it, nothing may read or write a product's accumulators, or
+// write the shared memory that it reads. All 128 threads of a warpgroup issue the same products,
+// with the same descriptors, and never diverge in between.
+// source: PTX ISA 9.0, section 9.7.15, "Asynchronous Warpgroup Level Matrix Instructions".
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define NEEDS_SM90A(...) asm volatile(__VA_ARGS__)
+#else
+#define NEEDS_SM90A(...) __trap()
+#endif
+
+// The address that instructions use for shared memory.
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+// Makes this thread's writes to shared memory, its finished cp.async included, visible to products
+// that any thread issues after the next barrier.
+// source: PTX ISA, section 9.7.15.4, "Async Proxy"; "membar / fence", fence.proxy.async.
+__device__ __forceinline__ void fence_async() {
+    NEEDS_SM90A("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Orders this thread's accesses to registers before the products that use them. Needed before the
+// first product, and after each wait.
+__device__ __forceinline__ void wgmma_fence() {
+    NEEDS_SM90A("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Commits the products issued since the last commit, as one group.
+__device__ __forceinline__ void wgmma_commit() {
+    NEEDS_SM90A("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most the N most recent groups are under way.
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+    NEEDS_SM90A("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Keeps the compiler from moving uses of accumulators before the wait that this follows: it does
+// not know that a product may still be writing them.
+__device__ __forceinline__ void settle(float (&d)[1][8][4]) {
+    UNROLL
+    for (int i = 0; i < 32; i++) {
+        asm volatile("" : "+f"(d[0][i / 4][i % 4])::"memory");
+    }
+}
+
+// wgmma: d (64,64) fp32 = a b or, with ADD, += a b, for bf16 a (64,16), b (16,64). Warp w of the
+// warpgroup holds rows 16w to 16w + 15 of d, laid out as mma_m16n8k16's d for eight n8 tiles.
+//   a: a descriptor of a K-major tile, or registers laid out as mma_m16n8k16's a;
+//   b: a descriptor of a K-major tile (its rows are columns of b) or, with MN, of one whose rows
+//   are k.
+// source: PTX ISA, sections 9.7.15.5.1.1, "Register Fragments", and 9.7.15.5.2, "wgmma.mma_async".
+#define D4(n) "+f"(d[0][n][0]), "+f"(d[0][n][1]), "+f"(d[0][n][2]), "+f"(d[0][n][3])
+#define D32 D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+#define D32_LIST                                                                                   \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "  \
+    "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+template <bool ADD>
+__device__ __forceinline__ void wgmma(float (&d)[1][8][4], uint64_t a, uint64_t b) {
+    NEEDS_SM90A("{.reg .pred add; setp.ne.b32 add, %34, 0;\n"
+                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " D32_LIST
+                "%32, %33, add, 1, 1, 0, 0;}"
+                : D32
+                : "l"(a), "l"(b), "n"(ADD));
+}
+
+template <bool ADD, bool MN>
+__device__ __forceinline__ void wgmma(float (&d)[1][8][4], const uint32_t (&a)[4], uint64_t b) {
+    NEEDS_SM90A("{.reg .pred add; setp.ne.b32 add, %37, 0;\n"
+                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " D32_LIST
+                "{%32, %33, %34, %35}, %36, add, 1, 1, %38;}"
+                : D32
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD), "n"(MN));
+}
+#undef D4
+#undef D32
+#undef D32_LIST
+#undef NEEDS_SM90A
 #else
 #define BEFORE_SM80 (emu::set.cc < 80)  // the emulated GPU's capability is a setting
 #endif
@@ -927,6 +1016,54 @@ template <int N> __device__ __forceinline__ void copy_wait() {
     if (!BEFORE_SM80) {
         cp_async_wait<N>();
     }
+}
+
+// tile_descriptor: describes to wgmma a tile in shared memory, `offset` bytes from `tile`. Its rows
+// are 128 bytes of 64 16-bit elements, swizzled like tile_offset<64>; it starts at a multiple of
+// 1024 bytes, as the swizzle does. columns64: bytes from 64 columns to the next 64, used by
+// MN-major tiles wider than that. Adding DESCRIPTOR_K moves on by 16 columns, DESCRIPTOR_MN by 16
+// rows.
+//   bits 0..13 start >> 4   16..29 columns64 >> 4   32..45 bytes from 8 rows to the next 8, >> 4
+//   62..63 1: 128-byte swizzle
+// source: PTX ISA, sections 9.7.15.5.1.2.2, "Matrix Descriptor Format", and "Strides"; NVIDIA's
+//   cutlass, include/cute/arch/mma_sm90_desc.hpp, agrees.
+constexpr int DESCRIPTOR_K = 32 >> 4, DESCRIPTOR_MN = 2048 >> 4;
+
+__device__ __forceinline__ uint64_t tile_descriptor(const void *tile, uint32_t offset,
+                                                    uint32_t columns64 = 16) {
+    const uint32_t at = shared_address(tile) + offset;
+    return (uint64_t)1 << 62 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)(columns64 >> 4) << 16 |
+           (at & 0x3ffff) >> 4;
+}
+
+// d (64,64) = A B^T: the 64 columns of a K-major tile a, 64 rows, times those of tile b.
+__device__ __forceinline__ void wgmma_abt(float (&d)[1][8][4], uint64_t a, uint64_t b) {
+    wgmma<false>(d, a, b);
+    wgmma<true>(d, a + DESCRIPTOR_K, b + DESCRIPTOR_K);
+    wgmma<true>(d, a + 2 * DESCRIPTOR_K, b + 2 * DESCRIPTOR_K);
+    wgmma<true>(d, a + 3 * DESCRIPTOR_K, b + 3 * DESCRIPTOR_K);
+}
+
+// d (64,64) += p B: p (64,64), fragments of 16 columns in registers, times the 64 rows of tile b.
+__device__ __forceinline__ void wgmma_add(float (&d)[1][8][4], const uint32_t (&p)[4][4],
+                                          uint64_t b) {
+    wgmma<true, true>(d, p[0], b);
+    wgmma<true, true>(d, p[1], b + DESCRIPTOR_MN);
+    wgmma<true, true>(d, p[2], b + 2 * DESCRIPTOR_MN);
+    wgmma<true, true>(d, p[3], b + 3 * DESCRIPTOR_MN);
+}
+
+// Traps if tiles do not start at a multiple of 1024, because wgmma would read another swizzle.
+__device__ __forceinline__ void check_tiles(const void *tiles) {
+    if (shared_address(tiles) % 1024 != 0) {
+        __trap();
+    }
+}
+
+// Returns which warpgroup of the block this is. The shuffle tells the compiler that the number is
+// the same in a whole warp, so that descriptors are computed in uniform registers.
+__device__ __forceinline__ int warpgroup_index() {
+    return __shfl_sync(ALL_LANES, (int)threadIdx.x / (4 * WARP), 0);
 }
 
 // Returns 1 / x, accurate if E is fp32. Otherwise it is the hardware's approximation, since the
@@ -1143,6 +1280,7 @@ template <class E, class F> static void with_channels(int C, F f) {
 // budget: <fp16, 768> sm 75 threads 256 regs 64 blocks 4 instr/elem 13.9 of 24 test gpu_layernorm
 template <class E, int CC>
 __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
+    // NOLINTNEXTLINE(readability-function-size): the row stays in registers
     layernorm_forward_kernel(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                              const E *bias, int N, int channels) {
     constexpr int size = Pack<E>::size;
@@ -1250,6 +1388,7 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 //   test gpu_layernorm
 template <class E, int CC>
 __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1)
+    // NOLINTNEXTLINE(readability-function-size): the row stays in registers
     layernorm_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp,
                               const E *weight, const float *mean, const float *rstd,
                               const E *addend, int N, int channels) {
@@ -2054,17 +2193,17 @@ __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
     }
 }
 
-// mask_future: causal mask; sets scores with key > query to -inf. Rows of s are queries starting at
-// query0, columns are keys starting at key0; swapped if `keys_are_rows`.
+// mask_future: causal mask; sets scores with key > query to `value`. Rows of s are queries starting
+// at query0, columns are keys starting at key0; swapped if `keys_are_rows`.
 template <int MT, int N8>
 __device__ __forceinline__ void mask_future(float (&s)[MT][N8][4], int query0, int key0,
-                                            bool keys_are_rows) {
+                                            bool keys_are_rows, float value = -INFINITY) {
     const int row = (int)threadIdx.x % WARP / 4, col = (int)threadIdx.x % 4 * 2;
     const int ahead = key0 - query0 + (keys_are_rows ? row - col : col - row);
     each_element<MT, N8>([&](int i, int n, int e) {
         const int step = 8 * n + e % 2 - 16 * i - e / 2 * 8;
         if (ahead + (keys_are_rows ? -step : step) > 0) {
-            s[i][n][e] = -INFINITY;
+            s[i][n][e] = value;
         }
     });
 }
@@ -2136,6 +2275,59 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
     }
 }
 
+// online_softmax: a step of the softmax of a warp's rows over tiles of scores. s: scores, replaced
+// by P; o: the sums of P V so far, rescaled to the new maximum; m, l: maximum (times c) and sum of
+// each of the thread's rows, r: acc[r / 2], e / 2 = r % 2. Four lanes share a row, and l is this
+// lane's part. After the first step m is finite in every row, so -inf + inf cannot occur.
+template <int MT, int N8, int O8>
+__device__ __forceinline__ void online_softmax(float (&s)[MT][N8][4], float (&o)[MT][O8][4],
+                                               float (&m)[2 * MT], float (&l)[2 * MT], float c) {
+    UNROLL
+    for (int r = 0; r < 2 * MT; r++) {
+        const int i = r / 2, e = r % 2 * 2;
+        float top = -INFINITY;
+        UNROLL
+        for (int n = 0; n < N8; n++) {
+            top = fmaxf(top, fmaxf(s[i][n][e], s[i][n][e + 1]));
+        }
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
+        top = fmaxf(m[r], fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2)) * c);
+        const float rescale = ex2_approx(m[r] - top);
+        m[r] = top;
+        l[r] *= rescale;
+        UNROLL
+        for (int n = 0; n < N8; n++) {
+            s[i][n][e] = ex2_approx(fmaf(s[i][n][e], c, -top));
+            s[i][n][e + 1] = ex2_approx(fmaf(s[i][n][e + 1], c, -top));
+            l[r] += s[i][n][e] + s[i][n][e + 1];
+        }
+        UNROLL
+        for (int n = 0; n < O8; n++) {
+            o[i][n][e] *= rescale;
+            o[i][n][e + 1] *= rescale;
+        }
+    }
+}
+
+// softmax_end: adds l across the four lanes of a row, divides o by it, and writes LSE2 of the rows
+// `first` on, less than T, to lse.
+template <int MT, int O8>
+__device__ __forceinline__ void softmax_end(float (&o)[MT][O8][4], float *lse, float (&m)[2 * MT],
+                                            float (&l)[2 * MT], int first, int T) {
+    const int lane = threadIdx.x % WARP;
+    UNROLL
+    for (int r = 0; r < 2 * MT; r++) {
+        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
+        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
+        const int row = first + 8 * r + lane / 4;
+        if (lane % 4 == 0 && row < T) {
+            lse[row] = m[r] + log2f(l[r]);
+        }
+        l[r] = 1.0f / l[r];
+    }
+    each_element<MT, O8>([&](int i, int n, int e) { o[i][n][e] *= l[2 * i + e / 2]; });
+}
+
 // attention_forward_kernel: out = softmax(mask(Q K^T / sqrt(HS))) V and LSE2, for 16-bit types.
 //   For each query row, over tiles of keys:  m' = max(m, c max_j s_j),  p_j = 2^(c s_j - m'),
 //   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  finally
@@ -2161,13 +2353,14 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
 //   test gpu_attention
 template <class E, int HD, bool WHOLE>
 __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
                              int section) {
     DYN_SHARED(E, tile_q);
     using A = AttentionTiles<E, HD>;
     constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::FORWARD_ROWS;
     E *tile_k = tile_q + BM * HD, *tile_v = tile_k + 2 * BN * HD;
-    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
+    const int HS = WHOLE ? HD : head_size;
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
     const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
@@ -2184,7 +2377,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCK
     // 1. Start copying Q and the first K and V.
     tile_load<HD, BM>(tile_q, q, stride, row0, T, HS);
     load_keys(0);
-    float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};  // row r: acc[r / 2], e / 2 = r % 2
+    float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};
     UNROLL
     for (int r = 0; r < 2 * MT; r++) {
         m[r] = -INFINITY;
@@ -2214,52 +2407,137 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCK
             mask_future(s, first, j * BN, false);
         }
 
-        // 5. Four lanes share a row. After tile 0 m is finite in every row, so -inf + inf cannot
-        //    occur.
-        UNROLL
-        for (int r = 0; r < 2 * MT; r++) {
-            const int i = r / 2, e = r % 2 * 2;
-            float top = -INFINITY;
-            UNROLL
-            for (int n = 0; n < BN / 8; n++) {
-                top = fmaxf(top, fmaxf(s[i][n][e], s[i][n][e + 1]));
-            }
-            top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
-            top = fmaxf(m[r], fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2)) * c);
-            const float rescale = ex2_approx(m[r] - top);
-            m[r] = top;
-            l[r] *= rescale;
-            UNROLL
-            for (int n = 0; n < BN / 8; n++) {
-                s[i][n][e] = ex2_approx(fmaf(s[i][n][e], c, -top));
-                s[i][n][e + 1] = ex2_approx(fmaf(s[i][n][e + 1], c, -top));
-                l[r] += s[i][n][e] + s[i][n][e + 1];
-            }
-            UNROLL
-            for (int n = 0; n < HD / 8; n++) {
-                o[i][n][e] *= rescale;
-                o[i][n][e + 1] *= rescale;
-            }
-        }
+        // 5. P overwrites S.
+        online_softmax(s, o, m, l, c);
 
         // 6. P, rounded to E, times V.
         warp_mul_add<HD>(o, s, tile_v + j % 2 * BN * HD);
     }
 
-    // 7. Reduce l across the four lanes, then divide once per row. Only this warp touches its rows
-    //    of Q, so it can stage the output in their shared memory without a block barrier.
-    UNROLL
-    for (int r = 0; r < 2 * MT; r++) {
-        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
-        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
-        const int row = first + 8 * r + lane / 4;
-        if (lane % 4 == 0 && row < T) {
-            lse[block.stat_at + row] = m[r] + log2f(l[r]);
-        }
-        l[r] = 1.0f / l[r];
-    }
-    each_element<MT, HD / 8>([&](int i, int n, int e) { o[i][n][e] *= l[2 * i + e / 2]; });
+    // 7. Only this warp touches its rows of Q, so it can stage the output in their shared memory
+    //    without a block barrier.
+    softmax_end(o, lse + block.stat_at, m, l, first, T);
     warp_store_rows<HD, false>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
+}
+
+// The wgmma kernels, for bf16 heads of 64 channels. A thread block is two warpgroups, each of which
+// owns 64 of the block's 128 rows and handles 64 rows of the other side per step.
+// 1. Copies are those of the other kernels. Each thread calls fence_async for its own copies before
+//    the barrier, which makes the tile visible to products.
+// 2. STAGES places for the tiles of the other side. With two, a step's last products are waited for
+//    at its end. With three ("late wait") they run on during the next step's barrier and scores,
+//    and the wait for those scores covers them.
+// 3. Warps never diverge inside the loop: conditions are the same in a whole warpgroup.
+struct AttentionWgmma {
+    enum {
+        HS = 64,
+        WARPS = 8,
+        OWN_ROWS = 128,
+        STEP = 64,            // rows of the other side
+        TILE = STEP * HS,     // elements
+        FORWARD_STAGES = 3,
+        DQ_STAGES = 2,
+        DKV_STAGES = 3,
+        FORWARD_BYTES = 2 * (OWN_ROWS * HS + FORWARD_STAGES * 2 * TILE),
+        DQ_BYTES = 2 * (2 * OWN_ROWS * HS + DQ_STAGES * 2 * TILE),
+        DKV_BYTES = 2 * (2 * OWN_ROWS * HS + DKV_STAGES * 2 * TILE) + DKV_STAGES * 2 * STEP * 4
+    };
+};
+
+// fragments: rounds scores s to bf16, as the operand a of wgmma_add.
+__device__ __forceinline__ void fragments(uint32_t (&p)[4][4], const float (&s)[1][8][4]) {
+    UNROLL
+    for (int i = 0; i < 16; i++) {
+        const float *pair = s[0][i / 2] + i % 2 * 2;
+        p[i / 4][i % 4] = pack2<__nv_bfloat16>(pair[0], pair[1]);
+    }
+}
+
+// attention_forward_wgmma_kernel: as attention_forward_kernel; E is bf16 and HS 64.
+// grid B NH ceil(T / 128), mapped by AttentionBlock, last (longest) rows first; block 256; dynamic
+// shared memory FORWARD_BYTES: Q, and K and V in three places each.
+// stages: as above; the products of stage 6 run until the wait of the next step's stage 3.
+// numerics: as above: bf16: out 2.0e-3, LSE2 6e-8.
+// budget: sm 90a threads 256 shared 65536 regs 111 blocks 2 instr/elem 11.5 of 32 loop hgmma 8
+//   test gpu_attention
+__global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
+    attention_forward_wgmma_kernel(__nv_bfloat16 *out, float *lse, const __nv_bfloat16 *qkv, int B,
+                                   int T, int NH, int, int section) {
+    DYN_TILES(__nv_bfloat16, tile_q);
+    using A = AttentionWgmma;
+    constexpr int HS = A::HS, BM = A::OWN_ROWS, BN = A::STEP, STAGES = A::FORWARD_STAGES;
+    __nv_bfloat16 *tile_k = tile_q + BM * HS, *tile_v = tile_k + STAGES * A::TILE;
+    check_tiles(tile_q);
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM, group = warpgroup_index();
+    const int first = row0 + 64 * group;  // row of the warpgroup
+    const int warp_row = (int)threadIdx.x / WARP * 16;
+    const float c = LOG2_E / sqrtf((float)HS);
+    const uint32_t C = NH * HS, stride = 3 * C;
+    const __nv_bfloat16 *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
+
+    auto load_keys = [&](int j, int stage) {
+        tile_load<HS, BN, A::WARPS>(tile_k + stage * A::TILE, k, stride, j * BN, T, HS);
+        tile_load<HS, BN, A::WARPS>(tile_v + stage * A::TILE, v, stride, j * BN, T, HS);
+        copy_commit();
+    };
+
+    // 1. Start copying Q and the first K and V.
+    tile_load<HS, BM, A::WARPS>(tile_q, q, stride, row0, T, HS);
+    load_keys(0, 0);
+    float o[1][8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+    const uint64_t q_rows = tile_descriptor(tile_q, 2 * A::TILE * group);
+
+    const int tiles = ceil_div(min(row0 + BM, T), BN);
+    for (int j = 0, stage = 0; j < tiles; j++) {
+        // 2. The barrier makes all threads' copies of tile j (and of Q) visible to the block's
+        //    products, and ensures that the products of tile j - 2, whose place tile j + 1 reuses,
+        //    are complete.
+        copy_wait<0>();
+        fence_async();
+        __syncthreads();
+        const int next = stage == STAGES - 1 ? 0 : stage + 1;
+        if (j + 1 < tiles) {
+            load_keys(j + 1, next);
+        }
+        if (j * BN >= first + 64 || first >= T) {
+            wgmma_wait<0>();  // fully masked, or past T; tile j - 1 is about to be overwritten
+        } else {
+            // 3. Scores. The wait also covers the previous step's P V.
+            float s[1][8][4];
+            uint32_t p[4][4];
+            wgmma_fence();
+            wgmma_abt(s, q_rows, tile_descriptor(tile_k, 2 * A::TILE * stage));
+            wgmma_commit();
+            wgmma_wait<0>();
+            settle(s);
+            settle(o);
+
+            // 4. As above, for the warpgroup.
+            if ((j + 1) * BN > first + 1) {
+                mask_future(s, row0 + warp_row, j * BN, false);
+            }
+
+            // 5. P overwrites S.
+            online_softmax(s, o, m, l, c);
+
+            // 6. P, rounded to bf16, times V.
+            fragments(p, s);
+            wgmma_fence();
+            wgmma_add(o, p, tile_descriptor(tile_v, 2 * A::TILE * stage));
+            wgmma_commit();
+        }
+        stage = next;
+    }
+    wgmma_wait<0>();
+    settle(o);
+
+    // 7. Each warp stages its output in its own rows of Q.
+    softmax_end(o, lse + block.stat_at, m, l, row0 + warp_row, T);
+    __syncthreads();  // all warps' products have read Q
+    warp_store_rows<HS, false>(out + block.out_at, C, row0 + warp_row, T, HS, tile_q, warp_row,
+                               1.0f, o);
 }
 
 // The simple fp32 kernels: one warp per row, four rows per block, 32 rows of the other side per
@@ -2411,8 +2689,32 @@ static int attention_choice[ATTENTION_KERNELS];  // rows of the tables
 
 static bool fits_any(int, int, Type) { return true; }
 
+// On the emulated device EMU_KERNELS adds a candidate: row 0 with an injected mistake (chapter
+// Kernel trials).
+#if CUDA_CPU
+template <int KERNEL> static void attention_planted(const AttentionArgs<__nv_bfloat16> &a);
+static bool fits_planted(int, int, Type) { return emu::plants_kernel(); }
+#define PLANTED_VARIANT(kernel) {"planted", 0, fits_planted, attention_planted<kernel>, nullptr},
+#else
+#define PLANTED_VARIANT(kernel)
+#endif
+
+static bool fits_wgmma(int HS, int, Type type) {
+    return HS == AttentionWgmma::HS && type == TYPE_BF16;
+}
+
+// Launches attention_forward_wgmma_kernel.
+static void attention_forward_wgmma(const AttentionArgs<__nv_bfloat16> &a) {
+    using A = AttentionWgmma;
+    launch_attention<A::OWN_ROWS, A::FORWARD_BYTES, A::WARPS>(attention_forward_wgmma_kernel, a,
+                                                              a.out, a.lse, a.qkv);
+}
+
 static const AttentionVariant attention_forward_variants[] = {
     {"mma.sync", 0, fits_any, attention_forward_mma, nullptr},
+    {"wgmma", 90, fits_wgmma, attention_forward_wgmma,
+     (const void *)attention_forward_wgmma_kernel},
+    PLANTED_VARIANT(ATTENTION_FORWARD)
 };
 
 // Launches the chosen variant of a kernel: row 0 if the chosen one does not support the shape.
@@ -2620,56 +2922,16 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 // source: "FlashAttention-2", algorithm 2, with a separate kernel for dQ instead of its atomic
 // sums.
 
-// attention_backward_dq_kernel: computes dQ and D, for 16-bit types.
-// dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
-// attention forward.
-// grid B NH ceil(T / BM), mapped by AttentionBlock, BM = OWN_ROWS queries, last rows first; block
-// 32 ATTENTION_WARPS; dynamic shared memory DQ_BYTES: Q, dO, and double-buffered K and V.
-// stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
-//   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
-//   6 dQ += dS K   7 write dQ
-// numerics: fp32 except dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out)
-// 2.3e-3.
-// budget: <bf16, 64> threads 128 shared 49152 regs 230 blocks 2 instr/elem 13.8 of 32 loop
-//   test gpu_attention
-// budget: <bf16, 128> threads 128 shared 98304 regs 230 blocks 1 instr/elem 21.1 of 32 loop
-//   test gpu_attention
-// budget: <fp16, 64> sm 75 threads 128 shared 32768 regs 148 blocks 2 instr/elem 22.4 of 16 loop
-//   test gpu_attention
-// budget: <fp16, 128> sm 75 threads 128 shared 65536 regs 188 blocks 1 instr/elem 33 of 16 loop
-//   test gpu_attention
-template <class E, int HD, bool WHOLE>
-__global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
-    attention_backward_dq_kernel(E *dqkv, float *sums, float *drow, const E *dout, const E *qkv,
-                                 const E *out, const float *lse, int B, int T, int NH,
-                                 int head_size, int section) {
-    DYN_SHARED(E, tile_q);
-    using A = AttentionTiles<E, HD>;
-    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::DQ_ROWS;
-    E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
-    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
-    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
-    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
-    const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
-    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
-    const uint32_t C = NH * HS, stride = 3 * C;
-    const size_t q_at = block.qkv_at, o_at = block.out_at, stat_at = block.stat_at;
-    const E *k = qkv + q_at + C, *v = k + C;
-
-    auto load_keys = [&](int j) {
-        tile_load<HD, BN>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
-        tile_load<HD, BN>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
-        copy_commit();
-    };
-
-    // 1. Start copying Q, dO and the first K and V.
-    tile_load<HD, BM>(tile_q, qkv + q_at, stride, row0, T, HS);
-    tile_load<HD, BM>(tile_do, dout + o_at, C, row0, T, HS);
-    load_keys(0);
-
-    // 2. The four lanes that will hold a row of scores share the computation of its D: lane t takes
-    //    packs t, t + 4, .... All loads are issued before the first value is used.
-    float dq[MT][HD / 8][4] = {}, d[2 * MT] = {}, lse2[2 * MT];
+// row_statistics: computes D of the rows `first` on of a head, less than T, and writes it to drow;
+// loads their LSE2. out, dout: row 0 of the head, rows `stride` apart. The four lanes that will
+// hold a row of scores share the computation of its D: lane t takes packs t, t + 4, .... All loads
+// are issued before the first value is used.
+template <int HD, class E, int MT>
+__device__ __forceinline__ void row_statistics(float (&d)[2 * MT], float (&lse2)[2 * MT],
+                                               float *drow, const float *lse, const E *out,
+                                               const E *dout, uint32_t stride, int first, int T,
+                                               int HS) {
+    const int lane = threadIdx.x % WARP;
     Pack<E> a[2 * MT][HD / 32], b[2 * MT][HD / 32];
     auto each_pack = [&](auto f) {
         UNROLL
@@ -2677,7 +2939,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
             const int r = x / (HD / 32), p = x % (HD / 32), chunk = lane % 4 + 4 * p;
             const int row = first + 8 * r + lane / 4;
             if (row < T && 8 * chunk < HS) {
-                f(r, a[r][p], b[r][p], o_at + row * C + 8 * chunk);
+                f(r, a[r][p], b[r][p], row * stride + 8 * chunk);
             }
         }
     };
@@ -2699,11 +2961,65 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
         const int row = first + 8 * r + lane / 4;
         d[r] += __shfl_xor_sync(ALL_LANES, d[r], 1);
         d[r] += __shfl_xor_sync(ALL_LANES, d[r], 2);
-        lse2[r] = row < T ? lse[stat_at + row] : INFINITY;
+        lse2[r] = row < T ? lse[row] : INFINITY;
         if (lane % 4 == 0 && row < T) {
-            drow[stat_at + row] = d[r];
+            drow[row] = d[r];
         }
     }
+}
+
+// attention_backward_dq_kernel: computes dQ and D, for 16-bit types.
+// dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
+// attention forward.
+// grid B NH ceil(T / BM), mapped by AttentionBlock, BM = OWN_ROWS queries, last rows first; block
+// 32 ATTENTION_WARPS; dynamic shared memory DQ_BYTES: Q, dO, and double-buffered K and V.
+// stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
+//   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
+//   6 dQ += dS K   7 write dQ
+// numerics: fp32 except dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out)
+// 2.3e-3.
+// budget: <bf16, 64> threads 128 shared 49152 regs 230 blocks 2 instr/elem 13.8 of 32 loop
+//   test gpu_attention
+// budget: <bf16, 128> threads 128 shared 98304 regs 230 blocks 1 instr/elem 21.1 of 32 loop
+//   test gpu_attention
+// budget: <fp16, 64> sm 75 threads 128 shared 32768 regs 148 blocks 2 instr/elem 22.4 of 16 loop
+//   test gpu_attention
+// budget: <fp16, 128> sm 75 threads 128 shared 65536 regs 188 blocks 1 instr/elem 33 of 16 loop
+//   test gpu_attention
+template <class E, int HD, bool WHOLE>
+__global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
+    attention_backward_dq_kernel(E *dqkv, float *sums, float *drow, const E *dout, const E *qkv,
+                                 const E *out, const float *lse, int B, int T, int NH,
+                                 int head_size, int section) {
+    DYN_SHARED(E, tile_q);
+    using A = AttentionTiles<E, HD>;
+    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::DQ_ROWS;
+    E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
+    const int HS = WHOLE ? HD : head_size;
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
+    const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
+    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
+    const uint32_t C = NH * HS, stride = 3 * C;
+    const size_t q_at = block.qkv_at, o_at = block.out_at, stat_at = block.stat_at;
+    const E *k = qkv + q_at + C, *v = k + C;
+
+    auto load_keys = [&](int j) {
+        tile_load<HD, BN>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
+        tile_load<HD, BN>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
+        copy_commit();
+    };
+
+    // 1. Start copying Q, dO and the first K and V.
+    tile_load<HD, BM>(tile_q, qkv + q_at, stride, row0, T, HS);
+    tile_load<HD, BM>(tile_do, dout + o_at, C, row0, T, HS);
+    load_keys(0);
+
+    // 2. D.
+    float dq[MT][HD / 8][4] = {}, d[2 * MT] = {}, lse2[2 * MT];
+    row_statistics<HD, E, MT>(d, lse2, drow + stat_at, lse + stat_at, out + o_at, dout + o_at, C,
+                              first, T, HS);
 
     const int tiles = ceil_div(min(row0 + BM, T), BN);
     for (int j = 0; j < tiles; j++) {
@@ -2760,6 +3076,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
 //   test gpu_attention
 template <class E, int HD, bool WHOLE>
 __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dkv_kernel(E *dqkv, float *sums, const float *drow, const E *dout,
                                   const E *qkv, const float *lse, int B, int T, int NH,
                                   int head_size, int section) {
@@ -2850,6 +3167,243 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
     sums += sums_place<BN>(block, T, C) + C;
     head_column_sums<HD>(sums, tile_k, 16 * MT, HS);
     head_column_sums<HD>(sums + C, tile_v, 16 * MT, HS);
+}
+
+// attention_backward_dq_wgmma_kernel: as attention_backward_dq_kernel; E is bf16 and HS 64.
+// grid B NH ceil(T / 128), mapped by AttentionBlock, last rows first; block 256; dynamic shared
+// memory DQ_BYTES: Q, dO, and K and V in two places each.
+// stages: as above. P is computed while dP is still under way. The wait for dQ stands at the end of
+// a step: with a late wait the fragments of dS, kept until then, would leave too few registers.
+// numerics: as above: bf16: dQ 3.3e-3.
+// budget: sm 90a threads 256 shared 65536 regs 122 blocks 2 instr/elem 10.6 of 32 loop hgmma 12
+//   overlap 32 test gpu_attention
+__global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
+    attention_backward_dq_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, float *drow,
+                                       const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
+                                       const __nv_bfloat16 *out, const float *lse, int B, int T,
+                                       int NH, int, int section) {
+    DYN_TILES(__nv_bfloat16, tile_q);
+    using A = AttentionWgmma;
+    constexpr int HS = A::HS, BM = A::OWN_ROWS, BN = A::STEP;
+    __nv_bfloat16 *tile_do = tile_q + BM * HS, *tile_k = tile_do + BM * HS;
+    __nv_bfloat16 *tile_v = tile_k + A::DQ_STAGES * A::TILE;
+    check_tiles(tile_q);
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM, group = warpgroup_index();
+    const int first = row0 + 64 * group;  // row of the warpgroup
+    const int warp_row = (int)threadIdx.x / WARP * 16;
+    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
+    const uint32_t C = NH * HS, stride = 3 * C;
+    const __nv_bfloat16 *k = qkv + block.qkv_at + C, *v = k + C;
+
+    auto load_keys = [&](int j) {
+        const int at = j % 2 * A::TILE;
+        tile_load<HS, BN, A::WARPS>(tile_k + at, k, stride, j * BN, T, HS);
+        tile_load<HS, BN, A::WARPS>(tile_v + at, v, stride, j * BN, T, HS);
+        copy_commit();
+    };
+
+    // 1. Start copying Q, dO and the first K and V.
+    tile_load<HS, BM, A::WARPS>(tile_q, qkv + block.qkv_at, stride, row0, T, HS);
+    tile_load<HS, BM, A::WARPS>(tile_do, dout + block.out_at, C, row0, T, HS);
+    load_keys(0);
+
+    // 2. D.
+    float dq[1][8][4] = {}, d[2] = {}, lse2[2];
+    row_statistics<HS, __nv_bfloat16, 1>(d, lse2, drow + block.stat_at, lse + block.stat_at,
+                                         out + block.out_at, dout + block.out_at, C,
+                                         row0 + warp_row, T, HS);
+    const uint64_t q_rows = tile_descriptor(tile_q, 2 * A::TILE * group);
+    const uint64_t do_rows = tile_descriptor(tile_do, 2 * A::TILE * group);
+
+    const int tiles = ceil_div(min(row0 + BM, T), BN);
+    for (int j = 0; j < tiles; j++) {
+        // 3. The barrier makes all threads' copies of tile j (and of Q, dO) visible to the block's
+        //    products, and ensures that all warps are done with tile j - 1, whose place tile j + 1
+        //    reuses.
+        copy_wait<0>();
+        fence_async();
+        __syncthreads();
+        if (j + 1 < tiles) {
+            load_keys(j + 1);
+        }
+        if (j * BN >= first + 64 || first >= T) {
+            continue;  // the tile is fully masked, or the warpgroup's rows are past T
+        }
+
+        // 4. Scores, and the gradient of P, both under way.
+        float s[1][8][4], dp[1][8][4];
+        uint32_t ds[4][4];
+        const uint64_t keys = tile_descriptor(tile_k, j % 2 * 2 * A::TILE);
+        wgmma_fence();
+        wgmma_abt(s, q_rows, keys);
+        wgmma_commit();
+        wgmma_abt(dp, do_rows, tile_descriptor(tile_v, j % 2 * 2 * A::TILE));
+        wgmma_commit();
+        wgmma_wait<1>();
+        settle(s);
+
+        // 5. P, masked after the exponentials: without a branch between these and the second wait,
+        //    ptxas would move the wait before them. Then dS.
+        each_element<1, 8>([&](int, int n, int e) {
+            s[0][n][e] = ex2_approx(fmaf(s[0][n][e], c, -lse2[e / 2]));
+        });
+        settle(s);
+        if ((j + 1) * BN > first + 1) {
+            mask_future(s, row0 + warp_row, j * BN, false, 0.0f);
+        }
+        wgmma_wait<0>();
+        settle(dp);
+        each_element<1, 8>([&](int, int n, int e) { s[0][n][e] *= dp[0][n][e] - d[e / 2]; });
+
+        // 6. dS, rounded to bf16, times K.
+        fragments(ds, s);
+        wgmma_fence();
+        wgmma_add(dq, ds, keys);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(dq);
+    }
+
+    // 7. Each warp stages dQ in its own rows of Q.
+    __syncthreads();  // all warps' products have read Q
+    warp_store_rows<HS, true>(dqkv + block.qkv_at, stride, row0 + warp_row, T, HS, tile_q, warp_row,
+                              scale, dq);
+    __syncthreads();  // all warps have written their sums
+    head_column_sums<HS, A::WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16, HS);
+}
+
+// attention_backward_dkv_wgmma_kernel: as attention_backward_dkv_kernel; E is bf16 and HS 64.
+// grid B NH ceil(T / 128), mapped by AttentionBlock, first (longest) rows first; block 256; dynamic
+// shared memory DKV_BYTES: K, V, and Q, dO, LSE2 and D in three places each.
+// stages: as above, but 5 starts before 4: P^T is computed while dP^T is still under way. The
+// products of stages 6 and 7 run until the first wait of the next step.
+// numerics: as above: bf16: dK 3.1e-3, dV 2.4e-3.
+// budget: sm 90a threads 256 shared 83456 regs 194 blocks 1 instr/elem 12.5 of 32 loop hgmma 16
+//   overlap 32 test gpu_attention
+__global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
+    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
+    attention_backward_dkv_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, const float *drow,
+                                        const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
+                                        const float *lse, int B, int T, int NH, int, int section) {
+    DYN_TILES(__nv_bfloat16, tile_k);
+    using A = AttentionWgmma;
+    constexpr int HS = A::HS, BN = A::OWN_ROWS, BM = A::STEP, STAGES = A::DKV_STAGES;
+    __nv_bfloat16 *tile_v = tile_k + BN * HS, *tile_q = tile_v + BN * HS;
+    __nv_bfloat16 *tile_do = tile_q + STAGES * A::TILE;
+    float *stats = (float *)(tile_do + STAGES * A::TILE);  // (STAGES, LSE2 and D, BM)
+    check_tiles(tile_k);
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = block.tile * BN, group = warpgroup_index();
+    const int first = row0 + 64 * group;  // row of the warpgroup
+    const int thread = threadIdx.x, warp_row = thread / WARP * 16;
+    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
+    const uint32_t C = NH * HS, stride = 3 * C;
+    const __nv_bfloat16 *q = qkv + block.qkv_at, *d_o = dout + block.out_at;
+
+    auto load_queries = [&](int j, int stage) {
+        tile_load<HS, BM, A::WARPS>(tile_q + stage * A::TILE, q, stride, j * BM, T, HS);
+        tile_load<HS, BM, A::WARPS>(tile_do + stage * A::TILE, d_o, C, j * BM, T, HS);
+        copy_commit();
+    };
+    // Threads 0 .. BM - 1 load LSE2 of a tile's queries, the others D (only BM of those are used).
+    // There is no branch, after which the warp might not be whole.
+    const float *stat = (thread < BM ? lse : drow) + block.stat_at;
+    auto load_stat = [&](int j) {
+        const int query = j * BM + thread % BM;
+        const float x = stat[min(query, T - 1)];
+        return query < T ? x : thread < BM ? INFINITY : 0.0f;
+    };
+    auto store_stat = [&](int stage, float x) {
+        if (thread < 2 * BM) {
+            stats[stage * 2 * BM + thread] = x;
+        }
+    };
+
+    // 1. Start copying K, V and the tile of queries on the diagonal.
+    const int start = row0 / BM, end = ceil_div(T, BM);
+    tile_load<HS, BN, A::WARPS>(tile_k, q + C, stride, row0, T, HS);
+    tile_load<HS, BN, A::WARPS>(tile_v, q + 2 * C, stride, row0, T, HS);
+    load_queries(start, 0);
+    store_stat(0, load_stat(start));
+
+    float dk[1][8][4] = {}, dv[1][8][4] = {};
+    const uint64_t k_rows = tile_descriptor(tile_k, 2 * A::TILE * group);
+    const uint64_t v_rows = tile_descriptor(tile_v, 2 * A::TILE * group);
+    for (int j = start, stage = 0; j < end; j++) {
+        // 2. The barrier makes all threads' copies of tile j (and of K, V) visible to the block's
+        //    products, and their statistics to the block, and ensures that the products of tile
+        //    j - 2, whose place tile j + 1 reuses, are complete.
+        copy_wait<0>();
+        fence_async();
+        __syncthreads();
+        const int next = stage == STAGES - 1 ? 0 : stage + 1;
+        if (j + 1 < end) {
+            load_queries(j + 1, next);
+        }
+        const float next_stat = load_stat(j + 1);
+        if ((j + 1) * BM <= first || first >= T) {
+            wgmma_wait<0>();  // all queries precede the keys; tile j - 1 is about to be overwritten
+        } else {
+            // 3. Scores, one row per key, and dP^T, both under way. The wait also covers the
+            //    previous step's products.
+            float s[1][8][4], dp[1][8][4];
+            uint32_t p[4][4], ds[4][4];
+            const uint64_t queries = tile_descriptor(tile_q, 2 * A::TILE * stage);
+            const uint64_t gradients = tile_descriptor(tile_do, 2 * A::TILE * stage);
+            wgmma_fence();
+            wgmma_abt(s, k_rows, queries);
+            wgmma_commit();
+            wgmma_abt(dp, v_rows, gradients);
+            wgmma_commit();
+            wgmma_wait<1>();
+            settle(s);
+
+            // 4. P overwrites S; masked after the exponentials, as in the dQ kernel.
+            const float *lse2 = stats + stage * 2 * BM + thread % 4 * 2, *d = lse2 + BM;
+            each_element<1, 8>([&](int, int n, int e) {
+                s[0][n][e] = ex2_approx(fmaf(s[0][n][e], c, -lse2[8 * n + e % 2]));
+            });
+            settle(s);
+            if (j * BM < first + 63) {
+                mask_future(s, j * BM, row0 + warp_row, true, 0.0f);
+            }
+
+            // 5. dS overwrites dP.
+            wgmma_wait<0>();
+            settle(dp);
+            each_element<1, 8>([&](int, int n, int e) {
+                dp[0][n][e] = s[0][n][e] * (dp[0][n][e] - d[8 * n + e % 2]);
+            });
+
+            // 6. P, rounded to bf16, times dO.   7. dS, rounded to bf16, times Q.
+            fragments(p, s);
+            fragments(ds, dp);
+            wgmma_fence();
+            wgmma_add(dv, p, gradients);
+            wgmma_add(dk, ds, queries);
+            wgmma_commit();
+        }
+
+        // 8. This place's statistics, those of tile j - 2, were last read before this iteration's
+        //    barrier.
+        store_stat(next, next_stat);
+        stage = next;
+    }
+    wgmma_wait<0>();
+    settle(dk);
+    settle(dv);
+
+    // 9. Each warp stages dK and dV in its own rows of K and V.
+    __syncthreads();  // all warps' products have read K and V
+    dqkv += block.qkv_at + C;
+    warp_store_rows<HS, true>(dqkv, stride, row0 + warp_row, T, HS, tile_k, warp_row, scale, dk);
+    warp_store_rows<HS, true>(dqkv + C, stride, row0 + warp_row, T, HS, tile_v, warp_row, 1.0f, dv);
+    __syncthreads();  // all warps have written their sums
+    sums += sums_place<BN>(block, T, C) + C;
+    head_column_sums<HS, A::WARPS>(sums, tile_k, 16, HS);
+    head_column_sums<HS, A::WARPS>(sums + C, tile_v, 16, HS);
 }
 
 // attention_backward_rows_kernel: computes the same in fp32 and for any HS. It is launched twice:
@@ -2949,11 +3503,33 @@ template <class E> static void attention_dkv_mma(const AttentionArgs<E> &a) {
     });
 }
 
+// Launches attention_backward_dq_wgmma_kernel.
+static void attention_dq_wgmma(const AttentionArgs<__nv_bfloat16> &a) {
+    using A = AttentionWgmma;
+    launch_attention<A::OWN_ROWS, A::DQ_BYTES, A::WARPS>(attention_backward_dq_wgmma_kernel, a,
+                                                         a.dqkv, a.sums, a.drow, a.dout, a.qkv,
+                                                         a.out, a.lse);
+}
+
+// Launches attention_backward_dkv_wgmma_kernel.
+static void attention_dkv_wgmma(const AttentionArgs<__nv_bfloat16> &a) {
+    using A = AttentionWgmma;
+    launch_attention<A::OWN_ROWS, A::DKV_BYTES, A::WARPS>(attention_backward_dkv_wgmma_kernel, a,
+                                                          a.dqkv, a.sums, a.drow, a.dout, a.qkv,
+                                                          a.lse);
+}
+
 static const AttentionVariant attention_dq_variants[] = {
     {"mma.sync", 0, fits_any, attention_dq_mma, nullptr},
+    {"wgmma", 90, fits_wgmma, attention_dq_wgmma,
+     (const void *)attention_backward_dq_wgmma_kernel},
+    PLANTED_VARIANT(ATTENTION_DQ)
 };
 static const AttentionVariant attention_dkv_variants[] = {
     {"mma.sync", 0, fits_any, attention_dkv_mma, nullptr},
+    {"wgmma", 90, fits_wgmma, attention_dkv_wgmma,
+     (const void *)attention_backward_dkv_wgmma_kernel},
+    PLANTED_VARIANT(ATTENTION_DKV)
 };
 
 // The tables of variants, by AttentionKernel.
@@ -2965,7 +3541,7 @@ struct AttentionTable {
     constexpr AttentionTable(const char *kernel, const AttentionVariant (&table)[N])
         : name(kernel), variants(table), count(N) {}
 };
-[[maybe_unused]] static const AttentionTable attention_tables[ATTENTION_KERNELS] = {
+static const AttentionTable attention_tables[ATTENTION_KERNELS] = {
     {"forward", attention_forward_variants},
     {"dQ", attention_dq_variants},
     {"dK and dV", attention_dkv_variants},
@@ -3037,6 +3613,7 @@ constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::s
 //   test gpu_classifier
 template <class E, bool BACKWARD, int THREADS>
 __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
+    // NOLINTNEXTLINE(readability-function-size): the row stays in registers
     classifier_kernel(float *losses, E *logits, const int *targets, float dloss,
                       const float *loss_scale, int V, int Vp) {
     constexpr int size = Pack<E>::size, packs = CLASSIFIER_PACKS<E>;
@@ -3488,17 +4065,66 @@ struct DeviceMemory {
 
 static DeviceMemory device_memory;
 
-// Estimates how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
-// queried the free bytes. --plan starts from the card's total memory and reserves
-// library_reserve_bytes for the libraries and the CUDA context. Here the context already exists, so
-// half of that is reserved: a run whose plan fits according to --plan is refused only if the
-// context takes more than the other half. (1 GiB - (total - free) would avoid this guess, but would
-// count another process's memory as the context.) Neither half has been measured yet.
+// Writes the cache key of this GPU's library memory: its name, number of SMs, and cuBLASLt's
+// version. Returns 0 if there is no GPU.
+static int library_key(char key[128], int *capability) {
+    int device = 0, count = 0;
+    cudaDeviceProp gpu;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+        return 0;
+    }
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&gpu, device));
+    *capability = 10 * gpu.major + gpu.minor;
+    snprintf(key, 128, "%.64s, %d SMs, cuBLASLt %zu", gpu.name, gpu.multiProcessorCount,
+             cublasLtGetVersion());
+    return 1;
+}
+
+// Returns how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
+// queried the free bytes: the most that earlier runs on this GPU have measured, or else an
+// estimate, without the context, whose memory is no longer free by then.
+static uint64_t device_library_bytes(int *measured) {
+    char key[128], line[256];
+    int capability = 0;
+    uint64_t bytes = 0;
+    FILE *f = library_key(key, &capability) ? cache_open("library", "r") : NULL;
+    const size_t n = f ? strlen(key) : 0;
+    while (f && fgets(line, sizeof line, f)) {
+        const uint64_t kept = strncmp(line, key, n) == 0 && line[n] == '\t'
+                                  ? strtoull(line + n, NULL, 10) : 0;
+        bytes = kept <= UINT64_C(8) << 30 && kept > bytes ? kept : bytes;
+    }
+    if (f) {
+        fclose(f);
+    }
+    *measured = bytes > 0;
 #if CUDA_CPU
-static size_t device_library_bytes(void) { return (size_t)emu::set.library; }
+    return *measured ? bytes : (uint64_t)emu::set.library;
 #else
-static size_t device_library_bytes(void) { return library_reserve_bytes / 2; }
+    int mib = 512;
+    for (const CardLine &line_of_cards : card_lines) {
+        mib = line_of_cards.capability == capability ? line_of_cards.library_mib : mib;
+    }
+    return *measured ? bytes : (uint64_t)mib << 20;
 #endif
+}
+
+// Keeps the measured library memory for later runs and plans on this GPU, if it is more than those
+// of before.
+static void library_keep(uint64_t bytes) {
+    char key[128];
+    int capability, measured;
+    const uint64_t before = device_library_bytes(&measured);
+    if (bytes == 0 || (measured && bytes <= before) || !library_key(key, &capability)) {
+        return;
+    }
+    FILE *f = cache_open("library", "a");
+    if (f) {
+        fprintf(f, "%s\t%" PRIu64 "\n", key, bytes);
+        fclose(f);
+    }
+}
 
 #if GPT2_POISON
 static cudaStream_t arena_stream;
@@ -3579,6 +4205,15 @@ static Link device_link(int ranks) {
         }
     }
     return all && ranks > 1 ? LINK_NVLINK : LINK_PCIE;
+}
+
+// Returns the bytes of this rank's GPU, 0 if there is none. Creates no CUDA context.
+static uint64_t device_total(void) {
+    cudaDeviceProp gpu;
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+                   cudaGetDeviceProperties(&gpu, this_rank.local_rank % count) == cudaSuccess
+               ? gpu.totalGlobalMem : 0;
 }
 
 // Selects this rank's GPU as the current device and returns its free bytes.
@@ -3817,7 +4452,7 @@ static void offload_close(OffloadStreams *s) {
 
 // The operations in which ranks wait for each other, and their names.
 enum { RANK_HANDSHAKE, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
-static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "Send/Recv",
+static const char *const rank_calls[] = {"the handshake", "NCCL's initialization", "Send/Recv",
                                          "AllGather", "Broadcast"};
 
 // Numbers the next collective, of kind `call` (RANK_*), and returns its state. A call in which the
@@ -3899,7 +4534,7 @@ static int *rank_links;
 static void *link_move(int r, void *data, size_t bytes, int sending) {
     if (!socket_move(rank_links[r], data, bytes, sending)) {
         grace_ms = rank_grace_ms();  // the lost rank, or its parent, reports first
-        die("rank %d is gone before all ranks have met", r);
+        die("rank %d ended before all ranks were connected", r);
     }
     return data;
 }
@@ -3942,10 +4577,10 @@ static void children_signal(const Child *children, int ranks, int number) {
     }
 }
 
-// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With status
-// 1 the rank has already printed an error, so nothing more is printed. Returns the exit status for
-// the whole run, or -1 if the process has not ended yet: the system takes time to free a GPU, and
-// may never finish if the GPU hangs.
+// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With the
+// statuses of die() the rank has already printed an error, so nothing more is printed. Returns the
+// exit status for the whole run, or -1 if the process has not ended yet: the system takes time to
+// free a GPU, and may never finish if the GPU hangs.
 static int child_reap(Child *child, int r, int quiet) {
     int status = 0;
     if (waitpid(child->pid, &status, WNOHANG) == 0) {
@@ -3956,7 +4591,7 @@ static int child_reap(Child *child, int r, int quiet) {
     if (number && !quiet) {
         fprintf(stderr, "%s: rank %d was ended by signal %d (%s): the run ends\n", program_name, r,
                 number, strsignal(number));
-    } else if (code > 1 && !quiet) {
+    } else if (code > 1 && code != STATUS_TOO_LARGE && !quiet) {
         fprintf(stderr, "%s: rank %d ended with status %d: the run ends\n", program_name, r, code);
     }
     return number ? 1 : code;
@@ -3972,7 +4607,7 @@ typedef struct {
 // for at most one second: the watchdog may have been stopped together with all ranks, as by Ctrl-Z
 // in a shell, and then all continue together.
 static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
-    // A blocked standard output, as after Ctrl-S, is not a hang of a rank: see write_waits below.
+    // A blocked standard output, as after Ctrl-S, is not a hang of a rank: see write_blocks below.
     const double now = now_ms(), passed = fmin(now - w->last_ms, 1000);
     double processor_ms = 0;
     uint64_t moves = 0;
@@ -3988,7 +4623,7 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
     }
     // Polling by idle threads of a driver uses less than a tenth of a core; a compiler uses more.
     const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
-                      write_waits(STDOUT_FILENO);
+                      write_blocks(STDOUT_FILENO);
     const Watchdog seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
     *w = seen;
     return w->still_ms;
@@ -4030,7 +4665,7 @@ static int watchdog_explain_rank(FILE *f, int reason, const Child *child, int r,
     // Under a launcher the watchdog sees only its own rank.
     fprintf(f, "%s rank %d ", named ? "," : ":", this_rank.ranks > 1 ? this_rank.rank : r);
     if (ending) {
-        fprintf(f, "has left, but the system does not end it");
+        fprintf(f, "has exited, but the system has not ended it");
         return 1;
     }
     if (reason == RANK_STOPPED) {
@@ -4061,8 +4696,8 @@ static void watchdog_explain(const Watchdog *w, const Child *children, int ranks
             first |= waits && reason == RANK_WAITS && row_in_warm_up(heartbeat_at(r));
         }
     }
-    fputs(first ? ": the first collective never completes, as where GPUs cannot reach each other's "
-                  "memory: NCCL_P2P_DISABLE=1 does without that; the run ends\n"
+    fputs(first ? ": the first collective does not complete; if the GPUs cannot access each "
+                  "other's memory, NCCL_P2P_DISABLE=1 helps; the run ends\n"
                 : ": the run ends\n", f);
     fclose(f);
     fputs(text, stderr);
@@ -4208,7 +4843,7 @@ static void rank_watchdog_start(void) {
     const int error = pthread_create(&thread, NULL, rank_watchdog, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error) {
-        die("cannot start the thread that watches this rank: %s", strerror(error));
+        die("cannot start the watchdog thread of this rank: %s", strerror(error));
     }
 }
 
@@ -4233,7 +4868,7 @@ static void socket_limit(int fd, double ms) {
 // Ends the run if a signal has been received.
 static double meeting_left(double end_ms, double most) {
     if (stop_signal) {
-        die("stopped by a signal before all ranks had come");
+        die("stopped by a signal before all ranks were connected");
     }
     return fmin(fmax(end_ms - now_ms(), 0), most);
 }
@@ -4287,8 +4922,8 @@ static void meeting_open(const Launcher *l, double end_ms) {
             while (rank_links[absent] >= 0) {
                 absent++;
             }
-            die("%d of %d ranks have come to port %s within %.0f s (--timeout); rank %d has not",
-                there, l->copies, l->port, rank_timeout_ms * 1e-3, absent);
+            die("only %d of %d ranks connected to port %s within %.0f s (--timeout); rank %d is "
+                "missing", there, l->copies, l->port, rank_timeout_ms * 1e-3, absent);
         }
         if (poll(&ready, 1, (int)left + 1) <= 0) {
             continue;
@@ -4304,11 +4939,11 @@ static void meeting_open(const Launcher *l, double end_ms) {
             continue;
         }
         if (hello.ranks != l->copies) {
-            die("rank %d is one of %d, and rank 0 one of %d (%s)", hello.rank, hello.ranks,
-                l->copies, l->variable);
+            die("rank %d was started as one of %d ranks, rank 0 as one of %d (%s)", hello.rank,
+                hello.ranks, l->copies, l->variable);
         }
         if (hello.rank < 1 || hello.rank >= l->copies || rank_links[hello.rank] >= 0) {
-            die("two processes say that they are rank %d of %d", hello.rank, l->copies);
+            die("two processes were started as rank %d of %d", hello.rank, l->copies);
         }
         rank_links[hello.rank] = fd;
         there++;
@@ -4345,14 +4980,14 @@ static void meeting_join(const Launcher *l, RankHello *hello, double end_ms) {
         }
         left = meeting_left(end_ms, TRY_MS);
         if (left <= 0 && rank_links[0] < 0) {
-            die("rank 0 cannot be reached at %s, port %s (MASTER_ADDR, MASTER_PORT), for %.0f s "
+            die("cannot connect to rank 0 at %s, port %s (MASTER_ADDR, MASTER_PORT), within %.0f s "
                 "(--timeout): %s", l->address, l->port, rank_timeout_ms * 1e-3, why);
         }
         usleep(rank_links[0] < 0 ? PAUSE_US : 0);
     }
     socket_limit(rank_links[0], rank_timeout_ms + 5000);  // rank 0 may still be waiting for others
     if (!socket_move(rank_links[0], hello, sizeof *hello, 1)) {
-        die("rank 0 at %s, port %s, is gone", l->address, l->port);
+        die("rank 0 at %s, port %s, has closed the connection", l->address, l->port);
     }
 }
 
@@ -4395,8 +5030,8 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
 #else
     (void)select;
     if (!l->address) {
-        die("%s is %d, but MASTER_ADDR is not set: without it, and built without MPI, the "
-            "processes cannot find each other; on one machine --gpus %d starts them", l->variable,
+        die("%s is %d, but MASTER_ADDR is not set, and this program was built without MPI: the "
+            "processes cannot connect; on one machine, --gpus %d starts them", l->variable,
             l->copies, l->copies);
     }
 #endif
@@ -4472,10 +5107,11 @@ static void ranks_handshake(void) {
     static const struct {
         size_t offset;
         const char *what;
-    } alike[] = {{offsetof(RankInfo, program), "is another build of this program"},
-                 {offsetof(RankInfo, options), "was given other options"},
-                 {offsetof(RankInfo, data), "has other data"},
-                 {offsetof(RankInfo, settings), "has another model"}};
+    } alike[] = {{offsetof(RankInfo, program), "runs a different build of this program"},
+                 {offsetof(RankInfo, options), "was given different options"},
+                 {offsetof(RankInfo, data), "reads different data"},
+                 {offsetof(RankInfo, settings), "has a different model"}};
+    int unlike = 0;
     RankInfo *cards = (RankInfo *)alloc_zero(n, sizeof(RankInfo));
     // For tests: from version 2.30.7 on, NCCL lets ranks share a GPU if this is set (NCCL user
     // guide, Environment Variables). Each rank then plans as if all of the GPU's free memory were
@@ -4487,11 +5123,13 @@ static void ranks_handshake(void) {
     for (size_t r = 1; r < n; r++) {
         cards[0].device = cards[r].device < cards[0].device ? cards[r].device : cards[0].device;
         cards[0].host = cards[r].host < cards[0].host ? cards[r].host : cards[0].host;
+        cards[0].total = cards[r].total < cards[0].total ? cards[r].total : cards[0].total;
+        unlike = unlike || cards[r].kernels_where == cards[0].kernels_where ? unlike : (int)r;
         cards[0].ctas = cards[r].ctas < cards[0].ctas ? cards[r].ctas : cards[0].ctas;
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
             if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,
                        sizeof(uint64_t)) != 0) {
-                die("rank %zu %s than rank 0: all ranks must be alike", r, alike[i].what);
+                die("rank %zu %s from rank 0; all ranks must use the same", r, alike[i].what);
             }
         }
         for (size_t other = 0; other < r; other++) {
@@ -4504,8 +5142,12 @@ static void ranks_handshake(void) {
         }
     }
     memcpy(rank_info.id, cards[0].id, RANK_ID);
+    memcpy(rank_info.kernels, cards[0].kernels, RANK_KERNELS);
+    rank_info.kernels_unlike = unlike;
     rank_info.device = cards[0].device;
     rank_info.host = cards[0].host;
+    rank_info.total = cards[0].total;
+    rank_info.batch = cards[0].batch;
     rank_info.ctas = cards[0].ctas;
     free(cards);
 }
@@ -4570,16 +5212,19 @@ static void ranks_shake_hands(void) {
 //   3       weights too        every micro-step: reduce-scatter       every fetch: all-gather
 // wte and wpe are exchanged as at stage 1 at all stages above 0; vectors as at stage 0 at all
 // stages.
-// 1. NCCL only moves bytes. One of our kernels adds them, in rank order, in fp32, and rounds once.
-//    So a sum depends only on the number of ranks, not on NCCL's version, its algorithm or the
-//    interconnect, and the exchange gives the same bits on the CPU as on GPUs.
+// 1. NCCL only moves bytes. One of our kernels adds them in fp32, groups of eight ranks in rank
+//    order and then the groups in order, and rounds once. So a sum depends only on the number of
+//    ranks, not on NCCL's version, its algorithm, the interconnect or the machines that the ranks
+//    run on, and the exchange gives the same bits on the CPU as on GPUs.
 // 2. There is one communicator with one stream. The order of its calls is a function of the
 //    settings and of the engine methods called, so it is the same on all ranks. Compute and
 //    exchange wait for each other by events; the host waits for neither.
 // 3. No kernel is launched for the first time while NCCL's kernels wait for other ranks: loading it
 //    may wait for NCCL's kernels, and they may wait for it. The warm-up runs all kernels with `on`
 //    0 first, and then NCCL.
-// 4. Before and after every collective, the stream records its progress in the Heartbeat, where the
+// 4. After the update each bucket of weights is gathered as soon as its shards are updated, while
+//    compute updates the next ones and begins the next forward; a block waits for its own bucket.
+// 5. Before and after every collective, the stream records its progress in the Heartbeat, where the
 //    watchdog can read it: the host cannot tell a rank that waits for others from one whose own
 //    kernels hang.
 
@@ -4590,6 +5235,8 @@ struct RankComm {
     cudaEvent_t event;    // each record is followed by its wait, so one is enough
     int rank, ranks;
     int on;  // 0: run only the kernels, no collectives; see 3
+    cudaEvent_t *gathered;  // of each bucket of weights (BUCKET_*): recorded after its gather
+    bool *awaits;           // compute has not waited for it yet
     CollectiveState *note;  // device pointer into the heartbeat
     char *staging;   // receives the other ranks' parts of a bucket
     size_t capacity;     // of staging, in bytes
@@ -4605,36 +5252,41 @@ struct StepStatus {
 };
 static_assert(sizeof(StepStatus) <= RANK_STATUS_BYTES, "the plan's buffer holds the words");
 
-// sum (count) = round(the parts of all ranks, added in rank order), or with `adds` round(sum + that
-// total), for a range of this rank's shard of a bucket.
-//   sum, own (count) of G: the result and this rank's part, which may be the same array; others
-//   (ranks - 1, count) of G: the part of rank q is in row q if q < rank, in row q - 1 if q > rank.
-// Numerics: sums in fp32, rounded once. Bytes: each part is read once. grid: count / 2048 blocks.
-// budget: <bf16> threads 256 regs 38 blocks 6 test gpu_exchange
-template <class G>
+// sum (rows, count) = round(the numbers of all `ranks` ranks or groups, added in their order), or
+// with `adds` round(sum + that total). Row i is blockIdx.y.
+//   own: row i of this rank's numbers is at own + i stride; sum may be that row. others (ranks - 1,
+//   rows, count): those of rank q at index q if q < rank, at q - 1 if q > rank.
+// Numerics: sums in fp32, rounded once. Bytes: each number is read once. grid: count / 2048 blocks
+// (fp32: 1024), rows.
+// budget: <bf16, bf16> threads 256 regs 38 blocks 6 test gpu_exchange
+template <class In, class Out>
 static __global__ void __launch_bounds__(256)
-    rank_sum_kernel(G *sum, const G *own, const G *others, int rank, int ranks, size_t count,
-                    bool adds) {
-    constexpr int size = Pack<G>::size;
+    rank_sum_kernel(Out *sum, const In *own, size_t stride, const In *others, int rank, int ranks,
+                    size_t count, bool adds) {
+    constexpr int size =
+        Pack<In>::size > Pack<Out>::size ? Pack<In>::size : Pack<Out>::size;
     const size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * size;
     if (i >= count) {
         return;
     }
+    const In *mine = own + blockIdx.y * stride + i;
+    const In *other = others + blockIdx.y * count + i;
+    Out *to = sum + blockIdx.y * count + i;
     float all[size], x[size];
-    vector_load(all, rank == 0 ? own + i : others + i);
+    vector_load(all, rank == 0 ? mine : other);
     for (int q = 1; q < ranks; q++) {
-        vector_load(x, q == rank ? own + i : others + (size_t)(q - (q > rank)) * count + i);
+        vector_load(x, q == rank ? mine : other + (size_t)(q - (q > rank)) * gridDim.y * count);
         for (int k = 0; k < size; k++) {
             all[k] += x[k];
         }
     }
     if (adds) {
-        vector_load(x, sum + i);
+        vector_load(x, to);
         for (int k = 0; k < size; k++) {
             all[k] = x[k] + all[k];
         }
     }
-    vector_store(sum + i, all);
+    vector_store(to, all);
 }
 
 // Writes this rank's status: its sums are already on the device, the rest is passed by the host.
@@ -4673,7 +5325,7 @@ static __global__ void collective_state_kernel(CollectiveState *to, CollectiveSt
 }
 
 // Queues collective `name`, an index of rank_calls, and records its state before and after it (see
-// 4). Does nothing if `on` is 0.
+// 5). Does nothing if `on` is 0.
 template <class Call> static void rank_call(const RankComm *c, int name, Call call) {
     // If `on` is 0 nothing is counted: the numbers of collectives must agree on all ranks.
     if (c->on) {
@@ -4697,35 +5349,138 @@ static void rank_gather(const RankComm *c, void *all, size_t bytes) {
     rank_gather_from(c, all, (char *)all + (size_t)c->rank * bytes, bytes);
 }
 
+// Launches rank_sum_kernel: its arguments, and the number of rows.
+template <class In, class Out>
+static void rank_sum(Out *sum, const In *own, size_t stride, const In *others, int rank, int ranks,
+                     size_t count, int rows, bool adds, cudaStream_t stream) {
+    constexpr size_t BLOCK = 256 * std::max(Pack<In>::size, Pack<Out>::size);  // elements
+    check_rows(In, 0, own, others);
+    check_rows(Out, 0, sum);
+    launch(rank_sum_kernel<In, Out>, dim3((unsigned)((count + BLOCK - 1) / BLOCK), (unsigned)rows),
+           256, 0, stream, sum, own, stride, others, rank, ranks, count, adds);
+}
+
+// Returns the rank that adds part `part` of a bucket for group `group`: see parts_added().
+static int part_adder(int ranks, int group, int part) {
+    return group * RANK_GROUP + part % RANK_GROUP % group_members(ranks, group);
+}
+
+// What a rank adds, in pieces of `count` elements of each part, and where in the staging buffer:
+// first the parts from the group's other members (members - 1, parts, count) of G, or later the
+// sums of the other groups (groups - 1, count) in fp32; then, if there are several groups, the sums
+// of this group (parts, count) in fp32. Parts are in the order of their columns, part % RANK_GROUP.
+struct ReducePieces {
+    int group, groups, member, members, parts;
+    size_t received, bytes;  // for an element of each part: what is received; in all
+};
+static ReducePieces reduce_pieces(int ranks, int rank, size_t element) {
+    const int group = rank / RANK_GROUP, members = group_members(ranks, group);
+    ReducePieces p = {group, rank_groups(ranks), rank % RANK_GROUP, members,
+                      parts_added(ranks, rank), 0, 0};
+    p.received = std::max((size_t)((members - 1) * p.parts) * element,
+                          (size_t)(p.groups - 1) * sizeof(float));
+    p.bytes = p.received + (p.groups > 1 ? p.parts * sizeof(float) : 0);
+    return p;
+}
+
+// Adds pieces of the parts within the group: each member receives those that it adds. With one
+// group the result is this rank's sum, otherwise group_sums (parts, count).
+template <class G>
+static void reduce_in_group(const RankComm *c, const ReducePieces &p, G *sum, float *group_sums,
+                            const G *grads, size_t part, size_t count, bool adds) {
+    const int columns = min_int(RANK_GROUP, c->ranks), others = p.members - 1;
+    G *received = (G *)(void *)c->staging;
+    auto each_column = [&](auto visit) {  // with its rank that adds, rows, and parts before
+        for (int column = 0, before = 0; column < columns; column++) {
+            const int rows = (c->ranks - column + RANK_GROUP - 1) / RANK_GROUP;
+            const int adder = part_adder(c->ranks, p.group, column);
+            visit(column, adder, rows, received + (size_t)(others * before) * count, before);
+            before += adder == c->rank ? rows : 0;
+        }
+    };
+    // In one NCCL group, so that no two ranks deadlock waiting for each other's receive.
+    rank_call(c, RANK_EXCHANGE, [&] {
+        nccl_check(ncclGroupStart());
+        each_column([&](int column, int adder, int rows, G *to, int) {
+            for (int row = 0; row < rows; row++) {
+                const G *from = grads + (size_t)(column + row * RANK_GROUP) * part;
+                if (adder != c->rank) {
+                    nccl_check(ncclSend(from, count * sizeof(G), ncclUint8, adder, c->comm,
+                                        c->stream));
+                }
+                for (int m = 0; m < p.members && adder == c->rank; m++) {
+                    if (m != p.member) {
+                        nccl_check(ncclRecv(
+                            to + (size_t)((m - (m > p.member)) * rows + row) * count,
+                            count * sizeof(G), ncclUint8, p.group * RANK_GROUP + m, c->comm,
+                            c->stream));
+                    }
+                }
+            }
+        });
+        nccl_check(ncclGroupEnd());
+    });
+    each_column([&](int column, int adder, int rows, const G *from, int before) {
+        const G *own = grads + (size_t)column * part;
+        if (adder == c->rank && p.groups == 1) {
+            rank_sum(sum, own, 0, from, p.member, p.members, count, rows, adds, c->stream);
+        } else if (adder == c->rank) {
+            rank_sum(group_sums + (size_t)before * count, own, RANK_GROUP * part, from, p.member,
+                     p.members, count, rows, false, c->stream);
+        }
+    });
+}
+
+// Sends the group's sums to the ranks that own the parts, and adds those of this rank's part.
+template <class G>
+static void reduce_between_groups(const RankComm *c, const ReducePieces &p, G *sum,
+                                  const float *group_sums, size_t count, bool adds) {
+    float *received = (float *)(void *)c->staging;
+    const float *own = group_sums + (size_t)p.group * count;  // of this rank's first column
+    rank_call(c, RANK_EXCHANGE, [&] {
+        nccl_check(ncclGroupStart());
+        for (int column = 0; column < RANK_GROUP; column++) {
+            for (int q = column; q < c->ranks; q += RANK_GROUP) {
+                if (part_adder(c->ranks, p.group, q) == c->rank) {
+                    if (q != c->rank) {
+                        nccl_check(ncclSend(group_sums, count * sizeof(float), ncclUint8, q,
+                                            c->comm, c->stream));
+                    }
+                    group_sums += count;
+                }
+            }
+        }
+        for (int group = 0; group < p.groups; group++) {
+            if (group != p.group) {
+                nccl_check(ncclRecv(received + (size_t)(group - (group > p.group)) * count,
+                                    count * sizeof(float), ncclUint8,
+                                    part_adder(c->ranks, group, c->rank), c->comm, c->stream));
+            }
+        }
+        nccl_check(ncclGroupEnd());
+    });
+    rank_sum(sum, own, 0, received, p.group, p.groups, count, 1, adds, c->stream);
+}
+
 // Reduce-scatters a bucket of gradients, grads (ranks, part): sum (part) = row `rank` of `grads`
 // summed over all ranks, plus the old value of `sum` if `adds` is set. `sum` may be that row of
 // this rank's `grads`. part: elements of G per rank.
 template <class G>
 static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, bool adds) {
-    G *staging = (G *)(void *)c->staging;
-    const size_t others = (size_t)c->ranks - 1, most = c->capacity / sizeof(G) / others / 8 * 8;
-    const G *own = grads + (size_t)c->rank * part;
-    check(most > 0, "no room for a piece of %zu ranks", others);
-    check_rows(G, 0, sum, own, staging);
-    for (size_t from = 0; from < part; from += most) {  // in pieces that fit the staging buffer
+    const ReducePieces p = reduce_pieces(c->ranks, c->rank, sizeof(G));
+    // All ranks use the same pieces: those of the rank that needs the most memory, a first member.
+    const int last = (p.groups - 1) * RANK_GROUP;
+    const size_t bytes = std::max(reduce_pieces(c->ranks, 0, sizeof(G)).bytes,
+                                  reduce_pieces(c->ranks, last, sizeof(G)).bytes);
+    const size_t most = c->capacity / bytes / 8 * 8;
+    check(most > 0, "no room for a piece of %d ranks", c->ranks);
+    for (size_t from = 0; from < part; from += most) {
         const size_t count = part - from < most ? part - from : most;
-        // In one group, so that no two ranks deadlock waiting for each other's receive.
-        rank_call(c, RANK_EXCHANGE, [&] {
-            nccl_check(ncclGroupStart());
-            for (int q = 0; q < c->ranks; q++) {
-                if (q == c->rank) {
-                    continue;
-                }
-                nccl_check(ncclSend(grads + (size_t)q * part + from, count * sizeof(G), ncclUint8,
-                                    q, c->comm, c->stream));
-                nccl_check(ncclRecv(staging + (size_t)(q - (q > c->rank)) * count,
-                                    count * sizeof(G), ncclUint8, q, c->comm, c->stream));
-            }
-            nccl_check(ncclGroupEnd());
-        });
-        constexpr size_t BLOCK = 256 * Pack<G>::size;  // elements
-        launch(rank_sum_kernel<G>, (unsigned)((count + BLOCK - 1) / BLOCK), 256, 0, c->stream,
-               sum + from, own + from, staging, c->rank, c->ranks, count, adds);
+        float *group_sums = (float *)(void *)(c->staging + p.received * count);
+        reduce_in_group(c, p, sum + from, group_sums, grads + from, part, count, adds);
+        if (p.groups > 1) {
+            reduce_between_groups(c, p, sum + from, group_sums, count, adds);
+        }
     }
 }
 
@@ -4753,6 +5508,11 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
         rank_reduce<G>(c, (G *)store, (const G *)slot, part / sizeof(G), p->adds != 0);
         cuda_check(cudaEventRecord(s->gone[v->kind][v->slot], c->stream));
     } else {
+        // Weights whole in host memory are gathered there, after the update.
+        const int bucket = BUCKET_BLOCKS + v->block;
+        if (phase == FETCH && v->kind == KIND_WEIGHTS && c->ranks > 1 && c->awaits[bucket]) {
+            cuda_check(cudaStreamWaitEvent(s->up, c->gathered[bucket], 0));
+        }
         gpu_transfer(p, phase, v, slot, store, bytes);
     }
 }
@@ -4786,13 +5546,20 @@ static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64
     atomicAdd(sum, own);
 }
 
-// Creates the stream and the event, and maps this rank's heartbeat for kernels. NCCL is initialized
-// later, in rank_connect, after the warm-up has launched every kernel once: loading a kernel while
-// NCCL's kernels wait for other ranks could deadlock. The heartbeat is a page outside the plan's
-// pinned memory because it is shared with the parent process.
+static int model_buckets(const Model *m) { return BUCKET_BLOCKS + m->L; }
+
+// Creates the stream and the events, and maps this rank's heartbeat for kernels. NCCL is
+// initialized later, in rank_connect, after the warm-up has launched every kernel once: loading a
+// kernel while NCCL's kernels wait for other ranks could deadlock. The heartbeat is a page outside
+// the plan's pinned memory because it is shared with the parent process.
 static void rank_open(RankComm *c, const Settings *s) {
     int least, most;
-    *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr, nullptr, 0};
+    *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr, nullptr, nullptr, nullptr, 0};
+    c->gathered = (cudaEvent_t *)alloc_zero((size_t)model_buckets(&s->model), sizeof(cudaEvent_t));
+    c->awaits = (bool *)alloc_zero((size_t)model_buckets(&s->model), sizeof(bool));
+    for (int bucket = 0; bucket < model_buckets(&s->model); bucket++) {
+        cuda_check(cudaEventCreateWithFlags(&c->gathered[bucket], cudaEventDisableTiming));
+    }
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &most));
     cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, most));
     cuda_check(cudaEventCreateWithFlags(&c->event, cudaEventDisableTiming));
@@ -4823,8 +5590,13 @@ static void rank_connect(RankComm *c, int ctas) {
 
 // Waits for queued collectives, which other ranks depend on, and destroys the communicator. The
 // ranks do not wait for each other after that.
-static void rank_close(RankComm *c) {
+static void rank_close(RankComm *c, const Settings *s) {
     stream_wait(c->stream);
+    for (int bucket = 0; bucket < model_buckets(&s->model); bucket++) {
+        cuda_check(cudaEventDestroy(c->gathered[bucket]));
+    }
+    free(c->gathered);
+    free(c->awaits);
     if (c->on) {
         nccl_open = nullptr;
         nccl_check(ncclCommDestroy(c->comm));
@@ -4840,14 +5612,19 @@ static void rank_close(RankComm *c) {
 // -------------------------------------------------------------------------------------------------
 // 39. The network on the GPU
 // The network of train_gpt2.c with kernels as layers. The plan, the loop over stages (run_stages)
-// and the stages are the same. Everything runs on one stream, except the copies of streamed buffers
-// and the exchange between ranks.
-// The stages are in the same order as there, so that the two can be read side by side.
+// and the stages are the same, and in the same order, so that the two can be read side by side.
+// Everything runs on one stream, except the copies of streamed buffers and the exchange between
+// ranks.
 // 1. E is the element type of weights and activations, G that of matrix gradients. Statistics,
 //    losses and vector gradients are fp32, because they are small and many numbers are summed in
 //    each.
-// 2. The first micro-step of a step writes matrix gradients instead of adding to them, so only
-//    vector gradients need to be zeroed, because their kernels only add.
+// 2. Gradient accumulation: the first micro-step of a step overwrites matrix gradients; later ones
+//    add in fp32 and round the sum to G, once per matmul (for wte, per chunk of logits and for the
+//    embedding). Vector gradients are zeroed first, because their kernels only add, in fp32.
+// 3. Several ranks differ from one in: the sequences they read (batch_position), reductions during
+//    backward (gpu_reduce), the sums of norm and loss (rank_statuses), the weights gathered after
+//    the update (gpu_gather_weights), sharded states (chapter Sharding and offload) and access to
+//    other ranks' shards (rank_read).
 
 // Contents of BUF_STATE: the device state that outlives a step.
 struct GpuState {
@@ -4866,6 +5643,11 @@ struct GpuBatch {
 };
 static GpuBatch batch_at(int *memory, int N) { return {memory, memory + N, memory + 2 * N}; }
 
+// Ranges that AdamW updates in one launch: with sharded moments those of one bucket, otherwise all.
+struct UpdateSlice {
+    int first, count, chunks;
+};
+
 // The GPU engine: the plan, the compute stream, and the host memory that feeds it.
 struct GpuNetwork {
     Plan *plan;
@@ -4879,7 +5661,9 @@ struct GpuNetwork {
     GpuState *result;         // pinned: the state after a step
     OffloadStreams transfers;
     ParamRange *ranges;
-    int range_count, chunks;
+    int range_count;
+    UpdateSlice *slices;          // of that table, for each launch of AdamW
+    int slice_count;
     int norm_count, norm_chunks;  // several ranks: table of own shards, after AdamW's
     int accum_steps;              // micro-steps of the current step
     RankComm ranks;
@@ -4944,7 +5728,8 @@ static void gpu_block_forward(const GpuPass *pass, int stage, int l) {
                               nullptr, N, C, 3 * C, stream);
         break;
     case F_ATT:
-        if (const int positions = b.net->plan->settings.cache) {
+        if (b.net->plan->settings.cache) {
+            const int positions = b.net->plan->settings.T;
             gpu_attention_cached<E>(b.act(ACT_ATT),
                                     gpu_buffer<E>(b.net, BUF_CACHE) + (size_t)l * 2 * positions * C,
                                     b.act(ACT_QKV), positions, pass->position, N, C, NH, stream);
@@ -5115,33 +5900,52 @@ template <class G> static void gpu_join(const GpuNetwork *net) {
     stream_after(net->stream, net->ranks.stream, net->ranks.event);
 }
 
-// All-gathers the weights after an update, in which each rank has updated only its own shards.
-// Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
-// gathered in the staging buffer, because NCCL is not given pinned memory. Every rank has updated
-// the vectors itself, with the same operations on the same numbers.
-static void gpu_gather_weights(const GpuNetwork *net) {
+// All-gathers a bucket of weights whose shards have just been updated, each on its rank, and
+// records the event that its next reader waits for. Weights that are gathered on use (ZeRO 3) are
+// left out, and so are vectors, which all ranks have updated alike: the same operations on the same
+// numbers give the same bits. Blocks stored whole in host memory are gathered in the staging
+// buffer, because NCCL is not given pinned memory.
+static void gpu_gather_weights(const GpuNetwork *net, int bucket) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
-    const int placement = s->placement[KIND_WEIGHTS], stay = placement ? 0 : s->model.L;
-    const size_t bytes = type_bytes(s->dtype);
-    stream_after(c->stream, net->stream, c->event);
-    for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + stay; bucket++) {
-        const Bucket b = bucket_at(&s->model, s->ranks, bucket);
-        rank_gather(c, gpu_buffer<char>(net, BUF_WEIGHTS) + b.offset * bytes, b.part * bytes);
+    const int placement = bucket < BUCKET_BLOCKS ? 0 : s->placement[KIND_WEIGHTS];
+    const Bucket b = bucket_at(&s->model, s->ranks, bucket);
+    const size_t bytes = type_bytes(s->dtype), part = b.part * bytes, own = c->rank * part;
+    if (bucket == BUCKET_VECTORS || placement & PLACE_SHARD) {
+        return;
     }
-    // Skipped if `on` is 0: nothing is gathered then, and the other ranks' parts, including
-    // padding, would be copied from whatever the staging buffer held.
-    for (int l = 0; placement == PLACE_HOST && c->on && l < s->model.L; l++) {
-        const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
-        char *whole = gpu_buffer<char>(net, BUF_WEIGHTS_STORE) + l * b.count * bytes;
-        const size_t part = b.part * bytes, own = c->rank * part;
+    stream_after(c->stream, net->stream, c->event);
+    if (!placement) {
+        rank_gather(c, gpu_buffer<char>(net, BUF_WEIGHTS) + b.offset * bytes, part);
+    } else if (c->on) {
+        // If `on` is 0 nothing is gathered, and the other ranks' parts, including padding, would
+        // be copied from whatever the staging buffer held.
+        const int64_t at = (bucket - BUCKET_BLOCKS) * b.count;
+        char *whole = gpu_buffer<char>(net, BUF_WEIGHTS_STORE) + at * bytes;
         cuda_check(cudaMemcpyAsync(c->staging + own, whole + own, part, cudaMemcpyHostToDevice,
                                    c->stream));
         rank_gather(c, c->staging, part);
         cuda_check(cudaMemcpyAsync(whole, c->staging, s->ranks * part, cudaMemcpyDeviceToHost,
                                    c->stream));
     }
-    stream_after(net->stream, c->stream, c->event);
+    cuda_check(cudaEventRecord(c->gathered[bucket], c->stream));
+    c->awaits[bucket] = true;
+}
+
+// Makes compute wait for the gather of a bucket of weights, if it has not done so yet.
+static void gpu_await_weights(const GpuNetwork *net, int bucket) {
+    const RankComm *c = &net->ranks;
+    if (c->ranks > 1 && c->awaits[bucket]) {
+        cuda_check(cudaStreamWaitEvent(net->stream, c->gathered[bucket], 0));
+        c->awaits[bucket] = false;
+    }
+}
+
+// The same for all weights, for readers other than a forward pass.
+static void gpu_await_all_weights(const GpuNetwork *net) {
+    for (int bucket = 0; bucket < model_buckets(&net->plan->settings.model); bucket++) {
+        gpu_await_weights(net, bucket);
+    }
 }
 
 // Computes one stage of a GpuPass: the function that run_stages calls.
@@ -5154,6 +5958,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
     cudaStream_t stream = net->stream;
     switch (stage) {
     case EMBED:
+        gpu_await_weights(net, BUCKET_WTE);
+        gpu_await_weights(net, BUCKET_WPE);
         gpu_embedding_forward<E>(b.act(ACT_X), pass->batch.inputs, b.weight(WTE),
                                  b.weight(WPE) + (size_t)pass->position * C, B, T, C, stream);
         break;
@@ -5185,6 +5991,9 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
         }
         break;
     default:  // a stage of a block
+        if (stage == F_QKV) {  // the first that uses a matrix
+            gpu_await_weights(net, BUCKET_BLOCKS + layer);
+        }
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
         if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1 &&
             !net->plan->settings.placement[KIND_GRADIENTS]) {
@@ -5199,7 +6008,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 // 1. A micro-step only queues work. The batch is uploaded through two pinned slots, and the host
 //    waits only for a slot that it filled two micro-steps earlier. The first batch of a step is
 //    prefetched, if possible, before the host waits for the loss of the previous step.
-// 2. The update reads the gradient norm, the clip factor and the decision to skip from device
+// 2. AdamW runs bucket by bucket if ranks gather the weights, so that they do so early.
+// 3. The update reads the gradient norm, the clip factor and the decision to skip from device
 //    memory; the host waits once, at its end, for the values it reports.
 
 // Queues the upload of a batch through the next pinned slot, and makes it the batch of the pass. If
@@ -5207,7 +6017,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 static void gpu_upload(GpuPass *pass, const Token *inputs, const Token *targets) {
     GpuNetwork *net = pass->net;
     const Settings *s = &net->plan->settings;
-    const int N = s->B * s->T, slot = 1 - net->slot;
+    const int N = s->B * settings_rows(s), slot = 1 - net->slot;
     GpuBatch host = net->pinned[slot];
     int ints = 2 * N;  // inputs and targets; sorted tokens follow, so one copy does
     net->slot = slot;
@@ -5261,19 +6071,39 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     run_stages(p, tick_join(s), accum_step > 0, net->stage, &pass);
 }
 
-// Runs AdamW with M as the type of the moments and, if SPLIT, fp32 master weights stored as two
-// 16-bit halves. `updates`: the number of updates before this one.
+// Runs AdamW on a slice of the table with M as the type of the moments and, if SPLIT, fp32 master
+// weights stored as two 16-bit halves. `updates`: the number of updates before this one.
 template <class E, class G, class M, bool SPLIT>
-static void gpu_adamw_all(GpuNetwork *net, const AdamW &adamw, const Options *o,
-                          int64_t updates) {
+static void gpu_adamw_slice(GpuNetwork *net, const UpdateSlice &slice, const AdamW &adamw,
+                            const Options *o, int64_t updates) {
     UpdateRandom key = {(uint64_t)o->seed, (uint32_t)updates};
     gpu_adamw<E, G, M, SPLIT>(
         gpu_buffer<E>(net, BUF_WEIGHTS), SPLIT ? gpu_buffer<Master<E>>(net, BUF_MASTER) : nullptr,
         gpu_buffer<M>(net, BUF_M), gpu_buffer<M>(net, BUF_V), gpu_buffer<G>(net, BUF_GRADS),
         gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<E>(net, BUF_WEIGHTS_STORE),
-        gpu_buffer<G>(net, BUF_GRADS_STORE), gpu_buffer<ParamRange>(net, BUF_TENSORS),
-        net->range_count, net->chunks, adamw, key, &gpu_buffer<GpuState>(net, BUF_STATE)->update,
-        net->stream);
+        gpu_buffer<G>(net, BUF_GRADS_STORE),
+        gpu_buffer<ParamRange>(net, BUF_TENSORS) + slice.first, slice.count, slice.chunks, adamw,
+        key, &gpu_buffer<GpuState>(net, BUF_STATE)->update, net->stream);
+}
+
+// Runs AdamW on a slice in the run's types.
+static void gpu_adamw_types(GpuNetwork *net, const UpdateSlice &slice, const AdamW &adamw,
+                            const Options *o, int64_t updates) {
+    const Settings *s = &net->plan->settings;
+    with_types(s, [&](auto element, auto grad) {
+        using E = decltype(element);
+        using G = decltype(grad);
+        if constexpr (is_fp32<E> || traits<E>.narrow) {
+            gpu_adamw_slice<E, G, float, traits<E>.narrow>(net, slice, adamw, o, updates);
+        } else {
+            auto update = [&](auto moment) {
+                using M = decltype(moment);
+                s->split_master ? gpu_adamw_slice<E, G, M, true>(net, slice, adamw, o, updates)
+                                : gpu_adamw_slice<E, G, M, false>(net, slice, adamw, o, updates);
+            };
+            s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
+        }
+    });
 }
 
 // Engine.update. Norm, clip factor and the decision to skip are computed on the device, where AdamW
@@ -5284,6 +6114,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     const Settings *s = &net->plan->settings;
     plan_tick(net->plan, tick_update(s));
     transfers_forget_weights(net->plan);
+    gpu_await_all_weights(net);  // those of an update that no forward pass has followed
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
     const ParamRange *ranges = gpu_buffer<ParamRange>(net, BUF_TENSORS);
     // With several ranks, each sums only its own shards at every ZeRO stage, so the norm is bitwise
@@ -5303,23 +6134,14 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is applied on the device, so the host passes a gradient scale of 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
-    with_types(s, [&](auto element, auto grad) {
-        using E = decltype(element);
-        using G = decltype(grad);
-        if constexpr (is_fp32<E> || traits<E>.narrow) {
-            gpu_adamw_all<E, G, float, traits<E>.narrow>(net, adamw, o, updates);
-        } else {
-            auto update = [&](auto moment) {
-                using M = decltype(moment);
-                s->split_master ? gpu_adamw_all<E, G, M, true>(net, adamw, o, updates)
-                                : gpu_adamw_all<E, G, M, false>(net, adamw, o, updates);
-            };
-            s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
+    // With sharded moments, slice i is bucket i, which is gathered while compute goes on.
+    for (int i = 0; i < net->slice_count; i++) {
+        if (net->slices[i].chunks > 0) {
+            gpu_adamw_types(net, net->slices[i], adamw, o, updates);
         }
-    });
-    // After AdamW and before the next forward: compute waits for the gathered weights.
-    if (s->placement[KIND_MOMENTS] & PLACE_SHARD) {
-        gpu_gather_weights(net);
+        if (s->placement[KIND_MOMENTS] & PLACE_SHARD) {
+            gpu_gather_weights(net, i);
+        }
     }
     cuda_check(
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
@@ -5355,6 +6177,7 @@ static uint64_t gpu_replica(Engine *e) {
                 {BUF_MASTER, KIND_MASTER, vectors}, {BUF_M, KIND_MOMENTS, vectors},
                 {BUF_V, KIND_MOMENTS, vectors}};
     unsigned long long *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->replica;
+    gpu_await_all_weights(net);
     // Gaps between tensors are hashed too: they are zero from the start and never written. Buffers
     // in host memory are read over the bus, which costs little once in 100 steps.
     cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, net->stream));
@@ -5407,18 +6230,19 @@ static void gpu_read_logits(const GpuNetwork *net, real *out) {
     });
 }
 
-// Engine.extend. Tokens are processed in chunks of s->T, the rows of the plan, and the remainder
+// Engine.extend. Tokens are processed in chunks of settings_rows(), and the remainder
 // one by one. So each matmul has only two shapes, and the warm-up has run both.
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
-    Token *padded = (Token *)alloc_zero(2 * (size_t)s->T, sizeof(Token));
+    const int most = settings_rows(s);
+    Token *padded = (Token *)alloc_zero(2 * (size_t)most, sizeof(Token));
     for (int i = 0, rows; i < n; i += rows) {
-        rows = n - i >= s->T ? s->T : 1;
+        rows = n - i >= most ? most : 1;
         const int end = i + rows == n ? tick_head(&s->model) : tick_lnf(&s->model) - 1;
         GpuPass pass = {net, {}, 0, rows - 1, 1, rows, 0.0f, true, first + i, false};
         memcpy(padded, tokens + i, (size_t)rows * sizeof(Token));
-        gpu_upload(&pass, padded, padded + s->T);
+        gpu_upload(&pass, padded, padded + most);
         pass.batch.targets = nullptr;  // as in gpu_logits
         run_stages(net->plan, end, 0, net->stage, &pass);
     }
@@ -5466,9 +6290,9 @@ constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements compared at either e
 constexpr int PROOF_ELEMENTS = 64;  // elements of D compared with sums in double
 constexpr int PROOF_TAIL = 64;      // last steps of k, also checked alone: see MatmulProof
 
-// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ...", in which
-// `where` must be this run's and HASH is sixteen hexadecimal digits of matmul_algorithm_hash.
-// Returns false if there is none.
+// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ..."; `where` must
+// be this run's, and HASH is matmul_algorithm_hash in sixteen hexadecimal digits. Returns false if
+// there is none.
 static bool matmul_choice_find(uint64_t *hash, const char *choices, const MatmulKey *key) {
     char word[96];
     const size_t length = strlen(matmul_library.where);
@@ -5880,7 +6704,735 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 42. States in and out
+// 42. Kernel trials
+// Some kernels have variants (AttentionVariant). A run uses another row of such a table than row 0
+// only if this machine has executed that row, found it right and measured it more than 2 % faster.
+// So a kernel that has never run on a GPU of this kind cannot harm a run: in case of any doubt, and
+// with --tune 0, the run uses row 0.
+// 1. The trial (--prove) is a process of its own, started before this one creates a CUDA context:
+//    an illegal instruction ends the context of its process, and a kernel that hangs ends only with
+//    its process.
+// 2. Verdicts are cached for this GPU, driver, program and shape. A candidate whose process was
+//    ended from outside has no verdict and is tried again at the next start.
+// 3. Variants round differently, so a run keeps its rows: they are recorded in checkpoints, and all
+//    ranks adopt rank 0's verdicts.
+// 4. On the emulated device nothing is tried unless EMU_KERNELS is set.
+
+constexpr int TRIAL_ROWS = 4;            // rows of a kernel's table, at most
+constexpr int TRIAL_BATCH = 16;          // sequences, at most: 0.7 GB at 124M
+constexpr int TRIAL_LENGTH_MIN = 16;     // shorter sequences are not worth a trial
+constexpr int TRIAL_LENGTH_CPU = 1024;   // longer ones are not computed on the CPU
+constexpr int TRIAL_NOISE = 8 * 8191;    // numbers; 8191 is prime, so rows differ
+constexpr int TRIAL_GUARD = 4096;        // bytes before and after an output that must not change
+constexpr int TRIAL_UNWRITTEN = 0xff;    // these bytes, and outputs before a kernel: NaN
+constexpr int TRIAL_START_LINES = 3;     // time limit up to the first line, in limits of a line
+constexpr int TRIAL_END_S = 10;          // time limit of the end of a killed process
+#if CUDA_CPU
+static double trial_limit_s(void) { return (double)emu::set.kernel_limit_s; }
+static bool trial_allows(const char *name) {
+    return emu::set.kernels && (strcmp(name, "planted") == 0) == emu::plants_kernel();
+}
+#else
+static double trial_limit_s(void) { return 20; }  // a trial takes 2 to 4 s in all
+static bool trial_allows(const char *) { return true; }
+#endif
+
+struct TrialShape {
+    int HS, T, NH, B;
+};
+
+// A verdict is a text: "right 1.432" with the default's time divided by the candidate's; "wrong",
+// "crashed", "hung" or "absent", each with ": WHY"; or, if there is none yet, "".
+struct KernelVerdict {
+    char s[72];
+};
+typedef KernelVerdict KernelVerdicts[ATTENTION_KERNELS][TRIAL_ROWS];
+static_assert(sizeof(KernelVerdicts) <= RANK_KERNELS, "the verdicts fit into a RankInfo");
+static const char *const kernel_words[] = {"forward", "dq", "dkv"};
+
+// Returns the ratio of the times of a candidate that is right, otherwise 0.
+static double verdict_ratio(const char *verdict) {
+    char *end = nullptr;
+    const double ratio = strncmp(verdict, "right ", 6) == 0 ? strtod(verdict + 6, &end) : 0;
+    return ratio > 0 && ratio < 1e6 && *end == 0 ? ratio : 0;
+}
+
+// Returns true if a text read from the cache or from a trial is a verdict.
+static bool verdict_is(const char *text) {
+    for (const char *word : {"wrong: ", "crashed: ", "hung: ", "absent: "}) {
+        if (strncmp(text, word, strlen(word)) == 0) {
+            return true;
+        }
+    }
+    return verdict_ratio(text) > 0;
+}
+
+// Calls f(kernel, row, name) for every candidate for the shape on a GPU of this capability.
+template <class F> static void each_candidate(const TrialShape &x, int capability, F f) {
+    for (int kernel = 0; kernel < ATTENTION_KERNELS; kernel++) {
+        const AttentionTable &table = attention_tables[kernel];
+        check(table.count <= TRIAL_ROWS, "more variants than TRIAL_ROWS");
+        for (int row = 1; row < table.count; row++) {
+            const AttentionVariant &v = table.variants[row];
+            if ((!v.capability || v.capability == capability) && x.T >= TRIAL_LENGTH_MIN &&
+                v.fits(x.HS, x.T, TYPE_BF16) && trial_allows(v.name)) {
+                f(kernel, row, v.name);
+            }
+        }
+    }
+}
+
+#if CUDA_CPU
+// Row 0 of a kernel with the mistake of EMU_KERNELS in the last token's out or dQ or in the first
+// token's dK and dV.
+template <int KERNEL> static void attention_planted(const AttentionArgs<__nv_bfloat16> &a) {
+    const bool forward = KERNEL == ATTENTION_FORWARD;
+    const size_t C = (size_t)a.NH * a.HS, step = forward ? C : 3 * C;
+    __nv_bfloat16 *end = (forward ? a.out : a.dqkv) + (size_t)a.B * a.T * step;
+    __nv_bfloat16 *first = KERNEL == ATTENTION_DKV ? a.dqkv + C : end - step;
+    emu::planted_kernel(a.stream, KERNEL, first, KERNEL == ATTENTION_DKV ? 2 * C : C, a.HS, end,
+                        [&] { attention_tables[KERNEL].variants[0].start(a); });
+}
+#endif
+
+// --prove, the process of the trial.
+
+// The outputs of the kernels: rows of `parts` x C numbers or, for 0, one number per token and head.
+enum { TRIAL_OUT, TRIAL_LSE, TRIAL_DQKV, TRIAL_DROW, TRIAL_SUMS, TRIAL_OUTPUTS };
+static const struct {
+    int parts;
+    size_t bytes;  // of a number
+} trial_outputs[TRIAL_OUTPUTS] = {{1, 2}, {0, 4}, {3, 2}, {0, 4}, {3, 4}};
+
+// The results of each kernel and their largest allowed errors, relative to the norm: `error` from
+// the CPU reference (0: not compared), `apart` from the default kernel.
+struct TrialResult {
+    const char *name;
+    int kernel, output, part;
+    double error, apart;
+};
+static const TrialResult trial_results[] = {
+    {"out", ATTENTION_FORWARD, TRIAL_OUT, 0, 5e-3, 1e-2},
+    {"LSE2", ATTENTION_FORWARD, TRIAL_LSE, 0, 1e-5, 1e-4},
+    {"dQ", ATTENTION_DQ, TRIAL_DQKV, 0, 8e-3, 1e-2},
+    {"D", ATTENTION_DQ, TRIAL_DROW, 0, 1e-5, 1e-4},
+    {"the sum of dQ", ATTENTION_DQ, TRIAL_SUMS, 0, 0, 1e-2},
+    {"dK", ATTENTION_DKV, TRIAL_DQKV, 1, 8e-3, 1e-2},
+    {"dV", ATTENTION_DKV, TRIAL_DQKV, 2, 8e-3, 1e-2},
+    {"the sum of dK", ATTENTION_DKV, TRIAL_SUMS, 1, 0, 1e-2},
+    {"the sum of dV", ATTENTION_DKV, TRIAL_SUMS, 2, 0, 1e-2},
+};
+
+// Copies of the outputs on the host: the default's, the candidate's, its second ones; the last are
+// the CPU reference's, as real.
+enum { TRIAL_DEFAULT, TRIAL_FIRST, TRIAL_SECOND, TRIAL_CPU, TRIAL_COPIES };
+
+struct Trial {
+    TrialShape shape, now;  // given, and of the present case: other B and T
+    __nv_bfloat16 noise[TRIAL_NOISE], *inputs[2];  // inputs: qkv and dout on the device
+    real *host[2];                                 // and on the host
+    char *outputs[2][TRIAL_OUTPUTS];  // of default and candidate on the device, between two guards
+    char *copies[TRIAL_COPIES][TRIAL_OUTPUTS];
+    cudaStream_t stream;
+};
+
+static size_t trial_rows(const TrialShape &x, int output) {
+    const size_t tokens = (size_t)x.B * x.T;
+    return output == TRIAL_SUMS ? (size_t)attention_parts<__nv_bfloat16>(x.B, x.T, x.HS)
+                                : tokens * (trial_outputs[output].parts ? 1 : x.NH);
+}
+
+static size_t trial_columns(const TrialShape &x, int output) {
+    const int parts = trial_outputs[output].parts;
+    return parts ? (size_t)parts * x.NH * x.HS : 1;
+}
+
+static size_t trial_bytes(const TrialShape &x, int output) {
+    return trial_rows(x, output) * trial_columns(x, output) * trial_outputs[output].bytes;
+}
+
+// Calls f(output) for every output of a kernel.
+template <class F> static void each_output(int kernel, F f) {
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        if (std::any_of(std::begin(trial_results), std::end(trial_results),
+                        [=](const TrialResult &r) {
+                            return r.kernel == kernel && r.output == output;
+                        })) {
+            f(output);
+        }
+    }
+}
+
+// Launches a kernel. A candidate (row > 0) has outputs of its own, but reads what the default's
+// earlier kernels have written.
+static void trial_launch(const Trial *t, int kernel, int row) {
+    const TrialShape &x = t->now;
+    auto at = [&](int output, bool own) {
+        return (void *)(t->outputs[own && row > 0][output] + TRIAL_GUARD);
+    };
+    const bool forward = kernel == ATTENTION_FORWARD, dq = kernel == ATTENTION_DQ;
+    attention_tables[kernel].variants[row].start(
+        {t->inputs[0], t->inputs[1], (__nv_bfloat16 *)at(TRIAL_OUT, forward),
+         (__nv_bfloat16 *)at(TRIAL_DQKV, true), (float *)at(TRIAL_LSE, forward),
+         (float *)at(TRIAL_DROW, dq), (float *)at(TRIAL_SUMS, true), x.B, x.T, x.NH, x.HS,
+         t->stream});
+#if CUDA_CPU
+    const int changed = forward ? TRIAL_OUT : TRIAL_DQKV;
+    emu::planted_trial(t->stream, row, at(changed, true), trial_bytes(x, changed));
+#endif
+}
+
+// Runs a kernel whose outputs hold NaN, and copies them to the host. Ends the process if it fails.
+static void trial_run(const Trial *t, int kernel, int row, int copy) {
+    each_output(kernel, [&](int output) {
+        cuda_check(cudaMemsetAsync(t->outputs[row > 0][output], TRIAL_UNWRITTEN,
+                                   trial_bytes(t->now, output) + 2 * TRIAL_GUARD, t->stream));
+    });
+    trial_launch(t, kernel, row);
+    const cudaError_t error = cudaStreamSynchronize(t->stream);
+    if (error != cudaSuccess) {
+        printf("crashed: %.50s\n", cudaGetErrorString(error));
+        fflush(stdout);
+        _exit(1);
+    }
+    each_output(kernel, [&](int output) {
+        copy_wait(t->copies[copy][output], t->outputs[row > 0][output],
+                  trial_bytes(t->now, output) + 2 * TRIAL_GUARD, t->stream);
+    });
+}
+
+// Begins a case: B sequences of T tokens, with q and k multiplied by `scale`. Fills the inputs and
+// runs row 0 of the kernels up to `kernel` and, if T is at most TRIAL_LENGTH_CPU and B is 1, the
+// CPU reference.
+static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
+    const size_t C = (size_t)t->shape.NH * t->shape.HS;
+    t->now.B = B;
+    t->now.T = T;
+    for (int i = 0; i < 2; i++) {
+        const size_t columns = i ? C : 3 * C, n = (size_t)B * T * columns;
+        __nv_bfloat16 *rounded = (__nv_bfloat16 *)alloc_zero(n, sizeof *rounded);
+        #pragma omp parallel for schedule(static)
+        for (size_t k = 0; k < n; k++) {
+            const float x = to_float(t->noise[(k + i * TRIAL_NOISE / 2) % TRIAL_NOISE]);
+            rounded[k] = from_float<__nv_bfloat16>(!i && k % columns < 2 * C ? scale * x : x);
+            t->host[i][k] = to_float(rounded[k]);
+        }
+        copy_wait(t->inputs[i], rounded, n * sizeof *rounded, t->stream);
+        free(rounded);
+    }
+    for (int k = 0; k <= kernel; k++) {
+        trial_run(t, k, 0, TRIAL_DEFAULT);
+    }
+    if (B > 1 || T > TRIAL_LENGTH_CPU) {
+        return;
+    }
+    // As on the GPU, the backward pass gets the forward pass's rounded output.
+    real *reference[TRIAL_OUTPUTS], *out = (real *)alloc_zero(T * C, sizeof(real));
+    const __nv_bfloat16 *rounded =
+        (const __nv_bfloat16 *)(const void *)(t->copies[TRIAL_DEFAULT][TRIAL_OUT] + TRIAL_GUARD);
+    for (size_t i = 0; i < T * C; i++) {
+        out[i] = to_float(rounded[i]);
+    }
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        reference[output] = (real *)(void *)t->copies[TRIAL_CPU][output];
+    }
+    #pragma omp parallel
+    #pragma omp single
+    {
+        attention_forward(reference[TRIAL_OUT], reference[TRIAL_LSE], t->host[0], 1, T, (int)C,
+                          t->shape.NH);
+        #pragma omp taskwait
+        attention_backward(reference[TRIAL_DQKV], t->host[1], t->host[0], out,
+                           reference[TRIAL_LSE], 1, T, (int)C, t->shape.NH);
+    }
+    for (int i = 0; i < t->shape.NH * T; i++) {  // LSE2 and D
+        double sum = 0;
+        for (int d = 0; d < t->shape.HS; d++) {
+            const size_t at = (size_t)(i % T) * C + (size_t)(i / T) * t->shape.HS + d;
+            sum += (double)t->host[1][at] * (double)out[at];
+        }
+        reference[TRIAL_DROW][i] = (real)sum;
+        reference[TRIAL_LSE][i] *= (real)LOG2_E;
+    }
+    free(out);
+}
+
+// Number i of a copy of an output.
+static double trial_number(const Trial *t, int copy, int output, size_t i) {
+    const char *bytes = t->copies[copy][output];
+    if (copy == TRIAL_CPU) {
+        return ((const real *)(const void *)bytes)[i];
+    }
+    return matmul_number(bytes + TRIAL_GUARD,
+                         trial_outputs[output].bytes == 2 ? CUDA_R_16BF : CUDA_R_32F, i);
+}
+
+// Returns whether a result is near in two copies: the norm of their difference is at most `most`
+// times the norm of `want` and, unless `want` is the CPU reference, each head's row differs by at
+// most 5 % of its own norm plus 1 % of the mean norm. If not, `why` receives the reason.
+static bool trial_near(const Trial *t, const TrialResult &r, int got, int want, double most,
+                       char why[64]) {
+    const size_t C = (size_t)t->shape.NH * t->shape.HS, step = trial_columns(t->now, r.output);
+    const size_t columns = step > 1 ? C : 1, unit = step > 1 ? (size_t)t->shape.HS : 1;
+    const size_t heads = trial_rows(t->now, r.output) * columns / unit;
+    double norm = 0, apart = 0, mean = 0;
+    int far = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        double sum = 0;
+        #pragma omp parallel for reduction(+ : norm, apart, sum, far)
+        for (size_t head = 0; head < heads; head++) {
+            double own = 0, difference = 0;
+            for (size_t i = head * unit; i < (head + 1) * unit; i++) {
+                const size_t at = i / columns * step + (size_t)r.part * C + i % columns;
+                const double wanted = trial_number(t, want, r.output, at);
+                const double d = trial_number(t, got, r.output, at) - wanted;
+                own += wanted * wanted;
+                difference += d * d;
+            }
+            norm += own;
+            apart += difference;
+            sum += sqrt(own);
+            far += pass && !(sqrt(difference) <= 0.05 * sqrt(own) + 0.01 * mean);
+        }
+        mean = sum / (double)heads;
+    }
+    const double error = sqrt(apart / norm);
+    const bool near = error <= most, rows = want == TRIAL_CPU || far == 0;
+    if (!near) {
+        snprintf(why, 64, "%s differs from the %s by %.1e", r.name,
+                 want == TRIAL_CPU ? "CPU's" : "default's", error);
+    } else if (!rows) {
+        snprintf(why, 64, "%s differs in %d rows of heads", r.name, far);
+    }
+    return near && rows;
+}
+
+// Returns true if the candidate has changed nothing but its results. Clears these in the second
+// copy.
+static bool trial_stays_inside(const Trial *t, int kernel) {
+    const size_t C = (size_t)t->shape.NH * t->shape.HS;
+    size_t changed = 0;
+    for (const TrialResult &r : trial_results) {
+        const size_t each = trial_outputs[r.output].bytes, step = trial_columns(t->now, r.output);
+        for (size_t row = 0; r.kernel == kernel && row < trial_rows(t->now, r.output); row++) {
+            memset(t->copies[TRIAL_SECOND][r.output] + TRIAL_GUARD +
+                       (row * step + (size_t)r.part * C) * each,
+                   TRIAL_UNWRITTEN, (step > 1 ? C : 1) * each);
+        }
+    }
+    each_output(kernel, [&](int output) {
+        const size_t bytes = trial_bytes(t->now, output) + 2 * TRIAL_GUARD;
+        const char *at = t->copies[TRIAL_SECOND][output];
+        changed += bytes - (size_t)std::count(at, at + bytes, (char)TRIAL_UNWRITTEN);
+    });
+    return changed == 0;
+}
+
+// Returns true if the candidate is right in every case; otherwise writes the reason to `why`. The
+// cases: one sequence whose length is no multiple of a tile, and the run's batch and length; scores
+// of the usual size, and a softmax that is close to one-hot.
+static bool trial_is_right(Trial *t, int kernel, int row, char why[64]) {
+    const int T = min_int(t->shape.T, TRIAL_LENGTH_CPU) - (t->shape.T > 128 ? 37 : 3);
+    for (int i = 0; i < 4; i++) {
+        const bool one = i < 2;
+        trial_begin(t, kernel, one ? 1 : t->shape.B, one ? T - (T % 64 == 0) : t->shape.T,
+                    i % 2 ? 4 : 1);
+        auto is_near = [&](int got, int want) {
+            return std::all_of(std::begin(trial_results), std::end(trial_results),
+                               [&](const TrialResult &r) {
+                const double most = want == TRIAL_CPU ? r.error : r.apart;
+                return r.kernel != kernel || most == 0 || trial_near(t, r, got, want, most, why);
+            });
+        };
+        if (one && !is_near(TRIAL_DEFAULT, TRIAL_CPU)) {
+            printf("default: %s\n", why);
+            return false;
+        }
+        bool same = true;
+        trial_run(t, kernel, row, TRIAL_FIRST);
+        trial_run(t, kernel, row, TRIAL_SECOND);
+        each_output(kernel, [&](int output) {
+            same = same && memcmp(t->copies[TRIAL_FIRST][output], t->copies[TRIAL_SECOND][output],
+                                  trial_bytes(t->now, output) + 2 * TRIAL_GUARD) == 0;
+        });
+        if (!same || !trial_stays_inside(t, kernel)) {
+            snprintf(why, 64, same ? "it writes outside its outputs" : "not the same bits twice");
+            return false;
+        }
+        if ((one && !is_near(TRIAL_FIRST, TRIAL_CPU)) || !is_near(TRIAL_FIRST, TRIAL_DEFAULT)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Tries a candidate: prints "try KERNEL NAME" before its first launch, then the verdict.
+static bool trial_verdict(Trial *t, int kernel, int row) {
+    const AttentionVariant &v = attention_tables[kernel].variants[row];
+    cudaFuncAttributes built = {};
+    char why[64] = "";
+    printf("try %s %s\n", kernel_words[kernel], v.name);
+    if (v.kernel && (cudaFuncGetAttributes(&built, v.kernel) != cudaSuccess ||
+                     built.ptxVersion < v.capability)) {
+        (void)cudaGetLastError();
+        printf("absent: this program is built for other GPUs\n");
+        return true;
+    }
+    fflush(stdout);
+    const bool right = trial_is_right(t, kernel, row, why);
+    double ms[2][TUNE_ROUNDS];
+    if (right) {
+        trial_begin(t, kernel, t->shape.B, t->shape.T, 1);
+    }
+    for (int i = 0; right && i < 2 * TUNE_ROUNDS; i++) {  // in turn
+        ms[i % 2][i / 2] = gpu_time_ms(1, t->stream, [&](int) {
+            trial_launch(t, kernel, i % 2 ? row : 0);
+        });
+    }
+    right ? printf("right %.3f\n", median(ms[0], TUNE_ROUNDS) / median(ms[1], TUNE_ROUNDS))
+          : printf("wrong: %s\n", why);
+    fflush(stdout);
+    return right;
+}
+
+// Returns true if a list such as ",dq=wgmma,dkv=wgmma" names the variant of a kernel.
+static bool kernel_is_named(const char *list, char before, int kernel, const char *name) {
+    char word[64];
+    const int n = snprintf(word, sizeof word, "%c%s=%s", before, kernel_words[kernel], name);
+    const char *at = strstr(list, word);
+    return at && (at[n] == before || at[n] == 0);
+}
+
+// Parses HS,T,NH,B, with B at most TRIAL_BATCH; returns the text after it. Ends the program if it
+// is not a shape of the kernels.
+static const char *trial_shape_parse(TrialShape *x, const char *text) {
+    int n = 0;
+    if (sscanf(text, "%d,%d,%d,%d%n", &x->HS, &x->T, &x->NH, &x->B, &n) != 4 ||
+        (text[n] && !strchr(&text[n], '=')) || x->HS < HEAD_UNIT || x->HS > HEAD_MAX ||
+        x->HS % HEAD_UNIT != 0 || x->T < TRIAL_LENGTH_MIN || x->T > LENGTH_MAX || x->NH < 1 ||
+        (int64_t)x->NH * x->HS > CHANNELS_MAX || x->B < 1) {
+        die("--prove: '%s' is not HS,T,NH,B: the head size, a multiple of %d up to %d; %d to %d "
+            "tokens; heads with at most %d channels in all; sequences", text, HEAD_UNIT, HEAD_MAX,
+            TRIAL_LENGTH_MIN, LENGTH_MAX, CHANNELS_MAX);
+    }
+    x->B = min_int(x->B, TRIAL_BATCH);
+    return &text[n];
+}
+
+// Allocates the memory of a trial and fills in the noise.
+static void trial_open(Trial *t) {
+    const TrialShape &x = t->shape;
+    cuda_check(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
+    matmul_workspace = (real *)alloc_zero(matmul_workspace_bytes(thread_count()), 1);
+    for (size_t i = 0; i < TRIAL_NOISE; i++) {  // q, k, v and dO between -2 and 2
+        t->noise[i] = from_float<__nv_bfloat16>((float)(4 * rng_uniform(1, 0, 3, i) - 2));
+    }
+    for (int i = 0; i < 2; i++) {
+        const size_t numbers = (size_t)x.B * x.T * (i ? 1 : 3) * x.NH * x.HS;
+        cuda_check(cudaMalloc((void **)&t->inputs[i], numbers * sizeof *t->inputs[i]));
+        t->host[i] = (real *)alloc_zero(numbers, sizeof(real));
+    }
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        const size_t bytes = trial_bytes(x, output) + 2 * TRIAL_GUARD;
+        for (int i = 0; i < 2; i++) {
+            cuda_check(cudaMalloc((void **)&t->outputs[i][output], bytes));
+        }
+        for (int i = 0; i < TRIAL_COPIES; i++) {
+            t->copies[i][output] = (char *)alloc_zero(bytes, i == TRIAL_CPU ? sizeof(real) : 1);
+        }
+    }
+}
+
+// Program.prove: tries the candidates for heads of HS channels, T tokens, NH heads and B sequences
+// on the first GPU: all, or those in a list after the shape. Returns the exit status: 0 if all are
+// right or absent.
+static int kernels_prove(const char *shape) {
+    Trial *t = (Trial *)alloc_zero(1, sizeof *t);
+    const char *list = trial_shape_parse(&t->shape, shape);
+    cudaDeviceProp gpu;
+    int candidates = 0, wrong = 0;
+    t->now = t->shape;
+    device_select(0);
+    cuda_check(cudaGetDeviceProperties(&gpu, 0));
+    auto each_named = [&](auto f) {
+        each_candidate(t->shape, 10 * gpu.major + gpu.minor, [&](int kernel, int row,
+                                                                 const char *name) {
+            if (!list[0] || kernel_is_named(list, ',', kernel, name)) {
+                f(kernel, row);
+            }
+        });
+    };
+    each_named([&](int, int) { candidates++; });
+    printf("gpu %.64s: %d candidates\n", gpu.name, candidates);
+    fflush(stdout);
+    if (candidates == 0) {
+        return 0;
+    }
+    trial_open(t);
+    each_named([&](int kernel, int row) { wrong += !trial_verdict(t, kernel, row); });
+    fflush(stdout);
+    _exit(wrong > 0);  // frees nothing: a kernel may have harmed this process
+}
+
+// The run: its child process, the cache and the choice.
+
+// The process of a trial, as its parent sees it.
+struct TrialChild {
+    pid_t pid;      // -1: it could not be started
+    int pipe;       // its standard output
+    char line[128]; // what has been read of a line, n bytes
+    size_t n;
+    int lines;      // read so far
+    char *verdict;  // of the candidate that is being tried; null: none is
+};
+
+// Starts --prove for the shape and the candidates without a verdict. Only async-signal-safe
+// functions are called between fork and exec, because this process may have other threads. The
+// child is in a process group of its own, so that Ctrl-C ends it only through this process; if this
+// process is killed, the system kills it too.
+static TrialChild trial_start(const TrialShape &x, int capability,
+                              const KernelVerdicts &verdicts) {
+    TrialChild child = {-1, -1, "", 0, 0, nullptr};
+    char shape[512];
+    int ends[2], n = snprintf(shape, sizeof shape, "%d,%d,%d,%d", x.HS, x.T, x.NH, x.B);
+    const char *const arguments[] = {program_name, "--prove", shape, nullptr};
+    const pid_t parent = getpid();
+    each_candidate(x, capability, [&](int kernel, int row, const char *name) {
+        n = verdicts[kernel][row].s[0] ? n : text_add(shape, sizeof shape, n, ",%s=%s",
+                                                      kernel_words[kernel], name);
+    });
+    signal(SIGCHLD, SIG_DFL);  // if a shell set it to be ignored, the exit status would be lost
+    if (pipe2(ends, O_CLOEXEC) != 0) {
+        return child;
+    }
+    child.pid = fork();
+    child.pipe = ends[0];
+    if (child.pid == 0) {
+        setpgid(0, 0);
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        dup2(ends[1], STDOUT_FILENO);
+        dup2(open("/dev/null", O_WRONLY | O_CLOEXEC), STDERR_FILENO);
+        if (getppid() == parent) {
+            execv("/proc/self/exe", (char *const *)arguments);
+        }
+        _exit(127);
+    }
+    close(ends[1]);
+    return child;
+}
+
+// Reads a byte of the child's output, and acts on a line that it completes. Returns false at the
+// end.
+static bool trial_read(TrialChild *child, KernelVerdicts *verdicts, const TrialShape &x,
+                       int capability) {
+    static KernelVerdict unnamed;
+    char *line = child->line;
+    const ssize_t got = read(child->pipe, &line[child->n], 1);
+    child->n += got == 1 && child->n + 1 < sizeof child->line;
+    if (got != 1 || line[child->n - 1] != '\n') {
+        return got == 1 || (got < 0 && errno == EINTR);
+    }
+    line[child->n - 1] = 0;
+    child->n = 0;
+    child->lines++;
+    if (strncmp(line, "try ", 4) == 0) {
+        child->verdict = unnamed.s;
+        each_candidate(x, capability, [&](int kernel, int row, const char *name) {
+            char word[64];
+            snprintf(word, sizeof word, "%s %s", kernel_words[kernel], name);
+            child->verdict = strcmp(line + 4, word) == 0 ? (*verdicts)[kernel][row].s
+                                                         : child->verdict;
+        });
+    } else if (strncmp(line, "default: ", 9) == 0) {
+        fprintf(stderr, "%s: attention's default kernel is wrong on this GPU or in this trial: %s; "
+                "the run goes on with it. Please report this line\n", program_name, line + 9);
+    } else if (child->verdict && verdict_is(line)) {
+        snprintf(child->verdict, sizeof(KernelVerdict), "%.71s", line);
+        child->verdict = nullptr;
+    }
+    return true;
+}
+
+// Waits for the end of the child. If it ended by itself while it tried a candidate, that has
+// crashed; but if the user or the system has killed it, there is no verdict.
+static void trial_end(TrialChild *child) {
+    const int faults[] = {0, SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP, SIGSYS};
+    int status = 0;
+    for (double since_ms = now_ms(); waitpid(child->pid, &status, WNOHANG) == 0; usleep(1000)) {
+        progress();
+        if (now_ms() - since_ms > 1e3 * TRIAL_END_S) {
+            die("the trial of kernels, process %d, cannot be ended: nvidia-smi and dmesg show the "
+                "state of the GPU; --tune 0 starts no trial", (int)child->pid);
+        }
+    }
+    const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    if (child->verdict && std::count(faults, std::end(faults), number)) {
+        snprintf(child->verdict, sizeof(KernelVerdict),
+                 number ? "crashed: signal %d" : "crashed: exit status %d",
+                 number ? number : WEXITSTATUS(status));
+    }
+}
+
+// Runs the trial and fills in the verdicts it finds. Returns false if a signal has ended it.
+static bool trial_supervise(KernelVerdicts *verdicts, const TrialShape &x, int capability) {
+    enum { LOOK_MS = 100 };
+    // All together less than --timeout, for which other ranks wait.
+    const double most_ms = this_rank.ranks > 1 ? 0.8 * rank_timeout_ms : HUGE_VAL;
+    double look_ms = now_ms(), all_ms = 0, line_ms = 0;
+    TrialChild child = trial_start(x, capability, *verdicts);
+    bool open = child.pid >= 0, late = false;
+    while (open && !late && !stop_signal) {
+        struct pollfd ready = {child.pipe, POLLIN, 0};
+        const int reads = poll(&ready, 1, LOOK_MS), lines = child.lines;
+        // A look counts for one second at most: both processes may be stopped, as by Ctrl-Z.
+        const double now = now_ms(), passed = fmin(now - look_ms, 1000);
+        look_ms = now;
+        all_ms += passed;
+        open = reads <= 0 || trial_read(&child, verdicts, x, capability);
+        line_ms = child.lines > lines ? 0 : line_ms + passed;
+        late = all_ms > most_ms ||
+               line_ms > 1e3 * trial_limit_s() * (child.lines ? 1 : TRIAL_START_LINES);
+        progress();
+    }
+    if (open) {
+        kill(child.pid, SIGKILL);  // the driver then ends the context and whatever hangs in it
+        if (child.verdict && late) {
+            snprintf(child.verdict, sizeof(KernelVerdict), "hung: no answer in %.0f s",
+                     line_ms * 1e-3);
+        }
+        child.verdict = nullptr;
+    }
+    close(child.pipe);
+    if (child.pid >= 0) {
+        trial_end(&child);
+    }
+    return !stop_signal;
+}
+
+// Reads or, with `before`, writes the cache of verdicts. It has one line per candidate,
+//   GPU, 132 SMs, driver 13000 580.65.06, build 0123456789abcdef| dq:64,1024,12=wgmma right 1.432
+// A line that cannot be parsed is ignored; of two for the same candidate, the first counts. Writes
+// those that `before` lacks.
+static void trial_cache(KernelVerdicts *verdicts, const KernelVerdicts *before, const char *where,
+                        const TrialShape &x, int capability) {
+    FILE *file = cache_open("kernels", before ? "a" : "r");
+    char line[512] = "";
+    while (file && (before ? !line[0] : fgets(line, sizeof line, file) != nullptr)) {
+        each_candidate(x, capability, [&](int kernel, int row, const char *name) {
+            char head[352], *verdict = (*verdicts)[kernel][row].s;
+            const int n = snprintf(head, sizeof head, "%s| %s:%d,%d,%d=%s ", where,
+                                   kernel_words[kernel], x.HS, x.T, x.NH, name);
+            const size_t end = strcspn(line, "\n");
+            if (before && verdict[0] && !(*before)[kernel][row].s[0]) {
+                fprintf(file, "%s%s\n", head, verdict);
+            } else if (!before && !verdict[0] && line[end] && strncmp(line, head, (size_t)n) == 0) {
+                line[end] = 0;
+                snprintf(verdict, sizeof(KernelVerdict), "%.71s",
+                         verdict_is(line + n) ? line + n : "");
+            }
+        });
+        line[0] = 1;
+    }
+    if (file) {
+        fclose(file);
+    }
+}
+
+// Program.try_kernels: writes a fingerprint of this rank's GPU and driver to rank_info and, on rank
+// 0, the verdicts, from the cache or from a trial. Calls nothing that creates a CUDA context.
+// Never tries under MPS, whose server ends the kernels of all its clients after a fault of one
+// (CUDA Multi-Process Service, "Error Containment").
+static void kernels_try(const Settings *s) {
+    const TrialShape x = {s->model.C / s->model.NH, s->T, s->model.NH, min_int(s->B, TRIAL_BATCH)};
+    KernelVerdicts verdicts = {}, before;
+    cudaDeviceProp gpu;
+    char where[256], version[64] = "";
+    int driver = 0, count = 0, candidates = 0, unknown = 0;
+    if (!s->tune || s->dtype != TYPE_BF16 || s->cache ||
+        cudaGetDeviceCount(&count) != cudaSuccess || count == 0 ||
+        cudaGetDeviceProperties(&gpu, this_rank.local_rank % count) != cudaSuccess ||
+        cudaDriverGetVersion(&driver) != cudaSuccess) {
+        return;
+    }
+    const int capability = 10 * gpu.major + gpu.minor;
+    FILE *file = fopen("/sys/module/nvidia/version", "r");
+    if (file) {
+        version[fread(version, 1, sizeof version - 1, file)] = 0;
+        version[strcspn(version, "\n")] = 0;
+        fclose(file);
+    }
+    const int n = snprintf(where, sizeof where, "%.64s, %d SMs, driver %d %s", gpu.name,
+                           gpu.multiProcessorCount, driver, version);
+    each_candidate(x, capability, [&](int, int, const char *) { candidates++; });
+    rank_info.kernels_where = candidates ? fnv1a(fnv1a_start, where, (size_t)n) : 0;
+    if (!candidates || this_rank.rank > 0) {
+        return;
+    }
+    snprintf(where + n, sizeof where - (size_t)n, ", build %016" PRIx64, fingerprint_program());
+    trial_cache(&verdicts, nullptr, where, x, capability);
+    memcpy(&before, &verdicts, sizeof before);
+    each_candidate(x, capability, [&](int kernel, int row, const char *) {
+        unknown += !verdicts[kernel][row].s[0];
+    });
+    if (unknown && this_rank.local_rank == 0 && !getenv("CUDA_MPS_PIPE_DIRECTORY") &&
+        access("/tmp/nvidia-mps/control", F_OK) != 0) {
+        trial_supervise(&verdicts, x, capability)
+            ? trial_cache(&verdicts, &before, where, x, capability)
+            : (void)memcpy(&verdicts, &before, sizeof verdicts);
+    }
+    each_candidate(x, capability, [&](int kernel, int row, const char *) {
+        KernelVerdict *v = &verdicts[kernel][row];
+        *v = v->s[0] ? *v : KernelVerdict{"not tried"};
+    });
+    memcpy(rank_info.kernels, &verdicts, sizeof verdicts);
+}
+
+// Chooses each kernel's row: the fastest that is right or, if `wanted` is not null, the one that a
+// checkpoint names (" forward=wgmma dq=wgmma"; row 0 is not named), however fast, if it is right
+// here. Sets the engine's texts. Returns false if the choice is not the wanted one.
+static bool kernels_choose(Engine *e, const char *wanted) {
+    static char chosen[128], line[512];
+    KernelVerdicts verdicts;
+    const int unlike = rank_info.kernels_unlike;
+    int k = 0, n = snprintf(line, sizeof line,
+                            unlike   ? "attention; rank %d has another GPU or driver than rank 0:"
+                            : wanted ? "attention, as in the checkpoint:"
+                                     : "attention, tried once on this GPU:", unlike);
+    memcpy(&verdicts, rank_info.kernels, sizeof verdicts);
+    chosen[0] = 0;
+    for (int kernel = 0; kernel < ATTENTION_KERNELS; kernel++) {
+        const AttentionTable &table = attention_tables[kernel];
+        double best = 1 / TUNE_GAIN;
+        int choice = 0;
+        char why[128] = "";
+        for (int row = 1; row < table.count; row++) {
+            const char *verdict = unlike ? "" : verdicts[kernel][row].s;
+            const double ratio = verdict_ratio(verdict);
+            const bool named =
+                wanted && kernel_is_named(wanted, ' ', kernel, table.variants[row].name);
+            if (wanted ? named && ratio > 0 : ratio > best) {
+                best = ratio;
+                choice = row;
+                snprintf(why, sizeof why, ", %.2fx", ratio);
+            } else if (verdict[0] && !choice) {
+                snprintf(why, sizeof why, " (%s %s)", table.variants[row].name, verdict);
+            }
+        }
+        attention_choice[kernel] = choice;
+        if (choice) {
+            k = text_add(chosen, sizeof chosen, k, " %s=%s", kernel_words[kernel],
+                         table.variants[choice].name);
+        }
+        n = text_add(line, sizeof line, n, "%s %s %s%s", kernel ? ";" : "", table.name,
+                     table.variants[choice].name, why);
+    }
+    e->kernels = chosen;
+    e->kernels_line = rank_info.kernels_where || unlike ? line : nullptr;
+    return !wanted || strcmp(chosen, wanted) == 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 43. States in and out
 // States (weights, moments and gradients) are read and written as fp32 whatever their type on the
 // device, so a checkpoint does not depend on a run's types. A StateView describes how a state is
 // stored in memory, so that reading and writing are each implemented once.
@@ -6131,6 +7683,7 @@ static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
     GpuNetwork *net = (GpuNetwork *)e->self;
     TensorSpan span = {};
     progress();
+    gpu_await_all_weights(net);
     const real scale = state == STATE_GRADS ? gpu_loss_scale(net) : 1;
     const bool whole = state == STATE_WEIGHTS && has_whole_master(&net->plan->settings);
     state = whole ? (int)STATE_MASTER : state;
@@ -6151,6 +7704,7 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     GpuNetwork *net = (GpuNetwork *)e->self;
     TensorSpan span = {};
     progress();
+    gpu_await_all_weights(net);
     transfers_forget_weights(net->plan);
     e->zero = 0;
     if (state == STATE_WEIGHTS && has_whole_master(&net->plan->settings)) {
@@ -6170,13 +7724,13 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
 static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     const GpuNetwork *net = (GpuNetwork *)e->self;
     const RankComm *c = &net->ranks;
-    char *words = gpu_buffer<char>(net, BUF_RANK_STATUS);
+    char *statuses = gpu_buffer<char>(net, BUF_RANK_STATUS);
     char *host = (char *)alloc_zero((size_t)c->ranks, RANK_STATUS_BYTES);
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < RANK_STATUS_BYTES ? bytes - at : (size_t)RANK_STATUS_BYTES;
-        copy_wait(words + c->rank * RANK_STATUS_BYTES, (const char *)mine + at, n, c->stream);
-        rank_gather(c, words, RANK_STATUS_BYTES);
-        copy_wait(host, words, (size_t)c->ranks * RANK_STATUS_BYTES, c->stream);
+        copy_wait(statuses + c->rank * RANK_STATUS_BYTES, (const char *)mine + at, n, c->stream);
+        rank_gather(c, statuses, RANK_STATUS_BYTES);
+        copy_wait(host, statuses, (size_t)c->ranks * RANK_STATUS_BYTES, c->stream);
         for (int r = 0; r < c->ranks; r++) {
             memcpy((char *)all + (size_t)r * bytes + at, host + r * RANK_STATUS_BYTES, n);
         }
@@ -6185,7 +7739,7 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 43. Opening and warm-up
+// 44. Opening and warm-up
 // Turns an empty device into a network that is ready to train: allocates memory, fills the tables
 // and runs every kernel and collective once as a warm-up. Also closes the network again.
 
@@ -6195,7 +7749,7 @@ static void gpu_close(Engine *e) {
     stream_wait(net->stream);
     gpu_matmul_close();
     if (net->ranks.ranks > 1) {
-        rank_close(&net->ranks);
+        rank_close(&net->ranks, &net->plan->settings);
     }
     for (int i = 0; i < 2; i++) {
         cuda_check(cudaEventDestroy(net->uploaded[i]));
@@ -6205,14 +7759,15 @@ static void gpu_close(Engine *e) {
     cuda_check(cudaStreamDestroy(net->stream));
     free(net->counts);
     free(net->ranges);
+    free(net->slices);
     free(net);
     e->self = nullptr;
 }
 
-// Fills a table with one range per tensor and layer: the elements that AdamW updates on this rank
-// or, with `parts`, this rank's own shard at any ZeRO stage. Empty ranges are left out. Returns the
-// number of ranges.
-static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
+// Fills a table with one range per tensor and layer, of bucket `bucket` or, if that is -1, of all:
+// the elements that AdamW updates on this rank or, with `parts`, this rank's own shard at any ZeRO
+// stage. Empty ranges are left out. Returns the number of ranges.
+static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts, int bucket) {
     const Model *m = &s->model;
     int count = 0;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -6231,7 +7786,9 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
             range->two_dimensional = tensor_is_matrix(tensor);
             range->in_store = (param.buffer == BUF_WEIGHTS_STORE ? PARAM_IN_STORE : 0) |
                              (grad.buffer == BUF_GRADS_STORE ? GRAD_IN_STORE : 0);
-            count += r.count > 0;
+            int64_t at;
+            const bool here = bucket < 0 || tensor_bucket(m, tensor, l, &at) == bucket;
+            count += here && r.count > 0;
         }
     }
     return count;
@@ -6243,11 +7800,21 @@ static void gpu_ranges_open(GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     net->ranges = (ParamRange *)alloc_zero(2 * (size_t)model_tensors(&s->model) + 1,
                                            sizeof(ParamRange));
-    int count = net->range_count = net->norm_count = ranges_fill(net->ranges, s, false);
-    net->chunks = net->norm_chunks = param_ranges_chunk(net->ranges, count);
+    const int sharded = s->placement[KIND_MOMENTS] & PLACE_SHARD;
+    net->slice_count = sharded ? model_buckets(&s->model) : 1;
+    net->slices = (UpdateSlice *)alloc_zero((size_t)net->slice_count, sizeof(UpdateSlice));
+    for (int i = 0; i < net->slice_count; i++) {
+        UpdateSlice *slice = &net->slices[i];
+        slice->first = net->range_count;
+        slice->count = ranges_fill(net->ranges + slice->first, s, false, sharded ? i : -1);
+        slice->chunks = param_ranges_chunk(net->ranges + slice->first, slice->count);
+        net->range_count += slice->count;
+    }
+    net->norm_count = net->range_count;
+    net->norm_chunks = net->slices[0].chunks;
     if (s->ranks > 1) {
-        net->norm_count = ranges_fill(net->ranges + count, s, true);
-        net->norm_chunks = param_ranges_chunk(net->ranges + count, net->norm_count);
+        net->norm_count = ranges_fill(net->ranges + net->range_count, s, true, -1);
+        net->norm_chunks = param_ranges_chunk(net->ranges + net->range_count, net->norm_count);
     }
 }
 
@@ -6255,10 +7822,11 @@ static void gpu_ranges_open(GpuNetwork *net) {
 // weights, master weights and moments. The warm-up leaves them at zero: its weights are zero, so
 // every gradient is. Pinned memory is zero already, except in test builds, which fill it with NaN.
 static void gpu_begin(GpuNetwork *net) {
+    gpu_await_all_weights(net);
     // With several ranks the norm has its own table, after AdamW's.
-    const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
+    const int norm_rows = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
-              (net->range_count + behind) * sizeof(ParamRange), net->stream);
+              (net->range_count + norm_rows) * sizeof(ParamRange), net->stream);
     for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_STORE, BUF_MASTER, BUF_M, BUF_V, BUF_STATE,
                    BUF_RANK_STATUS, BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
@@ -6278,17 +7846,17 @@ static void gpu_tune(Engine *e) {
     if (p->settings.tune && matmul_can_time() && matmul_choices_load() > 0) {
         const Buffer *workspace = &p->buffers[p->single[BUF_MATMUL]];
         const size_t end = (workspace->offset + workspace->bytes + 255) / 256 * 256;
-        const size_t behind = p->device_bytes > end ? p->device_bytes - end : 0;
+        const size_t after = p->device_bytes > end ? p->device_bytes - end : 0;
         char *base = p->base[PLACE_DEVICE];
         if (!p->settings.quiet) {  // keeps generated text on stdout clean
             FILE *to = p->settings.forward ? stderr : stdout;
-            fprintf(to, "timing matrix products for this GPU, once\n");
+            fprintf(to, "timing matmul algorithms for this GPU, once\n");
             fflush(to);
         }
         cuda_check(cudaDeviceSynchronize());  // the warm-up's transfers may be in flight
         arena_lend(p);
-        workspace->offset > behind ? matmul_tune(base, workspace->offset, net->stream)
-                                   : matmul_tune(base + end, behind, net->stream);
+        workspace->offset > after ? matmul_tune(base, workspace->offset, net->stream)
+                                  : matmul_tune(base + end, after, net->stream);
         arena_return(p);
         transfers_forget_weights(p);
         gpu_begin(net);
@@ -6308,8 +7876,8 @@ static void gpu_warm_up_step(Engine *e) {
     Options o;
     options_default(&o);
     if (s->cache) {  // a chunk of a prompt, then one token
-        gpu_extend(e, logits, zeros, 0, s->T);
-        gpu_extend(e, logits, zeros, s->T - 1, 1);
+        gpu_extend(e, logits, zeros, 0, settings_rows(s));
+        gpu_extend(e, logits, zeros, settings_rows(s) - 1, 1);
     } else {
         if (!s->forward) {
             gpu_micro_step(e, zeros, zeros, 0, 2);
@@ -6329,11 +7897,10 @@ static void gpu_warm_up_step(Engine *e) {
     free(logits);
 }
 
-// Engine.set_algorithms. With several ranks, each rank first runs the newly chosen kernels by
-// itself: see 3 of chapter Exchange between ranks. The other ranks wait no longer than this takes.
-static int gpu_set_algorithms(Engine *e, const char *choices) {
+// With several ranks, each rank first runs newly chosen kernels by itself: see 3 of chapter
+// Exchange between ranks. The other ranks wait no longer than this takes.
+static void rank_rehearse(Engine *e) {
     GpuNetwork *net = (GpuNetwork *)e->self;
-    const bool taken = matmul_choices_import(choices);
     if (net->ranks.ranks > 1) {
         gpu_begin(net);  // or the data last gathered would be read as step statuses
         net->ranks.on = 0;
@@ -6341,6 +7908,18 @@ static int gpu_set_algorithms(Engine *e, const char *choices) {
         net->ranks.on = 1;
         gpu_scale_loss(e, LOSS_SCALE_LOG2, 0);  // gpu_begin has cleared the loss scale
     }
+}
+
+// Engine.set_algorithms and Engine.set_kernels.
+static int gpu_set_algorithms(Engine *e, const char *choices) {
+    const bool taken = matmul_choices_import(choices);
+    rank_rehearse(e);
+    return taken;
+}
+
+static int gpu_set_kernels(Engine *e, const char *kernels) {
+    const bool taken = kernels_choose(e, kernels);
+    rank_rehearse(e);
     return taken;
 }
 
@@ -6384,7 +7963,36 @@ static void gpu_warm_up(Engine *e) {
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
+    library_keep(device_memory.library_bytes);
     matmul_library.settled = true;
+}
+
+// Sets the methods of the engine and what it can do.
+static void gpu_methods(Engine *e, GpuNetwork *net) {
+    const Settings *s = &net->plan->settings;
+    e->self = net;
+    e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
+    e->zero = 1;  // gpu_begin
+    e->micro_step = gpu_micro_step;
+    e->prepare = gpu_prepare;
+    e->update = gpu_update;
+    e->forward_loss = gpu_forward_loss;
+    e->logits = gpu_logits;
+    e->extend = gpu_extend;
+    if (s->dtype == TYPE_FP16) {
+        e->scale_loss = gpu_scale_loss;
+        e->weight_most = FP16_MOST;
+    }
+    e->read = gpu_read<false>;
+    e->read_own = gpu_read<true>;
+    e->write = gpu_write;
+    e->close = gpu_close;
+    e->set_algorithms = gpu_set_algorithms;
+    e->set_kernels = gpu_set_kernels;
+    if (s->ranks > 1) {
+        e->gather = gpu_gather;
+        e->replica = gpu_replica;
+    }
 }
 
 // Opens the engine and allocates the plan on the current GPU. The plan is the caller's and outlives
@@ -6392,7 +8000,8 @@ static void gpu_warm_up(Engine *e) {
 static void gpu_open(Engine *e, Plan *p) {
     GpuNetwork *net = (GpuNetwork *)alloc_zero(1, sizeof *net);
     const Settings *s = &p->settings;
-    const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
+    const int rows = settings_rows(s);
+    const int64_t N = (int64_t)s->B * rows, C = s->model.C;
     net->plan = p;
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
     // Not the default stream, nor synchronised with it, so that no library's work runs in between.
@@ -6407,7 +8016,7 @@ static void gpu_open(Engine *e, Plan *p) {
         const size_t partials = p->buffers[p->single[BUF_PARTIALS]].bytes;
         check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
                   gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
-                  gpu_attention_backward_bytes<E>(s->B, s->T, (int)C, s->model.NH) <= partials &&
+                  gpu_attention_backward_bytes<E>(s->B, rows, (int)C, s->model.NH) <= partials &&
                   gpu_grad_square_sum_bytes() <= partials,
               "the plan's buffer for partial sums is too small");
     });
@@ -6427,33 +8036,14 @@ static void gpu_open(Engine *e, Plan *p) {
         rank_open(&net->ranks, s);
         net->ranks.staging = gpu_buffer<char>(net, BUF_EXCHANGE);
         net->ranks.capacity = p->buffers[p->single[BUF_EXCHANGE]].bytes;
-        e->gather = gpu_gather;
-        e->replica = gpu_replica;
     }
-    e->self = net;
-    e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
-    e->zero = 1;  // gpu_begin
-    e->micro_step = gpu_micro_step;
-    e->prepare = gpu_prepare;
-    e->update = gpu_update;
-    e->forward_loss = gpu_forward_loss;
-    e->logits = gpu_logits;
-    e->extend = gpu_extend;
-    if (s->dtype == TYPE_FP16) {
-        e->scale_loss = gpu_scale_loss;
-        e->weight_most = FP16_MOST;
-    }
-    e->read = gpu_read<false>;
-    e->read_own = gpu_read<true>;
-    e->write = gpu_write;
-    e->close = gpu_close;
-    e->set_algorithms = gpu_set_algorithms;
+    gpu_methods(e, net);
     // Last, when all methods are set: failures occur here, before the run begins.
     gpu_warm_up(e);
 }
 
 // -------------------------------------------------------------------------------------------------
-// 44. Peaks, --check and --compare
+// 45. Peaks, --check and --compare
 // The peak throughput of this GPU, for "% of peak": dense operations of the run's type per clock
 // and SM, 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120
 // the rate of GeForce cards, half that of workstation cards; for sm_75 the rate of a T4, twice that
@@ -6591,7 +8181,7 @@ static int command_check(Run *run, const Program *program) {
 }
 
 // --compare: runs the same steps with -r none and with -r block (or the levels given by the user).
-// Prints planned and library memory, and the median time of a step.
+// Prints planned and library memory, and the median time of a step, as a table or as JSON.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
@@ -6602,7 +8192,9 @@ static int command_compare(Run *run, const Program *program) {
     }
     double middle[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
-    printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
+    const bool json = run->o.json;
+    json ? printf("{\"query\":\"compare\",\"runs\":[")
+         : printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
         run->s = two[k];
@@ -6623,13 +8215,25 @@ static int command_compare(Run *run, const Program *program) {
         }
         run->engine.close(&run->engine);
         middle[k] = median(ms + WARM, STEPS);
+        const int64_t rate = (int64_t)(tokens / middle[k] * 1e3);
+        if (json) {
+            printf("%s\n{\"recompute\":\"%s\",\"device_bytes\":%" PRIu64
+                   ",\"library_bytes\":%" PRIu64 ",\"ms_per_step\":%.3f,\"tokens_per_s\":%" PRId64
+                   "}", k ? "," : "", recompute_text(&run->s).s, (uint64_t)bytes[k],
+                   (uint64_t)device_memory.library_bytes, middle[k], rate);
+            continue;
+        }
         printf("-r %-11s %14s %14s %10.2f %12s\n", recompute_text(&run->s).s,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
-               middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
+               middle[k], count_text(rate).s);
     }
-    printf("-r %s: %.1f %% of the memory, %.2f x the time (median of %d steps)\n",
-           recompute_text(&run->s).s, 100.0 * (double)bytes[1] / (double)bytes[0],
-           middle[1] / middle[0], STEPS);
+    const double memory = (double)bytes[1] / (double)bytes[0], time = middle[1] / middle[0];
+    if (json) {
+        printf("],\"memory_ratio\":%.4f,\"time_ratio\":%.4f}\n", memory, time);
+    } else {
+        printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
+               recompute_text(&run->s).s, 100 * memory, time, STEPS);
+    }
     plan_free(&run->plan);
     return 0;
 }
@@ -6639,7 +8243,7 @@ static int gpu_command(Run *run, const Program *program) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 45. main
+// 46. main
 // The program of train_gpt2.c with the GPU engine and two commands of its own: --check compares one
 // batch with the CPU reference, --compare runs the same steps with and without recomputation.
 
@@ -6648,6 +8252,7 @@ static void gpu_engine_open(Engine *e, Plan *p) {
     const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
     device_describe(e, s);
+    kernels_choose(e, nullptr);
     gpu_open(e, p);
     size_t length = strlen(e->device);
     snprintf(e->device + length, sizeof e->device - length,
@@ -6675,7 +8280,7 @@ static void gpu_settings_check(const Settings *s) {
         die("--model (-e): %d positions x %d channels, more than the %d elements supported on a "
             "GPU", m->maxT, m->C, POSITIONS_MAX);
     }
-    if (s->T > LENGTH_MAX) {
+    if (settings_rows(s) > LENGTH_MAX) {
         die("--seq-len (-t): %d tokens, more than the %d supported on a GPU", s->T, LENGTH_MAX);
     }
     if (s->B > GRID_YZ_MAX) {
@@ -6696,8 +8301,11 @@ int train_gpt2cu_main(int argc, char **argv) {
         .gpu = 1,
         .open = gpu_engine_open,
         .available = device_available,
-        .library_bytes = device_library_bytes(),
+        .total = device_total,
+        .library = device_library_bytes,
         .command = gpu_command,
+        .prove = kernels_prove,
+        .try_kernels = kernels_try,
         .refuse = gpu_settings_check,
         .built = built,
         .device = device_name,

@@ -1,17 +1,9 @@
 // data/checkpoint.c -- checkpoints: save, verify, prune, load.
 //
-// A checkpoint is a folder with the weights, the optimizer state and a manifest with the size and
-// SHA-256 of every file. Nothing in a file is trusted: sizes, names and hashes are verified before
-// anything is allocated or loaded. An error is one line that names the file.
+// train_gpt2.c includes this file in chapter Weights and checkpoints. Nothing in a checkpoint is
+// trusted: sizes, names and hashes are verified before anything is allocated or loaded. An error is
+// one line that names the file.
 //
-// train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
-// because nvcc compiles it too.
-//
-// Contents
-//   1  Checkpoints
-
-// -------------------------------------------------------------------------------------------------
-// 1. Checkpoints
 // A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights; transformers loads both unchanged
 //   state-R-of-N.safetensors         the rest of the training state: ranges of both moments in the
@@ -30,7 +22,8 @@
 //
 // Header of the first rank's state file, for a model of two blocks (buckets 3 and 4), two ranks:
 //
-//     "__metadata__": {"run": what a resume must share, "matmul": "...", "--lr": "0.001", ...,
+//     "__metadata__": {"run": what a resume must share, "matmul": "...", "kernels": "...",
+//                      "--lr": "0.001", ...,
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
 //
@@ -364,8 +357,10 @@ static size_t range_piece(void *self, unsigned char *out) {
     return (size_t)(r.count * file_types[r.span.type].bytes);
 }
 
-// Returns the engine's choice of matmul algorithms as text for a checkpoint, or "" if it made none.
+// Return the engine's choice of matmul algorithms, and of kernels, as text for a checkpoint, or ""
+// if it made none.
 static const char *engine_matmul(const Engine *e) { return e->matmul ? e->matmul : ""; }
+static const char *engine_kernels(const Engine *e) { return e->kernels ? e->kernels : ""; }
 
 // Writes this rank's state file. The metadata has the run's identity, its options, its matmul
 // algorithms (results depend on them) and the counters; the tensors are the norms and the ranges.
@@ -377,6 +372,9 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     header_start(&header);
     fprintf(header.file, ",\"run\":\"%s\",\"matmul\":\"", snapshot->identity);
     json_text(header.file, matmul, strlen(matmul));
+    if (engine_kernels(snapshot->engine)[0]) {
+        fprintf(header.file, "\",\"kernels\":\"%s", engine_kernels(snapshot->engine));
+    }
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         const char *value = option_text(text, snapshot->options, &option_rows[i]);
@@ -501,7 +499,7 @@ static void save_agree(Saving *save) {
         checkpoint_remove(save->folder);
     }
     engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
-    looks_interrupt(1);                    // a stalled reader of stderr must not block the message
+    alarm_enable(1);                    // a stalled reader of stderr must not block the message
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
         die("rank %d cannot save; see its message", fault - 1);
@@ -732,6 +730,36 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
     const char *fault = manifest_parse(manifest, map.bytes, map.size);
     mapping_close(&map);
     return fault;
+}
+
+// Returns the micro-batch (-b) of the newest checkpoint of `output` whose first state file can be
+// read; 0 if there is none. Searches the text of its header, because a checkpoint that is damaged
+// is skipped later, not an error.
+static int64_t checkpoint_batch(const char *output) {
+    static const char key[] = "\"--batch\":\"";
+    static Manifest manifest;
+    CheckpointList list = {NULL, 0};
+    int64_t batch = 0;
+    if (access(output, F_OK) == 0) {
+        list = checkpoint_list(output, "");
+    }
+    for (int i = 0; i < list.count && !batch; i++) {
+        char path[PATH_BYTES], name[FILE_NAME];
+        Mapping map;
+        path_print(path, "%s/step-%08" PRId64 "/manifest.json", output, list.steps[i]);
+        file_name(name, FILE_STATE, manifest_open(&manifest, path) ? 1 : manifest.ranks);
+        path_print(path, "%s/step-%08" PRId64 "/%s", output, list.steps[i], name);
+        if (mapping_open(&map, path) == 0) {
+            const char *at = (const char *)memmem(map.bytes, map.size, key, sizeof key - 1);
+            const char *end = (const char *)map.bytes + map.size;
+            for (at = at ? at + sizeof key - 1 : end; at < end && *at >= '0' && *at <= '9'; at++) {
+                batch = min_i64(10 * batch + (*at - '0'), INT_MAX / 2);
+            }
+            mapping_close(&map);
+        }
+    }
+    free(list.steps);
+    return batch;
 }
 
 // Returns the step of the checkpoint that a weight file belongs to, or 0 if its folder has no valid
@@ -967,7 +995,8 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
                     span_values(values, &r->span, in_range, count);
                 }
                 const double most = r->state == STATE_WEIGHTS ? weight_most(e) : INFINITY;
-                const int64_t bad = find_bad(values, count, r->state == STATE_V ? 0 : -most, most);
+                const int64_t bad =
+                    find_invalid(values, count, r->state == STATE_V ? 0 : -most, most);
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
                     die("checkpoint %s: %s of %s: element %" PRId64 " is %g: %s", folder,
@@ -978,7 +1007,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
             }
         }
     }
-    mapping_done(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
+    mapping_release(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
     free(values);
 }
 
@@ -1032,19 +1061,26 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
     }
 }
 
-// Makes the engine use the checkpoint's matmul algorithms, on every rank and even with --quiet,
-// because the run's bits depend on them. Returns 0 if the engine cannot.
-static int checkpoint_matmul(Engine *e, const StateFiles *f) {
-    char matmul[MATMUL_TEXT];
+// Makes the engine use the checkpoint's matmul algorithms and kernels, on every rank and even with
+// --quiet, because the run's bits depend on them. A checkpoint that names no kernels has the
+// default ones. Returns what the engine cannot use, to print, or NULL.
+static const char *checkpoint_algorithms(Engine *e, const StateFiles *f) {
+    static const char *const names[] = {NULL, "matmul algorithms", "kernels",
+                                        "matmul algorithms and kernels"};
+    char matmul[MATMUL_TEXT], kernels[MATMUL_TEXT];
     safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
-    return !matmul[0] || strcmp(matmul, engine_matmul(e)) == 0 ||
-           (e->set_algorithms && e->set_algorithms(e, matmul));
+    safetensors_text(&f->header, "kernels", kernels, sizeof kernels);
+    const int took = !matmul[0] || strcmp(matmul, engine_matmul(e)) == 0 ||
+                     (e->set_algorithms && e->set_algorithms(e, matmul));
+    const int took_kernels = strcmp(kernels, engine_kernels(e)) == 0 ||
+                             (e->set_kernels && e->set_kernels(e, kernels));
+    return names[!took + 2 * !took_kernels];
 }
 
 // Reports what a resume loses: precision, if the checkpoint stores weights or moments in fp32 and
-// the run has them in bf16; its matmul algorithms; its loss scale.
+// the run has them in bf16; its matmul algorithms or kernels; its loss scale.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
-                                int other_matmul, const char *folder) {
+                                const char *others, const char *folder) {
     const Settings *s = run->settings;
     int moments_fp32 = 0;
     for (int i = 0; i < f->count; i++) {
@@ -1057,14 +1093,36 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     if (moments_fp32 && s->moment_dtype == TYPE_BF16) {
         printf("moments were fp32 in %s and are bf16 from here on\n", folder);
     }
-    if (other_matmul) {
-        printf("matmul algorithms differ from those of %s: losses may differ by rounding\n",
-               folder);
+    if (others) {
+        printf("%s differ from those of %s: losses may differ by rounding\n", others, folder);
     }
     if (f->run.loss_scale_log2 && s->dtype != TYPE_FP16) {
         printf("ignoring the fp16 loss scale of %s, 2^%" PRId64 "\n", folder,
                f->run.loss_scale_log2);
     }
+}
+
+// Ends the run if the checkpoint is from a run with another identity or model.
+static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
+                                        const char *folder) {
+    if (strcmp(f->identity, run->identity) == 0 &&
+        memcmp(m, &run->settings->model, sizeof *m) == 0) {
+        return;
+    }
+    size_t at = 0;  // offset of the first pair of name and value that differs
+    for (size_t i = 0, spaces = 0; f->identity[i] && f->identity[i] == run->identity[i]; i++) {
+        spaces += f->identity[i] == ' ';
+        at = f->identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
+    }
+    const char *first = f->identity + at;
+    if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
+        char was[PATH_BYTES];
+        option_was(was, f, option_find("train-data"));
+        die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
+            folder, was, run->options->train_data);
+    }
+    die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
+        f->identity + at, run->identity + at);
 }
 
 // Loads a verified checkpoint that `ranks` ranks saved into the run's engine and into `state`.
@@ -1087,24 +1145,8 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     }
     state_cover(&f, &model.model, folder, ranks);
     checkpoint_options(run, &f, folder, 0);
-    if (strcmp(f.identity, run->identity) != 0 ||
-        memcmp(&model.model, &s->model, sizeof(Model)) != 0) {
-        size_t at = 0;  // offset of the first pair of name and value that differs
-        for (size_t i = 0, spaces = 0; f.identity[i] && f.identity[i] == run->identity[i]; i++) {
-            spaces += f.identity[i] == ' ';
-            at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
-        }
-        const char *first = f.identity + at;
-        if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
-            char was[PATH_BYTES];
-            option_was(was, &f, option_find("train-data"));
-            die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
-                folder, was, run->options->train_data);
-        }
-        die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
-            f.identity + at, run->identity + at);
-    }
-    const int other_matmul = !checkpoint_matmul(run->engine, &f);
+    checkpoint_require_same_run(run, &f, &model.model, folder);
+    const char *others = checkpoint_algorithms(run->engine, &f);
     model_file_load(run->engine, &model);
     for (int i = 0; i < f.count; i++) {
         range_load(run->engine, s, &f.ranges[i], folder);
@@ -1113,7 +1155,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         printf("resumed from %s\n", folder);
         checkpoint_options(run, &f, folder, 1);
         checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32,
-                            other_matmul, folder);
+                            others, folder);
     }
     *state = f.run;
     // A loss scale that is dropped here is 0 in the next checkpoint too. If the checkpoint has

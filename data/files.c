@@ -3,8 +3,7 @@
 // Knows nothing about models, options or engines. Header fields are checked against the file length
 // before they are used. An error is one line that names the file.
 //
-// train_gpt2.c and data/tokenize.c include this file. It is also valid C++17, because nvcc compiles
-// it too.
+// train_gpt2.c and data/tokenize.c include this file, as C11 and, for nvcc, as C++17.
 //
 // Contents
 //   1  Errors and memory
@@ -62,6 +61,10 @@ static void slow_end(void) {
 // same error, only one prints it: the others wait this long, and are terminated meanwhile.
 static int grace_ms;
 
+// The exit status of die(): 1, or 3 if what was asked for does not fit in memory.
+enum { STATUS_TOO_LARGE = 3 };
+static int die_status = 1;
+
 // Prints a message and ends the run. The message is always one line: control characters become '?',
 // because names read from files may contain line breaks and terminal escapes. If a huge argument
 // makes the line too long, its middle is dropped: the beginning names the option and the end says
@@ -96,9 +99,9 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     if (progress_count != &progress_own) {  // only in a rank
         // exit() would make CUDA free resources that NCCL's threads still use (NVIDIA/nccl#1013).
         fflush(NULL);
-        _exit(1);
+        _exit(die_status);
     }
-    exit(1);
+    exit(die_status);
 }
 
 __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
@@ -356,7 +359,7 @@ static FILE *cache_open(const char *name, const char *mode) {
 // Must be called before any file is opened. Opens /dev/null on every standard descriptor that the
 // shell closed (>&-): otherwise the next file would get that descriptor, and output would be
 // written into the file. Using such a stream still fails, as on a closed descriptor.
-static void streams_hold(void) {
+static void standard_streams_open(void) {
     for (int fd = 0; fd <= STDERR_FILENO; fd++) {
         if (fcntl(fd, F_GETFD) < 0) {
             (void)open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
@@ -436,7 +439,7 @@ static void mapping_close(Mapping *m) {
 
 // Releases the pages of a mapped range after it has been read, so that a large file does not count
 // as memory of this process. Releases only pages that are entirely within the range.
-static void mapping_done(const void *bytes, size_t size) {
+static void mapping_release(const void *bytes, size_t size) {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)bytes;
     uintptr_t begin = (first + page - 1) / page * page, end = (first + size) / page * page;
     if (begin < end) {
@@ -515,7 +518,7 @@ static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const
 
 // Performs two rounds. This and the functions below use the SHA instructions as compiler built-ins.
 // immintrin.h has better names for them, but with GCC 13 and 14 it also uses built-ins that nvcc up
-// to 12.6 does not know, so the build would fail.
+// to 12.6 does not support, so the build would fail.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }

@@ -343,7 +343,7 @@ static void words_free(WordTable *t) {
     memset(t, 0, sizeof *t);
 }
 
-// Makes the hash table of slot_count (a power of two) entries anew.
+// Rebuilds the hash table with slot_count (a power of two) entries.
 static void words_index(WordTable *t, uint32_t slot_count) {
     if (slot_count != t->slot_count) {
         free(t->slots);
@@ -408,7 +408,7 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
     }
 }
 
-// Orders words by falling count, then by first occurrence; and by first occurrence alone.
+// Orders words by first occurrence; word_compare by descending count first.
 static int word_compare_at(const void *a, const void *b) {
     const Word *x = (const Word *)a, *y = (const Word *)b;
     return (x->at > y->at) - (x->at < y->at);
@@ -418,7 +418,7 @@ static int word_compare(const void *a, const void *b) {
     return x->count != y->count ? (x->count < y->count ? 1 : -1) : word_compare_at(a, b);
 }
 
-// Keeps the most frequent words that fill half of the limits.
+// Keeps the most frequent words, up to half of the limits.
 static void words_prune(WordTable *t, uint32_t most_words, size_t most_bytes) {
     uint32_t kept = 0;
     size_t bytes = 0;
@@ -456,19 +456,17 @@ static void words_merge(WordTable *t, const WordTable *more, uint32_t most_words
 
 // -------------------------------------------------------------------------------------------------
 // Learning merges
-// Byte-pair encoding: again and again the most frequent pair of adjacent tokens in the words
-// becomes a token. Of equally frequent pairs the one with the lower ids is taken (first of the left
-// tokens, then of the right ones), as BpeTrainer of Hugging Face's tokenizers does, so that the
-// merges are the same.
-// 1. All words are one array of symbols, one per byte, with BREAKs between them. A token of n bytes
-//    is n symbols; the first and the last hold its id, so that both of a token's neighbours are
+// Byte-pair encoding: repeatedly merges the most frequent pair of adjacent tokens in the words into
+// a new token. Ties go to the pair with the lower ids (left token first), as in BpeTrainer of
+// Hugging Face's tokenizers, so that the merges are the same.
+// 1. All words are one array of symbols, one per byte, separated by BREAK. A token of n bytes takes
+//    n symbols, of which the first and the last hold its id, so both neighbours of a token are
 //    found from its position and the lengths of tokens.
-// 2. Every pair has the exact number of its occurrences, where overlapping ones (aa in aaa) all
-//    count, and a list of places, in ascending order, some of which may be outdated: the symbols
-//    tell. A symbol that a merge moves to the inside of a token is overwritten if it began a token,
-//    so an outdated place never looks valid.
-// 3. A pair comes into being with the merge that makes its newer token; after that it only becomes
-//    rarer. So the heap's counts are too high at worst, and an entry is put back if its is.
+// 2. A pair stores its exact number of occurrences, including overlapping ones (aa in aaa), and an
+//    ascending list of positions. A position may be outdated, but never looks valid: when a token's
+//    first symbol becomes the inside of a longer token, it is overwritten.
+// 3. A pair first occurs when its newer token is created; afterwards its count only decreases. So a
+//    count in the heap may be too high, never too low; an entry with an outdated count is put back.
 
 enum { BREAK = 0xFFFF, INSIDE = 0xFFFE };
 typedef struct {
@@ -539,7 +537,7 @@ static Pair *pair_find(const Learner *l, uint32_t key) {
     return index ? &l->pairs[index - 1] : NULL;
 }
 
-// Removes pairs that no longer occur, and makes the hash table anew, at most half full.
+// Removes pairs that no longer occur and rebuilds the hash table, at most half full.
 static void pairs_index(Learner *l) {
     uint32_t kept = 0;
     for (uint32_t i = 0; i < l->pair_count; i++) {
@@ -593,7 +591,7 @@ static PairEntry entry_pop(Learner *l) {
     return top;
 }
 
-// Adds a pair that has just come into being. Returns its list of places, to be filled.
+// Adds a new pair. Returns its list of positions, which the caller fills.
 static uint32_t *pair_add(Learner *l, uint32_t key, int64_t count, uint32_t places) {
     if (l->pair_count == l->slot_count / 2) {
         pairs_index(l);
@@ -631,7 +629,7 @@ static void learner_add_pairs(Learner *l, const uint16_t *symbols) {
     free(pairs);
 }
 
-// Makes the array of symbols and all pairs of bytes. Sorts the words.
+// Builds the array of symbols and all pairs of bytes. Sorts the words.
 static void learner_open(Learner *l, const Bpe *bpe, WordTable *t) {
     uint32_t steps = 0, at = 1;
     qsort(t->words, t->word_count, sizeof(Word), word_compare);
@@ -710,7 +708,7 @@ static uint32_t learner_replace(Learner *l, Pair *pair, int id, Neighbours *left
             continue;
         }
         const int64_t times = symbol_count(l, at);
-        if (s[at - 1] != BREAK && s[at - 1] != id) {    // id: already lost on the right of that one
+        if (s[at - 1] != BREAK) {
             neighbour(left, s[at - 1])->lost += times;
         }
         if (s[after] != BREAK) {
@@ -731,7 +729,7 @@ static void learner_count(const Learner *l, const uint32_t *places, uint32_t cou
     const uint32_t bytes = l->lengths[id];
     for (uint32_t i = 0; i < count; i++) {
         const uint32_t at = places[i];
-        const int ids[2] = {s[at - 1] == id ? BREAK : s[at - 1], s[at + bytes]};
+        const int ids[2] = {s[at - 1] == id ? (int)BREAK : s[at - 1], s[at + bytes]};
         for (int side = 0; side < 2; side++) {
             if (ids[side] == BREAK || l->lengths[ids[side]] + bytes > BPE_LONGEST) {
                 continue;
@@ -1181,8 +1179,8 @@ __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, c
     return fnv1a(hash, line, strlen(line));
 }
 
-// The initial state of this run. The path of the vocabulary is not part of the hash: all accepted
-// files give GPT-2's tokens, and own merges have a hash themselves.
+// Returns the initial state of this run. The path of the vocabulary is not part of the hash: it is
+// either GPT-2's vocabulary or identified by the hash of its merges.
 static State state_new(const Arguments *a, const Input *in, const Tokenizer *t) {
     State state;
     memset(&state, 0, sizeof state);
@@ -1674,8 +1672,8 @@ static int learn_vocabulary(Job *job) {
     printf("%s  %s merges from %s distinct pre-tokens\n", job->merges_path,
            count_text(merges).s, count_text(words).s);
     if (dropped) {
-        printf("%s occurrences of rare pre-tokens were left out: the table holds %s\n",
-               count_text(dropped).s, count_text(MOST_WORDS).s);
+        printf("%s occurrences of rare pre-tokens were left out: the table holds %s, of %s\n",
+               count_text(dropped).s, count_text(MOST_WORDS).s, bytes_text(MOST_WORD_BYTES).s);
     }
     return 1;
 }
@@ -1783,7 +1781,7 @@ static void tokenize_close(Job *job) {
 int main(int argc, char **argv) {
     static Job job;
     program_name = "tokenize";
-    streams_hold();
+    standard_streams_open();
     job.a = parse_arguments(argc, argv);
     atexit(sinks_drop);
     struct sigaction action;

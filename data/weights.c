@@ -1,18 +1,7 @@
 // data/weights.c -- GPT-2 weights in Hugging Face's and llm.c's files.
 //
 // Reads model.safetensors with config.json (also split into parts by an index) and llm.c's .bin
-// files; writes safetensors.
-//
-// train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
-// because nvcc compiles it too.
-//
-// Contents
-//   1  Model files
-
-// -------------------------------------------------------------------------------------------------
-// 1. Model files
-// Weights are read and written as Hugging Face's model.safetensors with its config.json, and read
-// from llm.c's .bin files.
+// files; writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
 // 1. The files are untrusted input: header fields are checked against the file length and the
 //    model's shapes before they are used. An error is one line that names the file and the tensor.
 // 2. Parsers work on bytes in memory and allocate nothing.
@@ -461,7 +450,7 @@ static float master_join(float high, uint16_t low) {
 
 // Returns the index of the first value that is not finite or not in [least, most], or -1 if there
 // is none. In the first step, a weight that is not finite would make all others not finite too.
-static int64_t find_bad(const real *values, int64_t count, double least, double most) {
+static int64_t find_invalid(const real *values, int64_t count, double least, double most) {
     int good = 1;
     int64_t i = 0;
     for (int64_t k = 0; k < count; k++) {
@@ -506,7 +495,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                     span_values(values, s, i, count);
                 }
                 const double most = weight_most(e);
-                const int64_t bad = find_bad(values, count, -most, most), at = i + bad;
+                const int64_t bad = find_invalid(values, count, -most, most), at = i + bad;
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
                     die("%s: tensor %s: element %" PRId64 " is %g: %s", f->name, name,
@@ -515,7 +504,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                 }
                 e->write(e, STATE_WEIGHTS, offset + i, values, count);
             }
-            mapping_done(s->data, (size_t)(size * file_types[s->type].bytes));
+            mapping_release(s->data, (size_t)(size * file_types[s->type].bytes));
         }
     }
     free(values);

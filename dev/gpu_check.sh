@@ -7,7 +7,7 @@
 # one file, ARCHIVE. Stages that are not run keep the results of earlier calls, so on a machine that
 # is available for ten minutes at a time, use two calls:
 #
-#   STAGES="build check bits speed" dev/gpu_check.sh
+#   STAGES="build check bits prove speed" dev/gpu_check.sh
 #   STAGES="build test sanitizer offload gpus bench torch" dev/gpu_check.sh
 #
 # Each ends after SECONDS_IN_ALL; `build` reuses programs of the first call. Variables (paths are
@@ -58,6 +58,7 @@ machine     20    5
 build      150  100
 check       60   50
 bits        40   20
+prove       60   10
 speed       60  130
 test       180  120
 sanitizer   75   90
@@ -623,6 +624,33 @@ stage_bits() {
         report "two runs" FAILED "losses, norms or checkpoints differ"
     fi
     rm -rf "$dir".[ab]
+}
+
+# --- 4 c. Kernels that this GPU has to prove ------------------------------------------------------
+
+# The candidates for the heads of d12, each with its verdict. One that crashes or hangs ends the
+# command.
+stage_prove() {
+    local status verdicts tried name rest seconds=${limit_s[$stage]}
+    logged "$seconds" "$GPT2CU" --prove 64,1024,12,16
+    status=$?
+    if grep -q '^gpu .*: 0 candidates$' "$work/last"; then
+        report candidates skipped "no other kernels than the default ones for this GPU"
+        return
+    fi
+    verdicts=$(awk '/^try / { name = $2 " " $3 }
+        name && /^(right|wrong:|crashed:|absent:) / { print name ": " $0; name = "" }' "$work/last")
+    tried=$(sed -n 's/^try //p' "$work/last" | tail -n 1)
+    while IFS=: read -r name rest; do
+        case $rest in
+            " right"*) report "$name" ok "right,${rest# right} x as fast as the default" ;;
+            " absent"*) report "$name" skipped "${rest# absent: }" ;;
+            ?*) report "$name" FAILED "${rest# }" ;;
+        esac
+    done <<< "$verdicts"
+    if [ $status -gt 1 ] || [ -z "$verdicts" ]; then
+        report "${tried:-candidates}" FAILED "$(why $status "$seconds")"
+    fi
 }
 
 # --- 5. Speed and memory --------------------------------------------------------------------------

@@ -4,7 +4,9 @@
     dev/report.py runs/one                        writes runs/one/report.html
     dev/report.py runs/one --watch                serves it on this machine during the run
     ./train_gpt2 --plan -e d12 --json | dev/report.py --plan - -o plan.html
-    dev/report.py runs/one --svg run.svg          the charts alone; with --plan FILE: the plan alone
+    ./train_gpt2 --fit all -e gpt2-xl --gpu 4090 --json | dev/report.py --fit - -o fit.html
+    dev/report.py --fit fit.json cards.json       adds --plan --gpu all --json: the table of cards
+    dev/report.py runs/one --svg run.svg          the charts alone; also with --plan and --fit
     dev/report.py runs/one --tensorboard DIR      the numbers for TensorBoard (package tensorboardX)
     dev/report.py runs/one --wandb PROJECT        ... for Weights & Biases (package wandb)
 
@@ -19,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -133,6 +136,30 @@ def plan_parse(text, path):
         raise Refusal(f"{path} is not the output of --plan --json ({error!r:.80})") from None
 
 
+def fit_parse(text, path):
+    """Parses the output of --fit --json or of --plan --gpu all --json; returns (query, rows)."""
+    try:
+        found = json.loads(text)
+        rows = found["candidates"] if found["query"] == "fit" else found["cards"]
+        for row in rows:
+            row["command"] = shlex.join(row["command"])
+            for key in ("device_bytes", "host_bytes", "batch"):
+                if not (isinstance(row[key], int) and 0 <= row[key] < 1 << 60):
+                    raise ValueError(key)
+            if row["tokens_per_s"] is not None and not (number(row["tokens_per_s"]) or 0) > 0:
+                raise ValueError("tokens_per_s")
+        if found["query"] == "fit":
+            found["best"] = found["best"] and shlex.join(found["best"]["command"])
+            found["available_bytes"] = number(found["available_bytes"])
+        elif not all(number(row["memory_bytes"]) and number(row["available_bytes"]) is not None and
+                     isinstance(row["short_bytes"], int) for row in rows):
+            raise ValueError("cards")
+        return found
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Refusal(f"{path} is not the output of --fit --json or of --plan --gpu all --json "
+                      f"({error!r:.80})") from None
+
+
 def plan_of(run):
     """The plan of a run by a program built here; None if none plans the log's bytes."""
     words = [f"--{name}={run.options[name]}" for name in PLAN_OPTIONS if run.options.get(name)]
@@ -182,6 +209,7 @@ svg .check { stroke:var(--check); stroke-width:1.5 } svg circle.check { fill:var
 svg .skip { stroke:var(--mark); stroke-width:1.6 }
 svg .resume { stroke:var(--soft); stroke-dasharray:2 3 }
 svg .buffer { stroke:var(--page); stroke-width:.5 } svg .buffer path { fill:inherit }
+svg .point { stroke:var(--page); stroke-width:1 } svg .point:hover { stroke:var(--ink) }
 svg .buffer path:hover { stroke:var(--ink); stroke-width:2 } svg .alive { stroke:var(--ink) }
 """
 
@@ -423,11 +451,119 @@ def plan_svg(plan, wide, draw=svg):
         size = size_text(max(row["offset"] + row["bytes"] for row in rows))
         for title, drawn, tall in (
                 (f"{name} over a step: {size}", whole, 160 if home == "device" else 80),
-                (f"{name} that comes and goes", [row for row in rows if row not in whole], 330)):
+                (f"{name} used by some stages only", [r for r in rows if r not in whole], 330)):
             if drawn:
                 part, top = draw_memory(title, rows, drawn, ticks, top, (wide, tall))
                 body += part
     return draw(wide, top, body, "memory over one training step")
+
+
+# -- What fits -------------------------------------------------------------------------------------
+def mixed(share):
+    """A colour from blue (0: nothing on the host) over yellow to red (1: the most of all rows)."""
+    stops = ("4477aa", "ccbb44", "ee6677")
+    first = min(int(2 * share), 1)
+    parts = [[int(stop[k:k + 2], 16) for k in (0, 2, 4)] for stop in stops[first:first + 2]]
+    return "#" + "".join(f"{round(a + (b - a) * (2 * share - first)):02x}" for a, b in zip(*parts))
+
+
+def settings_text(row):
+    """What a candidate chooses, in the options' syntax."""
+    moments = f' --moments {row["moments"]}' if row["moments"] != "fp32" else ""
+    master = " -w none" if row["dtype"] == "bf16" and not row["master"] else ""
+    return (f'-b {row["batch"]} -r {row["recompute"]} --dtype {row["dtype"]}{moments}{master} '
+            f'--offload {row["offload"]}')
+
+
+def fit_svg(fit, wide, draw=svg):
+    """Device memory (x) and tokens/s (y) of every candidate, with host memory as the colour; the
+    staircase is the most tokens/s within that memory."""
+    rows = sorted((row for row in fit["candidates"] if row["tokens_per_s"]),
+                  key=lambda row: (row["device_bytes"], -row["tokens_per_s"]))
+    if not rows:
+        why = "No speed is known: name a card with --gpu." if fit["candidates"] else "Nothing fits."
+        return draw(wide, 40, label(8, 24, why, kind="title"), "what fits")
+    limit = fit["available_bytes"] or rows[-1]["device_bytes"]
+    most_host, tall, top = max(row["host_bytes"] for row in rows), wide * 0.42, 44
+    (unit, unit_name), tokens = unit_of(limit), [row["tokens_per_s"] for row in rows]
+    low, high, ticks = scale_of(tokens, "zero")
+    left = 14 + max(width_of(words) for _, words in ticks)
+
+    def x_of(count):
+        return left + count / (1.03 * limit) * (wide - left - 16)
+
+    def y_of(value):
+        return top + (high - value) / (high - low) * tall
+
+    body = grid(ticks, left, wide - 16, y_of) + label(8, top - 12, "tokens/s")
+    for value, words in round_ticks(0, limit / unit, wide / 90):
+        body += label(x_of(value * unit), top + tall + 18, words, "middle")
+    body += label((left + wide) / 2, top + tall + 36, f"device memory of the plan, {unit_name}",
+                  "middle")
+    body += (f'<path class="resume" d="M{x_of(limit):.1f} {top}v{tall:.1f}"/>' +
+             label(x_of(limit), top - 5, f"available: {size_text(limit)}", "end"))
+    stairs, best = "", 0
+    for row in rows:
+        if row["tokens_per_s"] > best:
+            start = "V" if stairs else f'M{x_of(row["device_bytes"]):.1f} '
+            stairs += f'H{x_of(row["device_bytes"]):.1f}' if stairs else ""
+            best = row["tokens_per_s"]
+            stairs += f"{start}{y_of(best):.1f}"
+    body += f'<path class="curve" d="{stairs}H{x_of(limit):.1f}"/>\n'
+    for row in sorted(rows, key=lambda row: row["command"] == fit["best"]):
+        chosen = row["command"] == fit["best"]
+        x, y = x_of(row["device_bytes"]), y_of(row["tokens_per_s"])
+        body += (f'<circle class="point" cx="{x:.1f}" cy="{y:.1f}" r="{7 if chosen else 4.5}" '
+                 f'fill="{mixed(row["host_bytes"] / max(most_host, 1))}"><title>'
+                 f'{row["device_bytes"]:,} bytes, {row["tokens_per_s"]:,} tokens/s, '
+                 f'{row["host_bytes"]:,} bytes on the host: {safe(settings_text(row))}'
+                 '</title></circle>\n')
+        body += label(x - 11, y - 9, "recommended", "end", "title") if chosen else ""
+    swatch = '<rect width="12" height="10" x="3" fill="{}"/>'
+    items = [(swatch.format(mixed(share / 4)), size_text(most_host * share // 4))
+             for share in range(5 if most_host else 1)]
+    signs, bottom = legend(items, top + tall + 82, wide)
+    return draw(wide, bottom + 14, label(8, 16, f'What fits: {fit["model"]}', kind="title") + body +
+                label(8, top + tall + 62, "host memory:") + signs, "what fits")
+
+
+def table(heads, rows):
+    """An HTML table; a column whose head starts with > is aligned to the right."""
+    kinds = [' class="right"' if head.startswith(">") else "" for head in heads]
+    return ("<div class=\"scroll\"><table><thead><tr>" + "".join(
+        f"<th{kind}>{safe(head.lstrip('>'))}</th>" for kind, head in zip(kinds, heads)) +
+        "</tr></thead>\n" + "".join("<tr>" + "".join(
+            f"<td{kind}>{safe(cell)}</td>" for kind, cell in zip(kinds, row)) + "</tr>\n"
+            for row in rows) + "</table></div>\n")
+
+
+def speed_text(row):
+    return f'{row["tokens_per_s"]:,}' if row["tokens_per_s"] else "\u2013"
+
+
+def fit_html(answers):
+    """The page's body for what --fit and --plan --gpu all have printed."""
+    body = ""
+    for found in (found for found in answers if found["query"] == "fit"):
+        body += "".join(fit_svg(found, wide, lambda *drawn, kind=kind: svg(
+            *drawn, f'class="{kind}"')) for wide, kind in ((WIDE, "wide"), (NARROW, "narrow")))
+        body += f'<p>tokens/s: {safe(found.get("forecast") or "only to compare")}</p>\n'
+        body += f'<p>Recommended:</p><pre>{safe(found["best"])}</pre>\n' if found["best"] else ""
+        body += f'<details><summary>{len(found["candidates"])} settings that fit</summary>' + table(
+            [">B", ">device", ">host", ">tokens/s", "settings"], [
+                (row["batch"], size_text(row["device_bytes"]), size_text(row["host_bytes"]),
+                 speed_text(row), settings_text(row)) for row in found["candidates"]])
+        body += "</details>\n"
+    for found in (found for found in answers if found["query"] == "cards"):
+        body += "<h2>Cards</h2>\n" + table(
+            ["GPU", ">memory", ">plan", ">tokens/s", "settings, or what it takes"], [
+                (row["gpu"], size_text(row["memory_bytes"]),
+                 size_text(row["available_bytes"] - row["device_bytes"]) + " free"
+                 if row["fits"] else size_text(row["short_bytes"]) + " short",
+                 speed_text(row), "too old for this program" if row.get("supported") is False else
+                 settings_text(row) if row["fits"] else row["takes"] or "no settings make it fit")
+                for row in found["cards"]])
+    return body
 
 
 # -- The page --------------------------------------------------------------------------------------
@@ -447,6 +583,9 @@ dt { color:var(--soft); font-size:13px } dd { margin:0; font-weight:600 }
 pre { border:1px solid var(--line); border-radius:6px; padding:10px; margin:6px 0 14px;
   white-space:pre-wrap; overflow-wrap:anywhere; font:13px/1.45 ui-monospace,monospace }
 code { display:inline-block; margin-right:14px; overflow-wrap:anywhere; font-size:13px }
+.scroll { overflow-x:auto; margin:14px 0 } table { border-collapse:collapse; font-size:14px }
+th, td { padding:3px 14px 3px 0; text-align:left; border-bottom:1px solid var(--line);
+  white-space:nowrap } .right { text-align:right } th { color:var(--soft); font-weight:600 }
 summary { cursor:pointer; color:var(--soft); margin:6px 0 }
 """
 # Replaces <main> and keeps the scroll position and the open samples.
@@ -510,11 +649,11 @@ def run_html(run, plan):
                             for name, value in figures.items() if value) + "</dl>\n"
     body += '<div class="charts">' + "".join(svg(*CHART, drawn, "chart") for drawn in charts(run))
     body += "</div>\n<h2>Memory</h2>\n" + (
-        plan_html(plan) if plan else "<p>No program built here plans the bytes of this run; what "
-        "--plan --json prints with its options is its picture: --plan FILE.</p>\n")
+        plan_html(plan) if plan else "<p>No program built here plans the bytes of this run. "
+        "To draw its memory, save the output of --plan --json and pass it with --plan.</p>\n")
     if plan and plan["total_bytes"] != run.plan_bytes:
         body += (f"<p>This plan allocates {plan['total_bytes']:,} bytes, the run "
-                 f"{run.plan_bytes:,}: it is the plan of another run.</p>\n")
+                 f"{run.plan_bytes:,}: it belongs to a different run.</p>\n")
     body += "<h2>Samples</h2>\n" if run.samples else ""
     for i, step in enumerate(sorted(run.samples, reverse=True)[:SAMPLES_SHOWN]):
         body += (f'<details id="after{step}"{"" if i else " open"}><summary>after step {step:,}'
@@ -628,6 +767,8 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", help="a run's folder, or its log.jsonl")
     parser.add_argument("--plan", metavar="FILE", help="what --plan --json printed; -: stdin")
+    parser.add_argument("--fit", metavar="FILE", nargs="+",
+                        help="output of --fit --json and of --plan --gpu all --json; -: stdin")
     parser.add_argument("-o", "--output", metavar="FILE",
                         help="the page; default: report.html in the run's folder, or plan.html")
     parser.add_argument("--svg", metavar="FILE", help="write this picture and no page")
@@ -636,8 +777,10 @@ def main():
     parser.add_argument("--tensorboard", metavar="DIR", help="write event files and no page")
     parser.add_argument("--wandb", metavar="PROJECT", help="upload the run and write no page")
     given = parser.parse_args()
-    if not given.run and (not given.plan or given.tensorboard or given.wandb):
-        parser.error("name the folder of a run, or give --plan FILE")
+    if given.fit and (given.run or given.plan or given.watch or given.tensorboard or given.wandb):
+        parser.error("--fit draws one page or picture; give only -o or --svg with it")
+    if not (given.run or given.fit) and (not given.plan or given.tensorboard or given.wandb):
+        parser.error("name the folder of a run, or give --plan FILE or --fit FILE")
     if given.watch and (given.svg or given.output or given.tensorboard or given.wandb):
         parser.error("--watch writes no files: leave --svg, -o, --tensorboard and --wandb out")
     try:
@@ -647,10 +790,17 @@ def main():
             to_tensorboard(run, given.tensorboard)
         if given.wandb:
             to_wandb(run, given.wandb)
+        fits = [fit_parse(read_text(path), path) for path in given.fit or []]
+        drawn = [found for found in fits if found["query"] == "fit"]
+        if given.svg and fits and not drawn:
+            raise Refusal(f"--svg draws the output of --fit, which none of these is: {given.fit}")
         if given.svg:
-            write(given.svg, charts_svg(run) if run else plan_svg(plan, WIDE, svg_file))
+            write(given.svg, fit_svg(drawn[0], WIDE, svg_file) if drawn else
+                  charts_svg(run) if run else plan_svg(plan, WIDE, svg_file))
         if given.watch:
             watch(given.run, plan, given.port)
+        elif fits and (given.output or not given.svg):
+            write(given.output or "fit.html", page("What fits", fit_html(fits)))
         elif given.output or not (given.svg or given.tensorboard or given.wandb):
             output = os.path.join(os.path.dirname(run.path), "report.html") if run else "plan.html"
             write(given.output or output, report(given.run, plan, {}))

@@ -92,8 +92,12 @@ finish() {
 if [ -f train_gpt2.c ]; then
     defines=(-DGPT2_DOUBLE=0)
     if command -v clang-tidy > /dev/null; then
-        clang-tidy --quiet train_gpt2.c data/tokenize.c -- -std=c11 "${defines[@]}" \
-            > "$scratch/tidy" 2> /dev/null &
+        {
+            clang-tidy --quiet train_gpt2.c data/{tokenize,stories}.c -- -std=c11 "${defines[@]}"
+            # The analyzer would take minutes.
+            [ -z "${CUDA_HEADERS:-}" ] || clang-tidy --quiet --checks='-clang-analyzer-*' \
+                train_gpt2.cu -- -x c++ -std=c++17 -Idev/cuda_cpu ${CUDA_INCLUDE:-}
+        } > "$scratch/tidy" 2> /dev/null &
     fi
     if command -v cppcheck > /dev/null; then
         cppcheck --quiet --std=c11 --language=c --enable=warning,portability --inline-suppr \

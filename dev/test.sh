@@ -60,6 +60,7 @@ for driver in training options checkpoints interrupts model_files evaluate gener
 done
 driver main training train_gpt2cu_cpu micro_batches validation offload
 row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
+row main "plans, page" "train_gpt2 build/plan.html" dev/test/plans.sh build/plan.html
 row main "plans, 32 bits" "train_gpt2 build/plan_32" dev/test/plans.sh build/plan_32
 row main machines "" dev/test/machines.sh main
 row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
@@ -70,6 +71,7 @@ row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_exam
 row main harness build/test/harness build/test/harness
 row main data build/test/data build/test/data
 row main "kernels of sm_80" "build/test/sass ${NVCC:+build/sm_80.log}" kernels 80
+row main "kernels of sm_90a" "build/test/sass ${NVCC:+build/sm_90a.log}" kernels 90a
 # The same tests as on the emulated device, on a real GPU.
 row main test_gpt2cu build/test_gpt2cu build/test_gpt2cu
 driver main gpu_program train_gpt2cu
@@ -97,7 +99,7 @@ tests="gpu_gradients_16 gpu_steps gpu_offload_mixed gpu_gaps"
 row rest "test_gpt2cu_cpu sm_75" build/test_gpt2cu_cpu env EMU_CC=75 build/test_gpt2cu_cpu $tests
 row rest "gpu_program sm_75" "build/test/gpu_program train_gpt2cu_cpu" \
     env EMU_CC=75 build/test/gpu_program gpu_commands gpu_eval gpu_checkpoints
-for arch in 75 89 90a 100 120; do
+for arch in 75 89 100 120; do
     row rest "kernels of sm_$arch" "build/test/sass build/sm_$arch.log" kernels $arch
 done
 [ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links
@@ -169,6 +171,11 @@ lacks() {
         *asan) [ -n "${SAN-yes}" ] || echo "${CXX:-the compiler} has no sanitizers" ;;&
         *cu_cpu* | *cuda* | build/bench_profile)
             [ -n "${CUDA_HEADERS-}" ] || echo "no headers of CUDA" ;;
+        build/plan.html)
+            local tool
+            for tool in emcc chromium node; do
+                command -v $tool > /dev/null || echo "no $tool"
+            done ;;
         build/plan_32) [ -n "${M32-}" ] || echo "no 32-bit libraries (gcc-multilib)" ;;
         +nvcc) [ -n "${NVCC-}" ] || echo "no nvcc" ;;
         build/sm_*)

@@ -135,10 +135,10 @@ static const struct {
     double most;
     const char *why;
 } asks_more[] = {
-    {"embedding_forward", 1.6, "each pack asks for its token, each sequence for the positions"},
-    {"embedding_backward", 1.3, "each pack asks for the rows of its token"},
-    {"layernorm_forward", 2.0, "each row asks for weight and bias"},
-    {"layernorm_backward", 1.8, "each row asks for the weight; few rows leave as many parts"},
+    {"embedding_forward", 1.6, "each pack reads its token, each sequence the positions"},
+    {"embedding_backward", 1.3, "each pack reads the rows of its token"},
+    {"layernorm_forward", 2.0, "each row reads weight and bias"},
+    {"layernorm_backward", 1.8, "each row reads the weight; a few rows give as many parts"},
     {"attention_backward", 1.7, "two kernels read Q, K, V and dO"},
     {"grad_norm", 1.5, "each thread looks up its block's tensor"},
 };
@@ -596,7 +596,7 @@ int main(int argc, char **argv) {
             bench.rounds = whole_number("-n", next, 99), i++;
         } else if (word[0] == '-') {
             die("bench [-e MODEL] [-b BATCH] [-t LENGTH] [-n MEASUREMENTS] "
-                "[--dtype bf16|fp16|fp32] [--tsv] [KERNEL...]: '%s' is none of these", argv[i]);
+                "[--dtype bf16|fp16|fp32] [--tsv] [KERNEL...]: unknown argument '%s'", argv[i]);
         } else {
             bench.what.push_back(argv[i]);
         }

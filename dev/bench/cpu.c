@@ -39,9 +39,9 @@ static const LayerShape layers_characters[] = {
     {"fcproj", 512, 128, 4}, {"classifier", 128, 384, 1},
 };
 
-enum { FORWARD, DINP, DWEIGHT, PRODUCTS };
+enum { FORWARD, DINP, DWEIGHT, MATMULS };
 
-static const char *const matmul_names[PRODUCTS] = {"forward", "dinp", "dweight"};
+static const char *const matmul_names[MATMULS] = {"forward", "dinp", "dweight"};
 
 // The arrays that all benchmarks use: activations, their gradients, weights.
 static real *bench_x, *bench_y, *bench_w;
@@ -64,21 +64,21 @@ typedef struct {
     real *out;
     const real *addend;
     int M, N, K;
-} Product;
+} Matmul;
 
-static Product product_of(int product, int rows, int C, int OC) {
+static Matmul matmul_of(int which, int rows, int C, int OC) {
     real *x = bench_x, *y = bench_y, *w = bench_w;
     const size_t c = (size_t)C, oc = (size_t)OC;
-    const Product products[PRODUCTS] = {
+    const Matmul all[MATMULS] = {
         {operand(x, c, 1), operand(w, c, 1), y, NULL, rows, OC, C},
         {operand(x, oc, 1), operand(w, 1, c), y, NULL, rows, C, OC},
         {operand(x, 1, oc), operand(y, 1, c), w, w, OC, C, rows},
     };
-    return products[product];
+    return all[which];
 }
 
 // Times our matmul with a team of threads that are awake, as in a step. Returns ms.
-static double time_ours(const Product *p, int bf16) {
+static double time_ours(const Matmul *p, int bf16) {
     double ms = 0;
 #if BF16_DOTS
     matmul_bf16 = bf16;
@@ -101,7 +101,7 @@ static double time_ours(const Product *p, int bf16) {
 }
 
 #if BENCH_DNNL
-static double time_sgemm(const Product *p) {
+static double time_sgemm(const Matmul *p) {
     const int a_plain = p->a.k_step == 1, b_plain = p->b.k_step != 1;
     const double start = now_ms();
     dnnl_sgemm(a_plain ? 'N' : 'T', b_plain ? 'N' : 'T', p->M, p->N, p->K, 1, p->a.data,
@@ -111,7 +111,7 @@ static double time_sgemm(const Product *p) {
     return now_ms() - start;
 }
 #else
-static double time_sgemm(const Product *p) {
+static double time_sgemm(const Matmul *p) {
     (void)p;
     return 0;
 }
@@ -133,7 +133,7 @@ static dnnl_memory_desc_t dnnl_matrix(int rows, int cols, size_t row_step, size_
 }
 
 // Creates its primitive once for all repetitions. Returns ms of one execution.
-static double time_bf16(const Product *p, dnnl_primitive_t *made, dnnl_exec_arg_t args[3]) {
+static double time_bf16(const Matmul *p, dnnl_primitive_t *made, dnnl_exec_arg_t args[3]) {
     if (!*made) {
         const dnnl_memory_desc_t d[3] = {
             dnnl_matrix(p->M, p->K, p->a.row_step, p->a.k_step, dnnl_bf16),
@@ -177,7 +177,7 @@ typedef void *dnnl_primitive_t;
 typedef struct {
     int arg;
 } dnnl_exec_arg_t;
-static double time_bf16(const Product *p, dnnl_primitive_t *made, dnnl_exec_arg_t args[3]) {
+static double time_bf16(const Matmul *p, dnnl_primitive_t *made, dnnl_exec_arg_t args[3]) {
     (void)p, (void)made, (void)args;
     return 0;
 }
@@ -188,10 +188,10 @@ static void bf16_done(dnnl_primitive_t made, dnnl_exec_arg_t args[3]) { (void)ma
 enum { OURS, DNNL, OURS_BF16, DNNL_BF16, TIMES };
 
 // Times one matmul; medians in ms, 0 for what is not available.
-static void time_matmul(double ms[TIMES], int product, int rows, int C, int OC) {
+static void time_matmul(double ms[TIMES], int which, int rows, int C, int OC) {
     double t[TIMES][MAX_REPEATS], flops = 2.0 * rows * C * OC;
     const int repeats = flops > 5e10 ? 3 : flops > 5e9 ? 7 : MAX_REPEATS, bf16 = !bf16_missing();
-    const Product p = product_of(product, rows, C, OC);
+    const Matmul p = matmul_of(which, rows, C, OC);
     dnnl_primitive_t made = NULL;
     dnnl_exec_arg_t args[3];
         // Growing sums would end in infinities and denormals, which slow things down for other
@@ -225,10 +225,10 @@ static void bench_matmuls(double sum[TIMES], const char *title, const LayerShape
     double flops = 0, worst = 0;
     memset(sum, 0, TIMES * sizeof *sum);
     printf("\n%s, %d rows: ms\n", title, rows);
-    printf("%-11s %-8s %9s %9s %6s %8s   %9s %9s %6s\n", "layer", "product", "ours", "oneDNN",
+    printf("%-11s %-8s %9s %9s %6s %8s   %9s %9s %6s\n", "layer", "matmul", "ours", "oneDNN",
            "ratio", "GFLOP/s", "ours bf16", "oneDNN", "ratio");
     for (int l = 0; l < n; l++) {
-        for (int p = 0; p < PRODUCTS; p++) {
+        for (int p = 0; p < MATMULS; p++) {
             double ms[TIMES], work = 2.0 * rows * layers[l].C * layers[l].OC;
             time_matmul(ms, p, rows, layers[l].C, layers[l].OC);
             printf("%-11s %-8s %9.3f %9.3f %6.2f %8.0f   %9.3f %9.3f %6.2f\n", layers[l].name,
@@ -514,7 +514,7 @@ int main(int argc, char **argv) {
         if (!bf16_missing()) {
             const double bf16 =
                 bench_step(steps[i].model, steps[i].B, steps[i].T, 1, sums[i][DNNL_BF16]);
-            printf("%s B %d T %d: bf16 products %.2f x as fast as fp32\n", steps[i].model,
+            printf("%s B %d T %d: bf16 matmuls %.2f x as fast as fp32\n", steps[i].model,
                    steps[i].B, steps[i].T, fp32 / bf16);
         }
     }

@@ -142,18 +142,21 @@ def measure_speed(folder, path, size):
         at = end
     seconds = {"ours": [], "theirs": []}
     for _ in range(3):
-        began = time.time()
+        began, before = time.time(), os.times()
         subprocess.run([TOKENIZE, "--train-bpe", str(size), "--val-fraction", "0", "-o",
                         os.path.join(folder, "speed"), path], check=True, stdout=subprocess.DEVNULL)
-        seconds["ours"].append(time.time() - began)
-        began = time.time()
+        middle, between = time.time(), os.times()
         tokenizer = theirs(pieces, size)
-        seconds["theirs"].append(time.time() - began)
+        end, after = time.time(), os.times()
+        seconds["ours"].append((middle - began, between.children_user - before.children_user))
+        seconds["theirs"].append((end - middle, after.user - between.user))
     with open(os.path.join(folder, "speed_merges.txt"), encoding="utf-8", newline="") as f:
         same = f.read().split("\n")[1:-1] == merges_of(tokenizer, folder)
-    for name, all_seconds in seconds.items():
-        print("%-6s %s s, median %.1f s" % (name, " ".join("%.1f" % s for s in all_seconds),
-                                            sorted(all_seconds)[1]))
+    for name, runs in seconds.items():
+        wall, cpu = zip(*runs)
+        print("%-6s wall %s s, median %.1f s; processor %s s, median %.1f s"
+              % (name, " ".join("%.1f" % s for s in wall), sorted(wall)[1],
+                 " ".join("%.1f" % s for s in cpu), sorted(cpu)[1]))
     print("the merges are %s; data/tokenize has encoded the text as well"
           % ("the same" if same else "NOT the same"))
 

@@ -105,7 +105,6 @@ EMU_UNCOUNTED inline void profile_count(const void *p, size_t n, bool writes) {
 
 inline const bool profile_is_on = [] {
     if (set.profile) {
-        set.threads = 1;
         launch_hook = profile_launch;
         atexit(profile_print);
     }

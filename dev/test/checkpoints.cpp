@@ -17,7 +17,7 @@
 static void passed_over_at(int line, const Outcome &o, const Words &skipped, const Text &who) {
     bool all = o.status == 0;
     for (const Text &what : skipped) {
-        all = all && o.err.find("train_gpt2: skipped out/" + what) != Text::npos;
+        all = all && has(o.err, "train_gpt2: skipped out/" + what);
     }
     if (!all || std::count(o.err.begin(), o.err.end(), '\n') != (long)skipped.size()) {
         fail(__FILE__, line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
@@ -31,7 +31,6 @@ static const char every_second[] = "step-00000002 step-00000004 step-00000006 st
 // A damaged checkpoint is skipped by name, and the run resumed from the previous one ends with the
 // same bytes.
 TEST(checkpoint_damaged) {
-    write_corpus();
     const Text run = eight_steps;
     expect_success(program(run), "first run");
     expect(names_in("out", "step") == every_second);
@@ -60,7 +59,6 @@ TEST(checkpoint_damaged) {
 
 // Without a complete checkpoint nothing is deleted or started; another run's checkpoint is refused.
 TEST(checkpoint_foreign) {
-    write_corpus();
     const Text run = eight_steps;
     expect_success(program(run), "first run");
     const Text tensors = tensors_of("out", 8);
@@ -68,8 +66,7 @@ TEST(checkpoint_foreign) {
         write_file(text("out/step-%08d/config.json", step), "{}");
     }
     Outcome o = program(run);
-    expect(o.status == 1 && o.err.find("no checkpoint in out is complete") != Text::npos, "%s",
-           o.err.c_str());
+    expect(o.status == 1 && has(o.err, "no checkpoint in out is complete"), "%s", o.err.c_str());
     expect(names_in("out", "step") == every_second);
     expect_success(program(TINY "--quiet -x 8 -n 2 -y 1 -o again"), "again");
     remove_folder("out");
@@ -86,7 +83,6 @@ TEST(checkpoint_foreign) {
 
 // A resume must agree with its checkpoint in everything that determines the tokens of a step.
 TEST(checkpoint_identity) {
-    write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
     for (const char *other : {"--seed 2", "-t 8", "--shuffle 0", "-i val.bin"}) {
         const Text data = other[1] == 'i' ? "" : "-i train.bin ";
@@ -102,7 +98,6 @@ TEST(checkpoint_identity) {
 
 // A resume without -i and -j reads the data of its checkpoint, also if the newest one is damaged.
 TEST(resume_data) {
-    write_corpus();
     rename("val.bin", "some_val.bin");
     rename("train.bin", "some_train.bin");
     const Text run = "-e l2h2c16t16 -b 2 -n 2 -v 2 -m 2 -o out ";
@@ -111,7 +106,7 @@ TEST(resume_data) {
     expect(values_in(read_file("out/log.jsonl"), "val_loss").size() == 3, "some_val.bin not used");
     write_file("out/step-00000006/" + Text(saved_files[SAVED_STATE]), "x");
     Outcome o = program(run + "-y 1 -x 6");
-    expect(o.status == 0 && o.out.find("data     some_train.bin: 3,000 tokens") != Text::npos, "%s",
+    expect(o.status == 0 && has(o.out, "data     some_train.bin: 3,000 tokens"), "%s",
            (o.out + o.err).c_str());
     expect(tensors_of("out", 6) == tensors && !tensors.empty(), "another end");
     expect(values_in(read_file("out/log.jsonl"), "val_loss").size() == 3, "no validation");
@@ -119,15 +114,14 @@ TEST(resume_data) {
     expect_refused(program(run + "-y 1 -x 8"),
                    "no token file matches some_train.bin; data/tokenize makes token", "gone");
     o = program(run + "-y 1 -x 8 -i gone.bin");
-    expect(o.status == 0 && o.out.find("no validation") != Text::npos, "%s", o.out.c_str());
+    expect(o.status == 0 && has(o.out, "no validation"), "%s", o.out.c_str());
 }
 
 // The model card of bytes says what ids are; its checkpoints stay complete without it.
 TEST(model_card) {
-    write_corpus();
     const Text run = TINY "--quiet -n 2 --keep 1 -o out ", card = "out/step-00000002/README.md";
     expect_success(program(run + "-x 2"), "bytes");
-    expect(read_file(card).find("id b is the byte b") != Text::npos, "%s", read_file(card).c_str());
+    expect(has(read_file(card), "id b is the byte b"), "%s", read_file(card).c_str());
     unlink(card.c_str());
     expect_success(program(run + "-x 4 -y 1"), "without the card");
     expect_success(program(run + "-x 6 -y 1"), "with it");
@@ -149,18 +143,16 @@ static Text lines_with(const Text &out, const Text &begin) {
 // A resume reports the options that differ from the checkpoint's and take effect from here on, and
 // refuses by name those that must not differ. Options of the command itself are neither.
 TEST(resume_options) {
-    write_corpus();
     write_file("same.bin", read_file("train.bin"));
     expect_success(program(TINY "--quiet -x 2 -l 1e-3 --top-k 5 --prompt \x1b[2J -o out"), "first");
     Outcome o = program("-i same.bin -e l2h2c16t16 -b 1 -d 32 -x 4 -y 1 -o ./out --dtype fp32");
     expect_success(o, "resumed");
     const Text told = lines_with("\n" + o.out, "  --");
-    expect(o.out.find("\nresumed from ./out/step-00000002\n  --") != Text::npos &&
-               told == "  --train-data is same.bin, was train.bin\n  --batch is 1, was 2\n"
-                       "  --tokens-per-step is 32, was not given\n  --steps is 4, was 2\n"
-                       "  --lr is 0.0003, was 0.001\n  --prompt is not given, was $'\\033[2J'\n"
-                       "  --top-k is 0, was 5\n  --dtype is fp32, was not given\n",
-           "%s", told.c_str());
+    expect(has(o.out, "\nresumed from ./out/step-00000002\n  --") &&
+           told == "  --train-data is same.bin, was train.bin\n  --batch is 1, was 2\n"
+           "  --tokens-per-step is 32, was not given\n  --steps is 4, was 2\n"
+           "  --lr is 0.0003, was 0.001\n  --prompt is not given, was $'\\033[2J'\n"
+           "  --top-k is 0, was 5\n  --dtype is fp32, was not given\n", "%s", told.c_str());
     o = program("-i same.bin -e l2h2c16t16 -b 1 -d 32 -x 6 -y 1 -o out --dtype fp32 --quiet");
     expect(o.status == 0 && o.out.empty() && o.err.empty(), "--quiet: %s", o.out.c_str());
     // An option unknown to the program that wrote the checkpoint has its default value there.
@@ -169,8 +161,8 @@ TEST(resume_options) {
                with_header(state, ",\"--log-every\":\"1\"", ""));
     write_manifest("out/step-00000006");
     o = program(TINY "-x 6 -y 1 -o out");
-    expect(o.status == 0 && o.out.find("\n  --batch is 2, was 1\n") != Text::npos &&
-               o.out.find("--log-every") == Text::npos, "%s", o.out.c_str());
+    expect(o.status == 0 && has(o.out, "\n  --batch is 2, was 1\n") &&
+               !has(o.out, "--log-every"), "%s", o.out.c_str());
     expect_refused(program(TINY "-x 8 -y 1 -o out --seed 7"),
                    "step-00000006 is from a different run: it has --seed 42, this run --seed 7",
                    "--seed");
@@ -181,14 +173,13 @@ TEST(resume_options) {
 // A run that has reached or passed its last step reports that there is nothing to do and leaves its
 // output unchanged.
 TEST(resume_nothing) {
-    write_corpus();
     expect_success(program(TINY "--quiet -x 4 -n 2 -o out"), "first run");
     const Text end = checkpoint_bytes("out", 4);
     for (int steps : {4, 2}) {
         const Outcome o = program(TINY "-y 1 -o out -x " + text("%d", steps));
         expect_success(o, "nothing to do");
-        expect(o.out.find(text("\nnothing to do: the checkpoint is at step 4, --steps (-x) is %d\n",
-                               steps)) != Text::npos, "%s", o.out.c_str());
+        expect(has(o.out, text("\nnothing to do: the checkpoint is at step 4, --steps (-x) is %d\n",
+                               steps)), "%s", o.out.c_str());
         expect(names_in("out", "step") == "step-00000002 step-00000004" &&
                checkpoint_bytes("out", 4) == end);
     }
@@ -199,13 +190,12 @@ TEST(resume_nothing) {
 // reports that and changes nothing, because a new run would delete the log of its steps. If another
 // checkpoint can be resumed, it is skipped; -e can load its weights.
 TEST(resume_renamed) {
-    write_corpus();
     const Text run = TINY "--quiet -n 2 -y 1 -x 4 ";
     expect_success(program(run + "-o out"), "first run");
     const Text log = read_file("out/log.jsonl");
     rename("out/step-00000004", "out/best");
     expect_success(program(run + "-o out"), "the one before");
-    expect(read_file("out/log.jsonl").find("\"step\":3,") != Text::npos);
+    expect(has(read_file("out/log.jsonl"), "\"step\":3,"));
     remove_folder("out/step-00000002");
     remove_folder("out/step-00000004");
     write_file("out/log.jsonl", log);
@@ -225,23 +215,23 @@ TEST(resume_renamed) {
 // If -e names weights and there is a checkpoint, a resume uses the checkpoint's weights and reports
 // that; without a checkpoint it starts from -e's.
 TEST(resume_weights) {
-    write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o first"), "first run");
     const Text run = "-i train.bin -e first/step-00000002 -b 2 -y 1 -o out ";
     Outcome o = program(run + "-x 1 -l 0");
-    expect(o.status == 0 && o.out.find("\nno checkpoint in out: starting a new run from the "
-                                       "weights of --model (-e) first/step-00000002\n") !=
-                              Text::npos, "%s", o.out.c_str());
+    expect(o.status == 0 && has(o.out,
+                                "\nno checkpoint in out: starting a new run from the "
+                                "weights of --model (-e) first/step-00000002\n"),
+           "%s", o.out.c_str());
     expect(in_checkpoint("out", 1, SAVED_MODEL) == in_checkpoint("first", 2, SAVED_MODEL));
     expect_success(program(run + "--quiet -x 2 -l 1e-2"), "one step away");
     o = program(run + "-x 3 -l 0");
-    expect(o.status == 0 && o.out.find("\nusing the weights of out/step-00000002; --model (-e) "
-                                       "first/step-00000002 only applied ") != Text::npos,
+    expect(o.status == 0 && has(o.out, "\nusing the weights of out/step-00000002; --model (-e) "
+                                       "first/step-00000002 only applied "),
            "%s", o.out.c_str());
     expect(in_checkpoint("out", 3, SAVED_MODEL) == in_checkpoint("out", 2, SAVED_MODEL) &&
            in_checkpoint("out", 3, SAVED_MODEL) != in_checkpoint("first", 2, SAVED_MODEL));
     o = program(TINY "-x 4 -y 1 -o out");
-    expect(o.status == 0 && o.out.find("\nusing the weights") == Text::npos, "%s", o.out.c_str());
+    expect(o.status == 0 && !has(o.out, "\nusing the weights"), "%s", o.out.c_str());
 }
 
 // Makes every fcntl(F_OFD_SETLK) return `error`, as on a file system without locks.
@@ -264,9 +254,8 @@ static void without_locks(int error) {
 // nothing that the first writes. However a run ends, the next one can start. On a file system
 // without locks a run prints a note and continues.
 TEST(output_lock) {
-    write_corpus();
     const pid_t pid = start(TINY "-x 100000 -k constant --quiet -o out");
-    wait_until([] { return read_file("out/log.jsonl").find("\"loss\":") != Text::npos; });
+    wait_until([] { return has(read_file("out/log.jsonl"), "\"loss\":"); });
     mkdir("out/step-00000009.tmp", 0755);
     char host[256] = "";
     gethostname(host, sizeof host - 1);
@@ -285,13 +274,12 @@ TEST(output_lock) {
     if (o.status == 98) {
         skip("no seccomp here");
     }
-    expect(o.status == 0 && o.err.find("warning: cannot lock without/lock: No locks available") !=
-               Text::npos, "status %d: %s", o.status, o.err.c_str());
+    expect(o.status == 0 && has(o.err, "warning: cannot lock without/lock: No locks available"),
+           "status %d: %s", o.status, o.err.c_str());
 }
 
 // A log that cannot be read is not treated as one that ends there.
 TEST(unreadable_log) {
-    write_corpus();
     expect_success(program(TINY "-x 2 --quiet -o out"), "first run");
     unlink("out/log.jsonl");
     // A regular file whose first bytes are not mapped, so that every read fails.
@@ -303,7 +291,6 @@ TEST(unreadable_log) {
 // Folders that only look like checkpoints are left alone. Foreign files in a damaged checkpoint are
 // moved aside, not removed. --keep does not count checkpoints newer than the run's own.
 TEST(checkpoint_strangers) {
-    write_corpus();
     const Text run = TINY "--quiet -n 2 -y 1 -o out ";
     expect_success(program(run + "-x 4"), "first run");
     const Text good = checkpoint_bytes("out", 4);
@@ -319,7 +306,7 @@ TEST(checkpoint_strangers) {
     write_file("out/step-00000004/config.json", "{}");
     write_file("out/step-00000004/notes", "mine");
     expect_passed_over(program(run + "-x 2 --keep 1"), "kept", "step-00000004: config.json");
-    expect(exists("out/step-00000002/manifest.json"), "the only whole one is gone");
+    expect(exists("out/step-00000002/manifest.json"), "the only complete one is gone");
     expect_passed_over(program(run + "-x 4"), "notes", "step-00000004: config.json");
     expect(checkpoint_bytes("out", 4) == good && !exists("out/step-00000004/notes"));
     expect(read_file("out/step-00000004.damaged/notes") == "mine");
@@ -328,7 +315,6 @@ TEST(checkpoint_strangers) {
 // A finished run resumes to the same end with the norms it recorded. Incomplete checkpoints, and
 // those beyond --keep, are removed. A log is truncated to whole lines.
 TEST(checkpoint_folder) {
-    write_corpus();
     const Text run = eight_steps;
     expect_success(program(run), "first run");
     const Text model = in_checkpoint("out", 8, SAVED_MODEL), tensors = tensors_of("out", 8);
@@ -377,16 +363,16 @@ TEST(vocabulary_files) {
     expect(read_file(at + "merges.txt") == merges, "merges.txt is not the vocabulary's");
     const Text vocabulary = read_file(at + "vocab.json");
     expect(json_valid(vocabulary) && vocabulary.find("{\"!\": 0, \"\\\"\": 1, ") == 0 &&
-           vocabulary.find("\"\xc4\xa0the\": 262, ") != Text::npos &&
-           vocabulary.find(", \"<|endoftext|>\": 50256}") != Text::npos);
+           has(vocabulary, "\"\xc4\xa0the\": 262, ") &&
+           has(vocabulary, ", \"<|endoftext|>\": 50256}"));
     expect(json_valid(read_file(at + "tokenizer_config.json")));
     for (const char *file : files) {
         const Text good = read_file(at + file);
-        expect(read_file(at + "manifest.json").find(file) != Text::npos, "%s", file);
+        expect(has(read_file(at + "manifest.json"), file), "%s", file);
         write_file(at + file, good + " ");
         const Outcome o = program(with_files + "-x 2");
-        expect(o.status == 1 && o.err.find(Text(file) + " does not have the size given in") !=
-                                    Text::npos, "%s: %s", file, o.err.c_str());
+        expect(o.status == 1 && has(o.err, Text(file) + " does not have the size given in"),
+               "%s: %s", file, o.err.c_str());
         write_file(at + file, good);
     }
     expect_success(program(with_files + "-x 2"), "resumed");
@@ -477,8 +463,7 @@ static void state_files_apart(const Text &run, const Members &whole, const Text 
     write_states(at, cut_states(whole, 2), first);
     unlink((at + "/state-0-of-2.safetensors").c_str());
     const Outcome o = program(run);
-    expect(o.err.find("skipped out/step-00000002: state-0-of-2.safetensors") != Text::npos, "%s",
-           o.err.c_str());
+    expect(has(o.err, "skipped out/step-00000002: state-0-of-2.safetensors"), "%s", o.err.c_str());
     // When --keep removes a checkpoint, it removes all its state files.
     write_states(at, cut_states(whole, 7), first);
     expect_success(program(TINY "--quiet -x 4 --keep 1 -y 1 -o out"), "--keep 1");
@@ -488,7 +473,6 @@ static void state_files_apart(const Text &run, const Members &whole, const Text 
 // A checkpoint whose states are in any parts of any number of files resumes to the same bytes. A
 // part that is missing, duplicated, of another step or of another model is refused by name.
 TEST(state_parts) {
-    write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
     const Text end = checkpoint_bytes("out", 4);
@@ -503,7 +487,7 @@ TEST(state_parts) {
     };
     for (size_t n : {1, 2, 7}) {
         expect_success(resume(cut(n)), text("%zu files", n));
-        expect(checkpoint_bytes("out", 4) == end, "%zu files: another end", n);
+        expect(checkpoint_bytes("out", 4) == end, "%zu files: different result", n);
     }
     std::vector<Members> bad;
     for (int part = 0; part < 3; part++) {  // parts of the last tensor start in file 1
@@ -520,7 +504,7 @@ TEST(state_parts) {
     const Outcome twice = resume(bad);
     expect_refused(twice, ("elements of " + doubled + " are stored twice, in ").c_str(), "twice");
     for (const char *file : {"/state-0-of-3.safetensors", "/state-1-of-3.safetensors"}) {
-        expect(twice.err.find(at + file) != Text::npos, "%s: %s", file, twice.err.c_str());
+        expect(has(twice.err, at + file), "%s: %s", file, twice.err.c_str());
     }
     for (auto &[name, words] : std::vector<std::pair<Text, Text>>{
              {"v.4.0", "elements of v.4.1027 are stored twice"},
@@ -538,7 +522,6 @@ TEST(state_parts) {
 
 // A choice or a loss scale that this run cannot use is reported and dropped.
 TEST(state_dropped) {
-    write_corpus();
     const Text run = TINY "-x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
     const Text good = in_checkpoint("out", 2, SAVED_STATE), end = tensors_of("out", 4);
@@ -553,15 +536,14 @@ TEST(state_dropped) {
         write_manifest(at);
         const Outcome told_by = program(run);
         expect_success(told_by, row.second);
-        expect(told_by.out.find(row.second) != Text::npos, "%s", told_by.out.c_str());
-        expect(tensors_of("out", 4) == end, "%s: another end", row.second.c_str());
+        expect(has(told_by.out, row.second), "%s", told_by.out.c_str());
+        expect(tensors_of("out", 4) == end, "%s: different result", row.second.c_str());
     }
 }
 
 // Invalid state files are refused even if the manifest matches them; an invalid manifest causes its
 // checkpoint to be skipped.
 TEST(state_refused) {
-    write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
     const Text good = in_checkpoint("out", 2, SAVED_STATE), end = tensors_of("out", 4);
@@ -598,7 +580,7 @@ TEST(state_refused) {
         if (row.second[0]) {
             expect_refused(resume(row.first), row.second, row.second);
         } else {
-            expect_success(resume(row.first), "a key that nobody asks for");
+            expect_success(resume(row.first), "an unknown key");
         }
     }
     // The last number is the second moment's; a wrong size is detected before hashes are computed.
@@ -606,12 +588,12 @@ TEST(state_refused) {
                    "v of h.1.mlp.c_proj.weight: element 1023 is inf: ", "moments");
     expect(truncate((at + "/model.safetensors").c_str(), (off_t)1 << 35) == 0, "no sparse file");
     const Outcome large = program(run);
-    expect(large.err.find("model.safetensors does not have the size given") != Text::npos &&
+    expect(has(large.err, "model.safetensors does not have the size given") &&
                large.user_ms < 2000, "%.0f ms, %s", large.user_ms, large.err.c_str());
     remove_folder("out");
     expect_success(program(run), "again");
     expect_success(resume(good), "the state itself");
-    expect(tensors_of("out", 4) == end, "the state itself: another end");
+    expect(tensors_of("out", 4) == end, "the state itself: different result");
     for (const char *more : {"\"model.safetensors\": {\"bytes\": 1, \"sha256\": \"0\"}, ",
                              "\"../x\": {}, ", "\"a\": [}, "}) {
         write_manifest("out/step-00000004", more);
@@ -622,7 +604,6 @@ TEST(state_refused) {
 // Counters, norms and moments that no run can produce are refused by name although all hashes
 // match, and so is a folder named after another step.
 TEST(state_values) {
-    write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
     const Text good = in_checkpoint("out", 2, SAVED_STATE);
@@ -667,7 +648,6 @@ TEST(state_values) {
 
 // A manifest with one change causes its checkpoint to be skipped.
 TEST(manifest_refused) {
-    write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", path = "out/step-00000004/manifest.json";
     expect_success(program(run), "first run");
     const Text good = read_file(path), end = checkpoint_bytes("out", 4);
@@ -692,7 +672,7 @@ TEST(manifest_refused) {
                  {size + ", \"sha256\": \"", size + ", \"sha257\": \"", "config.json is damaged"}};
     for (auto &row : table) {
         Text bad = good;
-        expect(bad.find(row.was) != Text::npos, "no %s", row.was.c_str());
+        expect(has(bad, row.was), "no %s", row.was.c_str());
         bad.replace(bad.find(row.was), row.was.size(), row.now);
         write_file(path, bad);
         expect_passed_over(program(run), row.now, Text("step-00000004: ") + row.words);
@@ -702,7 +682,6 @@ TEST(manifest_refused) {
 
 // -e with a checkpoint folder: its weights are trained as a new model.
 TEST(model_option) {
-    write_corpus();
     expect_success(program(TINY "--quiet -x 4 -n 3 -a 1 -o out"), "first run");
     // Repeats one batch: the next step starts from the same weights with the same tokens.
     auto loss_of_step = [](const Text &log, int step) {
@@ -718,7 +697,7 @@ TEST(model_option) {
         expect_success(program(run + " -o " + folder), e);
         const Text log = read_file(folder + "/log.jsonl"), end = tensors_of(folder.c_str(), 2);
         expect(loss_of_step(log, 1) == want, "%s: not the loss %s", e, want.c_str());
-        expect(tensors_of("next0", 2) == end && !end.empty(), "%s: another end", e);
+        expect(tensors_of("next0", 2) == end && !end.empty(), "%s: different result", e);
     }
     write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
     mkdir("empty", 0755);
@@ -736,13 +715,15 @@ TEST(model_option) {
     }
     Outcome plan = program("--plan --json -e out/step-00000003");
     expect_success(plan, "--plan");
-    expect(json_valid(plan.out) && plan.out == program("--plan --json -e l2h2c16t16").out);
+    const Text same = program("--plan --json -e l2h2c16t16").out;
+    const size_t at = plan.out.find("\"buffers\":["), from = same.find("\"buffers\":[");
+    expect(json_valid(plan.out) && at != Text::npos && from != Text::npos &&
+           plan.out.substr(at) == same.substr(from), "%s", plan.out.c_str());
 }
 
 // A disk that fills up while any file of a checkpoint is written, and other obstacles, leave the
 // previous checkpoint unchanged; a folder in the first format, or without a manifest, is skipped.
 TEST(checkpoint_writes) {
-    write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
     const Text good = checkpoint_bytes("out", 2), run = TINY "--quiet -x 4 -y 1 -o out";
     const size_t model = in_checkpoint("out", 2, SAVED_MODEL).size(),
@@ -875,7 +856,6 @@ static long last_of(const Words &calls, const Text &call, size_t before = SIZE_M
 // renamed to its final name, which is synced before the log mentions it. A checkpoint that --keep
 // removes loses its name only after the new one is permanent, and the rename is its first change.
 TEST(sync_order) {
-    write_corpus();
     const Words calls = disk_calls(TINY "--quiet -x 2 -n 1 --keep 1 -o runs/out");
     long before = -1;
     for (int step = 1; step <= 2; step++) {
@@ -900,7 +880,7 @@ TEST(sync_order) {
         if (step == 2) {
             const Text old = "runs/out/step-00000001";
             expect(last_of(calls, "rename " + old + " " + old + ".tmp") > stays - calls.begin(),
-                   "%s goes before the new one stays", old.c_str());
+                   "%s is removed before the new one is permanent", old.c_str());
         }
     }
     for (const char *parent : {"sync runs", "sync ."}) {

@@ -1,10 +1,11 @@
-// data.cpp -- what data/README.md specifies, byte by byte: SHA-256, JSON, GPT-2's tokens and
-// evaluation files, compared with known answers and naive references, and files with one error.
+// data.cpp -- what data/README.md specifies, byte by byte: SHA-256, JSON, tokens, learned merges
+// and evaluation files, compared with known answers and naive references, and files with one error.
 //
 // Run:    build/test/data [NAME...]         build/test/data_asan: with sanitizers
 
-#include "../../data/files.c"
-#include "../../data/tokens.c"
+#define main tokenize_main
+#include "../../data/tokenize.c"
+#undef main
 #include "files.h"
 #include <sys/time.h>
 
@@ -65,7 +66,7 @@ TEST(mapping) {
     mkfifo("pipe", 0644);
     expect(mapping_open(&m, "some") == 0 && m.size == data.size() &&
            memcmp(m.bytes, data.data(), m.size) == 0);
-    mapping_done(m.bytes + 1, m.size - 2);
+    mapping_release(m.bytes + 1, m.size - 2);
     expect(memcmp(m.bytes, data.data(), m.size) == 0, "pages given back");
     mapping_close(&m);
     expect(m.bytes == NULL && m.size == 0);
@@ -652,6 +653,8 @@ TEST(bpe_own) {
         {many, ":65280: more than 65278 merges"},
         {first + "e n\n", "--tokenizer: bad has 258 own tokens ("},
         {merges + "q q\n", "bad has 1001 own tokens ("},
+        {merges.substr(0, merges.rfind('\n', merges.size() - 2) + 1) + "q q\n",
+         "bad has 1000 own tokens ("},
     };
     for (auto &row : table) {
         write_file("bad", row.bytes);
@@ -659,6 +662,144 @@ TEST(bpe_own) {
                        row.words);
     }
     detail = text("%zu bad files", sizeof table / sizeof table[0]);
+}
+
+// A table of these words; each of them once for every time it is in the list.
+static WordTable word_table(const Words &words) {
+    WordTable t = {};
+    words_clear(&t);
+    for (const Text &word : words) {
+        words_add(&t, word.data(), word.size(), word_hash(word.data(), word.size()), 1);
+    }
+    return t;
+}
+
+// The first `merges` merges of the words by the definition: count all pairs of neighbours, take the
+// most frequent one, of several the one with the lowest ids, and merge it from left to right.
+static std::vector<std::pair<int, int>> naive_merges(const Words &words, int merges) {
+    std::vector<std::vector<int>> parts;
+    for (const Text &word : words) {
+        parts.push_back({});
+        for (const char c : word) {
+            parts.back().push_back(bpe_id(&bpe, &c, 1));
+        }
+    }
+    std::vector<std::pair<int, int>> learned;
+    for (int id = 256; (int)learned.size() < merges; id++) {
+        std::map<std::pair<int, int>, int> counts;
+        for (auto &word : parts) {
+            for (size_t i = 0; i + 1 < word.size(); i++) {
+                counts[{word[i], word[i + 1]}]++;
+            }
+        }
+        auto best = counts.begin();
+        for (auto row = counts.begin(); row != counts.end(); row++) {
+            best = row->second > best->second ? row : best;
+        }
+        if (counts.empty()) {
+            break;
+        }
+        learned.push_back(best->first);
+        for (auto &word : parts) {
+            for (size_t i = 0; i + 1 < word.size(); i++) {
+                if (std::make_pair(word[i], word[i + 1]) == best->first) {
+                    word[i] = id;
+                    word.erase(word.begin() + (long)i + 1);
+                }
+            }
+        }
+    }
+    return learned;
+}
+
+// Learned merges compared with their definition on small texts full of ties and runs, until no pair
+// is left; every merge is what encoding the token without it leaves.
+TEST(bpe_learned) {
+    int merges = 0, byte_of[BYTE_CHARACTERS];
+    for (uint64_t seed = 0; seed < 100; seed++) {
+        Words words;
+        uint64_t place = 0;
+        const int letters = 1 + (int)(seed % 5), count = 1 + (int)(seed % 40);
+        for (int i = 0; i < count; i++) {
+            Text word;
+            const int n = 1 + (int)(random_unit(seed, place++) * (seed % 7 == 0 ? 60 : 12));
+            for (int k = 0; k < n; k++) {
+                word += (char)("abc\xff\0"[(int)(random_unit(seed, place++) * letters)]);
+            }
+            words.insert(words.end(), 1 + (size_t)(random_unit(seed, place++) * 3), word);
+        }
+        bpe_begin_bytes(&bpe, byte_of);
+        const auto want = naive_merges(words, 200);
+        WordTable table = word_table(words);
+        const int got = bpe_learn(&bpe, &table, 200);
+        words_free(&table);
+        expect(got == (int)want.size(), "seed %d: %d merges, not %zu", (int)seed, got, want.size());
+        BpeEncoder e;
+        bpe_encoder_open(&e, &bpe);
+        for (int i = 0; i < got && i < (int)want.size(); i++) {
+            uint16_t two[BPE_LONGEST];
+            const char *bytes;
+            const int n = bpe_bytes(&bpe, 256 + i, &bytes);
+            expect(bpe_merge(&e, bytes, (size_t)n, 256 + i, two) == 2 && two[0] == want[i].first &&
+                   two[1] == want[i].second, "seed %d: merge %d is %d %d, not %d %d", (int)seed, i,
+                   two[0], two[1], want[i].first, want[i].second);
+        }
+        bpe_encoder_close(&e);
+        merges += got;
+    }
+    // No token is longer than BPE_LONGEST; a run of such tokens is not merged.
+    bpe_begin_bytes(&bpe, byte_of);
+    WordTable table = word_table({Text(5000, 'a')});
+    expect(bpe_learn(&bpe, &table, 100) == 11, "%d tokens", bpe.count);
+    words_free(&table);
+    detail = text("%d merges", merges);
+}
+
+// A table of words counts each of them, keeps the most frequent ones when it is full, of equally
+// frequent ones the first, and does not depend on how the text was divided.
+TEST(bpe_word_table) {
+    std::map<Text, int64_t> want;
+    WordTable all = {}, full = {};
+    words_clear(&all);
+    words_clear(&full);
+    for (uint64_t part = 0; part < 40; part++) {
+        Words words;
+        for (uint64_t i = 0; i < 500; i++) {
+            const double u = random_unit(part, i);
+            words.push_back(text("%d", (int)(u * u * u * 3000)) + Text((size_t)(u * 20), 'x'));
+            want[words.back()]++;
+        }
+        WordTable t = word_table(words);
+        words_merge(&all, &t, UINT32_MAX, SIZE_MAX);
+        words_merge(&full, &t, 1000, SIZE_MAX);
+        expect(full.word_count <= 1000);
+        words_free(&t);
+    }
+    expect(all.word_count == want.size() && all.dropped == 0, "%u words", all.word_count);
+    int64_t sum = 0;
+    for (uint32_t i = 0; i < all.word_count; i++) {
+        const Text word(all.text + all.words[i].at, all.words[i].bytes);
+        expect(want[word] == all.words[i].count, "'%s'", word.c_str());
+    }
+    for (uint32_t i = 0; i < full.word_count; i++) {
+        const Text word(full.text + full.words[i].at, full.words[i].bytes);
+        expect(full.words[i].count <= want[word], "'%s' comes %d times", word.c_str(),
+               (int)full.words[i].count);
+        sum += full.words[i].count;
+    }
+    expect(full.dropped > 0 && sum + full.dropped == 40 * 500, "%d + %d", (int)sum,
+           (int)full.dropped);
+    words_free(&all);
+    words_free(&full);
+    WordTable t = word_table({"a", "bb", "ccc", "bb", "ddd", "ccc", "e", "a", "a"});
+    words_prune(&t, 6, 1000);
+    expect(t.word_count == 3 && t.dropped == 2 && Text(t.text, t.text_bytes) == "abbccc", "%u: %s",
+           t.word_count, Text(t.text, t.text_bytes).c_str());
+    words_add(&t, "bb", 2, word_hash("bb", 2), 1);
+    expect(t.word_count == 3 && t.words[1].count == 3, "the hash table is stale");
+    words_prune(&t, 100, 7);
+    expect(t.word_count == 2 && t.dropped == 4 && Text(t.text, t.text_bytes) == "abb");
+    words_free(&t);
 }
 
 // The merges that belong to a shard, by its name.

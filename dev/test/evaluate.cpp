@@ -53,11 +53,11 @@ TEST(bpe_samples) {
         decoded += id < tokens.size() ? tokens[id] : "(no such token)";
     }
     expect(tokens.size() == 50257 && tokens[995] == " world", "%zu tokens", tokens.size());
-    expect(p.out.find(before + decoded + after) != Text::npos, "%s", p.out.c_str());
+    expect(has(p.out, before + decoded + after), "%s", p.out.c_str());
     o = program(run + "--tokenizer vocab --prompt=Hello,\xc3\xa9 -o out");
     expect_success(o, "--prompt");
-    expect(o.out.find(before + "Hello,\xc3\xa9") != Text::npos, "%s", o.out.c_str());
-    expect(read_file("out/log.jsonl").find("\"sample\":\"Hello,\xc3\xa9") != Text::npos);
+    expect(has(o.out, before + "Hello,\xc3\xa9"), "%s", o.out.c_str());
+    expect(has(read_file("out/log.jsonl"), "\"sample\":\"Hello,\xc3\xa9"));
     expect(log_steps("out/log.jsonl") == one_to(1), "every line of the log is JSON");
     expect_refused(program(run + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9"),
                    "--prompt: 17 tokens, more than --seq-len (-t) 16", "long prompt");
@@ -90,7 +90,7 @@ TEST(eval_command) {
         }
     }
     const Text sizes = text("12 examples of at most %zu tokens; B 4, T 16\n", longest);
-    expect(o.out.find(sizes) != Text::npos, "%s", o.out.c_str());
+    expect(has(o.out, sizes), "%s", o.out.c_str());
     for (const char *b : {"-b 1", "-b 7", "-b 50"}) {
         o = program(run + "--quiet " + b);
         expect_success(o, b);
@@ -101,11 +101,11 @@ TEST(eval_command) {
     expect(json_valid(o.out) && std::count(o.out.begin(), o.out.end(), '\n') == 1 &&
                o.out.find("{\"file\":\"e.bin\",\"model\":\"l1h1c16t16\",\"sequence\":12,"
                           "\"examples\":12,\"of\":12,") == 0 &&
-               o.out.find(text("\"correct\":%.0f,", p * 0.12)) != Text::npos &&
+               has(o.out, text("\"correct\":%.0f,", p * 0.12)) &&
                fabs(last_value(o.out, "acc_norm") - last_value(o.out, "correct_norm") / 12) < 1e-8,
            "%s", o.out.c_str());
     o = program(run + "--quiet -t 5");
-    expect(o.out.find("rows were truncated at the start: with T = 5, ") != Text::npos);
+    expect(has(o.out, "rows were truncated at the start: with T = 5, "));
     expect_refused(program(run + "-t 4"), ": a completion has 5 tokens, more than --seq-len (-t) 4",
                    "a short T");
     expect_refused(program(run + "-t 17"), "--seq-len (-t): 17 is more than the model's 16", "-t");
@@ -114,18 +114,17 @@ TEST(eval_command) {
     expect_refused(program(run), "e.bin: example 7: token 50257 is outside", "a token too many");
     write_file("e.bin", eval_bytes(random_questions(60, 50257, 3)));
     pid_t pid = start(run);
-    wait_until([] { return read_file("stdout").find("example ") != Text::npos; });
+    wait_until([] { return has(read_file("stdout"), "example "); });
     kill(pid, SIGINT);
     o = outcome(pid);
     expect(o.status == 0 && o.err == "stopping; a second signal quits at once\n",
            "status %d, stderr: %s", o.status, o.err.c_str());
-    expect(o.out.find("e.bin: interrupted after ") != Text::npos &&
-           o.out.find(" of 60 examples, accuracy ") != Text::npos, "%s", o.out.c_str());
+    expect(has(o.out, "e.bin: interrupted after ") &&
+           has(o.out, " of 60 examples, accuracy "), "%s", o.out.c_str());
 }
 
 // Weights are those that -e names: a checkpoint answers the questions that its run memorized.
 TEST(eval_checkpoint) {
-    write_corpus();
     expect_success(program("-i train.bin --shuffle 0 -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 "
                            "--quiet -o out"), "training");
     const Text corpus = read_file("train.bin");
@@ -140,8 +139,8 @@ TEST(eval_checkpoint) {
     write_file("e.bin", eval_bytes(questions));
     Outcome o = program("-e out/step-00000240 --eval e.bin");
     expect_success(o, "-e FOLDER");
-    expect(o.out.find("out/step-00000240: vocabulary 257, loaded weights") != Text::npos &&
-               o.out.find(", acc_norm 100.00 % +- 0.00\n") != Text::npos, "%s", o.out.c_str());
+    expect(has(o.out, "out/step-00000240: vocabulary 257, loaded weights") &&
+               has(o.out, ", acc_norm 100.00 % +- 0.00\n"), "%s", o.out.c_str());
     write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
     expect_refused(program("-e out/step-00000240 --eval e.bin"),
                    "outside the model's vocabulary of 257", "tokens of another vocabulary");

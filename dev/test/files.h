@@ -52,6 +52,9 @@ inline void write_corpus() {
     write_file("val.bin", shard_bytes(tokens, BYTE_TOKENS));
 }
 
+// Every test of a program finds them in its folder.
+inline const bool prepares_corpus = (prepare = write_corpus, true);
+
 // First options of a run on that text.
 #define TINY "-i train.bin -e l2h2c16t16 -b 2 "
 
@@ -324,7 +327,7 @@ inline std::pair<Text, Text> header_and_data(const Text &bytes) {
 // The file with the first occurrence of `was` in its header replaced.
 inline Text with_header(const Text &bytes, const Text &was, const Text &now) {
     auto [header, data] = header_and_data(bytes);
-    expect(header.find(was) != Text::npos, "no %s in the header", was.c_str());
+    expect(has(header, was), "no %s in the header", was.c_str());
     header.replace(header.find(was), was.size(), now);
     return with_length(header, data);
 }
@@ -408,7 +411,7 @@ inline Members hugging_face(const M &m, const Words &dtypes, const Text &prefix)
     for (int k = 0; k < MEMBERS; k++) {
         const Text name = member_rows[k].name;
         const bool per_layer = k >= 2 && k < 14;
-        const bool swap = name.find(".c_") != Text::npos && name.find("weight") != Text::npos;
+        const bool swap = has(name, ".c_") && has(name, "weight");
         const int rows = k == 0 ? m.V : k == 1 ? m.maxT : member_rows[k].rows * m.C;
         const int cols = member_rows[k].cols ? member_rows[k].cols * m.C : 1;
         for (int l = 0; l < (per_layer ? m.L : 1); l++) {
@@ -683,8 +686,7 @@ inline Ints log_steps(const Text &path) {
         Text line = all.substr(at, end - at);
         int step;
         expect(json_valid(line), "%s", line.substr(0, 300).c_str());
-        if (line.find("\"loss\":") != Text::npos &&
-            sscanf(line.c_str(), "{\"step\":%d,", &step) == 1) {
+        if (has(line, "\"loss\":") && sscanf(line.c_str(), "{\"step\":%d,", &step) == 1) {
             steps.push_back(step);
         }
     }

@@ -10,7 +10,6 @@
 // Trains a model that has partly learned the corpus, saved as out/step-00000300. Returns the sample
 // of 60 tokens that its run printed, which exceeds the model's 16 positions.
 static Text train(const Text &prompt) {
-    write_corpus();
     const Text begins = "--- sample after step 300 ---\n";
     Outcome o = program(TINY "-x 300 -l 1e-2 -s 300 -o out -g 60 " SAMPLING "--prompt=" + prompt);
     expect_success(o, "training");
@@ -30,7 +29,7 @@ static std::function<void()> with_stdin(const Text &bytes) {
 }
 
 static void expect_made(const Outcome &o, const char *what) {  // with a line or two on stderr
-    expect(o.status == 0 && o.err.find(" tokens/s") != Text::npos, "%s: status %d: %s", what,
+    expect(o.status == 0 && has(o.err, " tokens/s"), "%s: status %d: %s", what,
            o.status, o.err.c_str());
 }
 
@@ -51,12 +50,11 @@ TEST(generate_sample) {
     // The run's own sample continues after its end of text, which is printed as nothing.
     expect(made.size() > 30 && sample.compare(0, made.size(), made) == 0, "%s, sample %s",
            made.c_str(), sample.c_str());
-    expect(o.err.find(" prompt tokens, ") != Text::npos && o.err.find(" tokens/s") != Text::npos &&
-           o.err.find("untrained") == Text::npos, "%s", o.err.c_str());
+    expect(has(o.err, " prompt tokens, ") && has(o.err, " tokens/s") &&
+           !has(o.err, "untrained"), "%s", o.err.c_str());
     const Text plan = program(TRAINED "-g 60 --plan").out;
-    expect(plan.find(memory_of(o.err) + "\n") != Text::npos &&
-           plan.find("KV cache") != Text::npos && plan.find("gradients") == Text::npos &&
-           plan.find("moments") == Text::npos, "%s: %s", memory_of(o.err).c_str(), plan.c_str());
+    expect(has(plan, memory_of(o.err) + "\n") && has(plan, "KV cache") && !has(plan, "gradients") &&
+           !has(plan, "moments"), "%s: %s", memory_of(o.err).c_str(), plan.c_str());
     for (const char *threads : {"1", "2", "3"}) {
         o = program(TRAINED "-g 60 --prompt abc --quiet", with("OMP_NUM_THREADS", threads));
         expect(o.status == 0 && o.out == made + "\n" && o.err.empty(), "%s threads: %s", threads,
@@ -97,8 +95,7 @@ TEST(generate_stdin) {
     expect(o.status == 0 && o.out.empty(), "no line: %s", (o.out + o.err).c_str());
     o = program(TRAINED "--quiet --prompt -", with_stdin("abc\n12345678901234567\nd\n"));
     expect(o.status == 1 && want.find(o.out) == 0, "%s", o.out.c_str());
-    expect(o.err.find("--prompt: line 2 of stdin has 17 tokens, more than") != Text::npos,
-           "%s", o.err.c_str());
+    expect(has(o.err, "--prompt: line 2 of stdin has 17 tokens, more than"), "%s", o.err.c_str());
     const Text zeros = Text("a\0b", 3);
     o = program(TRAINED "--quiet --prompt -", with_stdin(zeros));
     expect(o.status == 0 && o.out.compare(0, 3, zeros) == 0, "a zero in a line: %s",
@@ -117,12 +114,12 @@ TEST(generate_end) {
                    "training");
     Outcome o = program("--generate -e out/step-00000150 --temperature 0 --prompt abc");
     expect_made(o, "--prompt abc");
-    expect(o.out == "abcdefg\n" && o.err.find("3 prompt tokens, ") != Text::npos &&
-           o.err.find("\n3 prompt") != Text::npos, "%s", (o.out + o.err).c_str());
+    expect(o.out == "abcdefg\n" && has(o.err, "3 prompt tokens, ") &&
+           has(o.err, "\n3 prompt"), "%s", (o.out + o.err).c_str());
     o = program("--generate -e out/step-00000150 --temperature 0 -g 2 --quiet");
     expect(o.status == 0 && o.out == "ab\n", "%s", o.out.c_str());
     o = program("--generate -e l1h1c8t16 -g 3");
-    expect(o.status == 0 && o.err.find("untrained: initial weights of --seed 42") != Text::npos,
+    expect(o.status == 0 && has(o.err, "untrained: initial weights of --seed 42"),
            "%s", o.err.c_str());
     write_model("odd", safetensors_bytes(hugging_face(Shape{1, 1, 8, 16, 300}, {"F32"}, "")),
                 config_text(Shape{1, 1, 8, 16, 300}));
@@ -161,18 +158,16 @@ TEST(generate_own) {
                      "-n 60 -m 3 -v 120 --temperature 0 -g 8 ";
     Outcome o = program(run + "-x 120 -s 120 -o out");
     expect_success(o, "training");
-    expect(o.out.find("vocabulary 1000 (1024 rows)") != Text::npos &&
-               o.out.find("\n<|endoftext|>" + line + "<|endoftext|>\n---") != Text::npos,
-           "%s", o.out.c_str());
+    expect(has(o.out, "vocabulary 1000 (1024 rows)") &&
+           has(o.out, "\n<|endoftext|>" + line + "<|endoftext|>\n---"), "%s", o.out.c_str());
     const Text folder = "out/step-00000120/", vocabulary = read_file(folder + "vocab.json");
     const Text token = "\"" + merges_word(words[0]) + "\": 262, ";
     const Text end = ", \"<|endoftext|>\": 999}";
     expect(read_file(folder + "merges.txt") == stories_merges(), "other merges");
-    expect(json_valid(vocabulary) && vocabulary.find(end) != Text::npos &&
-           vocabulary.find(token) != Text::npos);
+    expect(json_valid(vocabulary) && has(vocabulary, end) && has(vocabulary, token));
     const Text config = read_file(folder + "config.json");
-    expect(json_valid(config) && config.find("\"vocab_size\": 1000,") != Text::npos &&
-           config.find("\"eos_token_id\": 999}") != Text::npos, "%s", config.c_str());
+    expect(json_valid(config) && has(config, "\"vocab_size\": 1000,") &&
+           has(config, "\"eos_token_id\": 999}"), "%s", config.c_str());
     expect_success(program(run + "-x 60 -o half"), "the first half");
     expect_success(program(run + "-x 120 -y 1 -o half"), "resumed");
     expect(tensors_of("half", 120) == tensors_of("out", 120) && !tensors_of("out", 120).empty(),
@@ -181,7 +176,7 @@ TEST(generate_own) {
     o = program(generate + folder);
     expect(o.out == line + "\n", "%s", (o.out + o.err).c_str());
     o = program("--generate -g 2 -e " + folder + " --prompt=Can");  // token 998
-    expect(o.status == 0 && o.err.find("\n1 prompt tokens") != Text::npos, "%s", o.err.c_str());
+    expect(o.status == 0 && has(o.err, "\n1 prompt tokens"), "%s", o.err.c_str());
     write_model("copy", read_file(folder + "model.safetensors"), config);
     expect_refused(program(generate + "copy"), "copy has a vocabulary of 1000 and no merges.txt",
                    "no merges");
@@ -195,7 +190,6 @@ TEST(generate_own) {
 // Data, tokenizer, weights and shape that disagree are refused by name.
 TEST(own_refused) {
     write_own_data();
-    write_corpus();
     Text other = stories_merges();
     other.resize(other.rfind('\n', other.size() - 2) + 1);  // one merge less
     write_file("fewer.txt", other);
@@ -268,12 +262,12 @@ TEST(generate_signal) {
     wait_until([] { return read_file("stdout").size() > 200; });
     kill(pid, SIGINT);
     Outcome o = outcome(pid);
-    expect(o.status == 0 && o.err.find("stopping; a second signal") != Text::npos, "status %d: %s",
+    expect(o.status == 0 && has(o.err, "stopping; a second signal"), "status %d: %s",
            o.status, o.err.c_str());
     int ends[2];
     expect(pipe(ends) == 0);
     pid = start("--generate -e l1h1c8t16 -g 3 --prompt -", [ends] { dup2(ends[0], 0); });
-    wait_until([] { return read_file("stderr").find("untrained") != Text::npos; });
+    wait_until([] { return has(read_file("stderr"), "untrained"); });
     usleep(200000);
     kill(pid, SIGTERM);
     o = outcome(pid);
@@ -286,7 +280,7 @@ TEST(generate_signal) {
         dup2(ends[0], 0);
         dup2(paused[1], 1);
     });
-    wait_until([] { return read_file("stderr").find("untrained") != Text::npos; });
+    wait_until([] { return has(read_file("stderr"), "untrained"); });
     usleep(1000000);
     kill(pid, SIGTERM);
     o = outcome(pid);
@@ -302,7 +296,7 @@ TEST(generate_signal) {
     o = program("--generate -e l1h1c8t16 -g 100000", [] {
         dup2(open("/dev/full", O_WRONLY), 1);
     });
-    expect(o.status == 1 && o.err.find("cannot write to stdout: No space left") != Text::npos,
+    expect(o.status == 1 && has(o.err, "cannot write to stdout: No space left"),
            "a full disk: status %d: %s", o.status, o.err.c_str());
 }
 

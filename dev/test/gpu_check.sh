@@ -40,6 +40,17 @@ steps=0 zero='' ranks=1 folder=''
 while [ $# -gt 0 ]; do
     case $1 in
         --check) echo 'check  dwte  relative difference 1.0e-03' ;;
+        --prove)
+            echo "gpu Planted: $([ "${FAULT-}" = none ] && echo 0 || echo 3) candidates"
+            [ "${FAULT-}" != none ] || exit 0
+            printf 'try forward wgmma\nright 1.432\ntry dq wgmma\n'
+            case ${FAULT-} in
+                wrong) printf 'wrong: dQ differs\ntry dkv wgmma\nabsent: older\n'; exit 1 ;;
+                crash) echo "crashed: an illegal instruction"; exit 1 ;;
+                dies) exit 134 ;;
+            esac
+            printf 'right 0.970\ntry dkv wgmma\nright 1.500\n'
+            exit 0 ;;
         -x) steps=$2 ;;
         -z) zero=$2 ;;
         --gpus) ranks=$2 ;;
@@ -90,18 +101,18 @@ check() {
 check -u STAGES
 verdict "all stages" $status "$said"
 order=$(sed -n 's/^\([a-z]*\) .* took [0-9]* s; expected on an H200: [0-9]* s$/\1/p' <<< "$said")
-says "stages in order of value, with the seconds expected" \
-    "^machine build check bits speed test sanitizer offload gpus bench torch $" \
+says "order of the stages, with the expected seconds" \
+    "^machine build check bits prove speed test sanitizer offload gpus bench torch $" \
     "$(tr '\n' ' ' <<< "$order")"
 says "the context is the first check on the GPU" "gpu +ok.*context +ok +450 MiB.*build " "$said"
 says "caches are in LOGS" "^timeout.*program XDG_CACHE_HOME=$LOGS/cache P2P" "$calls"
-says "a large model has 120 s, and first a step that is not timed" \
+says "a large model has 120 s, and an untimed first step" \
     "timeout 120 program -e d48 -r 1 -b 16 -x 1 -v 0 .* -e d48 -r 1 -b 16 -x 4 -v 0 -o [^ ]*d48" \
     "$(tr '\n' ' ' <<< "$calls")"
 says "... and 120 s to compare" "timeout 120 program --compare -e d48" "$calls"
 tail=$(sed -n 's/^program .*--check .*-b \(.*\) -t \(.*\) --dtype fp32$/\1 * \2 % 64/p' \
     <<< "$calls" | while read -r product; do echo $((product)); done | tr '\n' ' ')
-says "a check in fp32 whose tokens end a little past a multiple of 64" "^0 [1-8] $" "$tail"
+says "an fp32 check with slightly more tokens than a multiple of 64" "^0 [1-8] $" "$tail"
 says "ranks that share a GPU: the emulated device's losses" \
     "4 ranks on it, -z 3 +ok +losses within 0.* the same bits as -z 0  .*bench" "$said"
 [ -z "$(ls "$OUT")" ] && [ "$(tar -xzOf "$LOGS.tar.gz" "lo gs/summary.md")" = \
@@ -123,17 +134,17 @@ done
 kill -KILL $killed "$(cat "$PID")"
 work=$(dirname "$(cat "$PID.output")")
 [[ $work != */build/gpu_check.?????? ]] || rm -rf "$work"    # it had no time to
-says "killed in a later stage: the archive has the stages before" "lo gs/bench.verdicts" \
+says "killed in a later stage: the archive has the earlier ones" "lo gs/bench.verdicts" \
     "$(tar -tzf "$OUT/kept.tgz")"
 rm -rf "$LOGS"
 
 check STAGES= PROBE='echo CUDA driver version is insufficient; exit 1'
-says "a context that cannot be made" "context +FAILED +exit status 1: CUDA driver .*insuff" "$said"
+says "a context that fails" "context +FAILED +exit status 1: CUDA driver .*insuff" "$said"
 [ $status -eq 1 ]
 verdict "... is a failure" $?
 check -u GPUS STAGES=gpus MODELS=l1h1c8t32 CUDA_VISIBLE_DEVICES=3,5
-says "GPUs that CUDA_VISIBLE_DEVICES names: the first is asked" "nounits -i 3 -lms" "$calls"
-says "... and they are counted" "gpus +--gpus 2 -z 3 " "$said"
+says "the first GPU in CUDA_VISIBLE_DEVICES is queried" "nounits -i 3 -lms" "$calls"
+says "... and all are counted" "gpus +--gpus 2 -z 3 " "$said"
 check STAGES= "NCCL_HOME=$scratch/absent"
 [ $status -eq 1 ]
 verdict "no folder at NCCL_HOME" $? "$said"
@@ -143,7 +154,7 @@ echo "CPATH=$CPATH LIBRARY_PATH=$LIBRARY_PATH"
 END
 chmod +x "$scratch/bin/make"
 check -u BENCH STAGES=build "NCCL_HOME=$scratch/nccl"
-says "NCCL_HOME is built with" "CPATH=$scratch/nccl/include LIBRARY_PATH=/.*/build/gpu_check\." \
+says "builds with NCCL_HOME" "CPATH=$scratch/nccl/include LIBRARY_PATH=/.*/build/gpu_check\." \
     "$(cat "$LOGS/build.log")"
 rm "$scratch/bin/make"
 
@@ -157,7 +168,23 @@ says "... an older NCCL" "skipped +needs NCCL 2.30.7 .NCCL_HOME.: Multiple Ranks
 check STAGES=gpus FAULT=p2p
 says "... without peer access" "4 ranks on it, -z 3 +ok .*; NCCL_P2P_DISABLE=1" "$said"
 
-# Ranks share a GPU only if NCCL is told so.
+check STAGES=prove
+says "kernels that are right" \
+    "prove +forward wgmma +ok +right, 1.432 x .*dq wgmma +ok +right, 0.970 x .*dkv wgmma +ok" \
+    "$said"
+check STAGES=prove FAULT=none
+says "... none to try" "prove +candidates +skipped" "$said"
+check STAGES=prove FAULT=wrong
+says "... one that is wrong" "dq wgmma +FAILED +wrong: dQ differs.*dkv wgmma +skipped +older" \
+    "$said"
+[ $status -eq 1 ]
+verdict "... is a failure" $?
+check STAGES=prove FAULT=crash
+says "... one that crashes" "forward wgmma +ok.*dq wgmma +FAILED +crashed: an illegal" "$said"
+check STAGES=prove FAULT=dies
+says "... one that ends the process" "forward wgmma +ok.*dq wgmma +FAILED +exit status 134" "$said"
+
+# Ranks share a GPU only if NCCL is told to.
 if [ -x train_gpt2cu_cpu ]; then
     run="./train_gpt2cu_cpu -e l1h1c8t16 -b 1 -x 1 -v 0 --gpus 2"
     said=$(EMU_GPUS=1 $run 2>&1)

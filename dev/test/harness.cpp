@@ -15,8 +15,8 @@ TEST(long_text) {
 // A condition that does not become true in time is a failure that quotes it.
 TEST(waiting_fails) {
     const Outcome late = outcome(spawn([] { wait_until([] { return false; }, 0.05); }));
-    expect(late.status == 1 && late.out.find("not within 0.05 s: [] { return false; }") !=
-                                   Text::npos, "status %d: %s", late.status, late.out.c_str());
+    expect(late.status == 1 && has(late.out, "not within 0.05 s: [] { return false; }"),
+           "status %d: %s", late.status, late.out.c_str());
     const double began = wall_ms();
     const auto soon = [&] { wait_until([&] { return wall_ms() > began + 10; }); };
     expect(outcome(spawn(soon)).status == 0);

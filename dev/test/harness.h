@@ -85,6 +85,7 @@ struct Listed {
 
 inline Text root, scratch;        // the repository; the parent of all tests' folders
 inline Text tested;               // the built program that program() starts
+inline void (*prepare)();         // writes the files that tests of programs start with
 inline int failures;              // of the current test
 inline Text detail;               // text of its output line
 inline int shows_all, stays_here; // --all, --here
@@ -119,6 +120,9 @@ __attribute__((format(printf, 1, 2))) inline Text text(const char *format, ...) 
     va_end(args);
     return out;
 }
+
+// Returns whether `all` contains `part`.
+inline bool has(const Text &all, const Text &part) { return all.find(part) != Text::npos; }
 
 // Counts a failed expectation and prints it if it is among the first SHOWN of its test.
 inline void fail(const char *file, int line, const Text &what) {
@@ -314,7 +318,7 @@ inline Outcome program(const Text &arguments, const std::function<void()> &befor
 }
 
 // True for a sanitizer build, whose memory use and speed are not representative.
-inline int has_sanitizers() { return tested.find("asan") != Text::npos; }
+inline int has_sanitizers() { return has(tested, "asan"); }
 
 // Polls until `done`; after `limit` seconds records a failure, and the test continues.
 inline void wait_until_at(const char *file, int line, const char *what,
@@ -330,17 +334,32 @@ inline void wait_until_at(const char *file, int line, const char *what,
 // Expects exit status 1 and exactly one line on stderr, which contains `words`; this also excludes
 // sanitizer reports.
 inline void refused_at(const char *file, int line, const Outcome &o, const Text &words,
-                       const Text &who) {
+                       const Text &who, int status = 1) {
     int one_line = !o.err.empty() && o.err.find('\n') == o.err.size() - 1;
-    if (o.status != 1 || !one_line || o.err.find(words) == Text::npos) {
+    if (o.status != status || !one_line || !has(o.err, words)) {
         fail(file, line,
-             who + text(": status %d, wanted 1 and one line with '%s'; stderr: ", o.status,
+             who + text(": status %d, wanted %d and one line with '%s'; stderr: ", o.status, status,
                         words.c_str()) + o.err.substr(0, 600));
     }
 }
 #define expect_refused(outcome, words, who) refused_at(__FILE__, __LINE__, outcome, words, who)
+// Refused because it does not fit in memory: status 3.
+#define expect_too_large(outcome, words, who)                                                      \
+    refused_at(__FILE__, __LINE__, outcome, words, who, 3)
 #define expect_death(action, words)                                                                \
     refused_at(__FILE__, __LINE__, outcome(spawn([&] { action; })), words, #action)
+
+// Text without the line breaks of a wrapped line, whose further lines are indented.
+inline Text flat(const Text &wrapped) {
+    Text line;
+    for (size_t i = 0; i < wrapped.size(); i++) {
+        const size_t next = wrapped.find_first_not_of(' ', i + 1);
+        const bool joins = wrapped[i] == '\n' && next != Text::npos && next >= i + 3;
+        line += joins ? ' ' : wrapped[i];
+        i = joins ? next - 1 : i;
+    }
+    return line;
+}
 
 // Expects status 0 and an empty stderr.
 inline void expect_success_at(const char *file, int line, const Outcome &o, const Text &who) {
@@ -360,6 +379,9 @@ inline void run_here(const Test *t) {
         give_up("cannot enter " + scratch);
     }
     enter(t->name);
+    if (prepare && !tested.empty()) {
+        prepare();
+    }
     t->function();
     if (worst.share >= 0) {
         detail = worst.where + text("  max err %.1e  tol %.1e  %3.0f %%", worst.err, worst.tol,

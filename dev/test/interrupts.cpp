@@ -11,13 +11,12 @@ static const char resumable[] =
 
 // The final checkpoint and the steps in the log equal those of the uninterrupted run.
 static void expect_same_end(const Text &want, const char *who) {
-    expect(!want.empty() && checkpoint_bytes("out", 40) == want, "%s: another end", who);
+    expect(!want.empty() && checkpoint_bytes("out", 40) == want, "%s: different result", who);
     expect(log_steps("out/log.jsonl") == one_to(40), "%s: steps of the log", who);
 }
 
 // A run that is killed repeatedly at random moments still ends with the same bytes.
 TEST(kill) {
-    write_corpus();
     enter("whole");
     double began = wall_ms();
     expect_success(program(resumable), "undisturbed");
@@ -43,7 +42,6 @@ TEST(kill) {
 
 // SIGTERM and SIGINT save and exit with 0; the resumed run is as if uninterrupted.
 TEST(signals) {
-    write_corpus();
     enter("whole");
     expect_success(program(resumable), "undisturbed");
     Text want = checkpoint_bytes("out", 40);
@@ -58,8 +56,7 @@ TEST(signals) {
             kill(pid, number);
             expect_success(outcome(pid), "interrupted");
             Text log = read_file("out/log.jsonl");
-            expect(log.find("\"reason\":\"interrupted\"") != Text::npos ||
-                   log.find("\"reason\":\"finished\"") != Text::npos);
+            expect(has(log, "\"reason\":\"interrupted\"") || has(log, "\"reason\":\"finished\""));
             expect(!names_in("out", "step").empty(), "no checkpoint after signal %d", number);
         }
         expect_success(program(resumable), "resumed");
@@ -82,14 +79,14 @@ static pid_t start_training(const Text &arguments, const std::function<void()> &
     remove("stdout");  // of the previous run, like its stderr
     remove("stderr");
     pid_t pid = start(arguments, before);
-    wait_until([] { return read_file("stdout").find("\npeak ") != Text::npos; });
+    wait_until([] { return has(read_file("stdout"), "\npeak "); });
     usleep(20000);
     return pid;
 }
 
 // Waits until the run's log holds `words`, then sends the signal.
 static void signal_at(pid_t pid, const char *words, int number) {
-    wait_until([&] { return read_file("out/log.jsonl").find(words) != Text::npos; });
+    wait_until([&] { return has(read_file("out/log.jsonl"), words); });
     usleep(5000);
     kill(pid, number);
 }
@@ -120,19 +117,18 @@ TEST(mid_step) {
     expect(names_in("out", "step") == "step-00000000 step-00000001" && !first.empty() &&
            tensors_of("out", 1) == first, "not the state after step 1");
     expect_success(program(many), "resumed");
-    expect(tensors_of("out", 2) == second, "another end");
+    expect(tensors_of("out", 2) == second, "different result");
     expect(log_steps("out/log.jsonl") == one_to(2));
     pid = start_training(slow(MANY_BATCHES "-x 2"));
     kill(pid, SIGTERM);
     o = outcome(pid);
-    expect(o.status == 0 && o.err.find("without saving, since there is no --output") != Text::npos,
+    expect(o.status == 0 && has(o.err, "without saving, since there is no --output"),
            "status %d, stderr: %s", o.status, o.err.c_str());
 }
 
 // A second signal ends the run at once, with its number in the status, and leaves the checkpoints
 // unchanged. A second SIGHUP does not, because closing a terminal may send two.
 TEST(second_signal) {
-    write_corpus();
     expect_success(program(slow("-b 1 -x 1 -o out")), "first step");
     const Text before = checkpoint_bytes("out", 1);
     for (int number : {SIGINT, SIGTERM, SIGHUP}) {
@@ -153,7 +149,6 @@ TEST(second_signal) {
 TEST(forecast) {
     static const char timing[] = "\ntiming two micro-batches of the first step for a forecast\n";
     const Text run = TINY "-d 64 -o ";
-    write_corpus();
     const Outcome loud = program(run + "loud -x 21");
     expect_success(loud, "a run of 21 steps");
     const size_t at = loud.out.find(timing), forecast = loud.out.find("\nforecast ");
@@ -164,25 +159,22 @@ TEST(forecast) {
     expect(tensors_of("loud", 21) == tensors_of("quiet", 21), "the forecast changes the run");
     const Outcome refused = program(run + "loud -x 50 -y 1 --seed 7");
     expect_refused(refused, "it has --seed 42, this run --seed 7", "a checkpoint of another run");
-    expect(refused.out.find("timing") == Text::npos, "%s", refused.out.c_str());
+    expect(!has(refused.out, "timing"), "%s", refused.out.c_str());
     const Text some = program(run + "some -x 20").out, more = program(run + "loud -x 41 -y 1").out;
-    expect(some.find("forecast") == Text::npos && more.find("forecast") == Text::npos &&
-               more.find("finished after step 41") != Text::npos, "%s%s", some.c_str(),
-           more.c_str());
+    expect(!has(some, "forecast") && !has(more, "forecast") && has(more, "finished after step 41"),
+           "%s%s", some.c_str(), more.c_str());
     const pid_t pid = start(slow("-b 10 -x 21 -o cut"));
-    wait_until([] { return read_file("stdout").find(timing) != Text::npos; });
+    wait_until([] { return has(read_file("stdout"), timing); });
     kill(pid, SIGINT);
     const Outcome o = outcome(pid);
-    expect(o.status == 0 && o.out.find("\nforecast ") == Text::npos &&
-               o.out.find("\ninterrupted after step 0,") != Text::npos &&
-               names_in("cut", "step") == "step-00000000", "status %d: %s", o.status,
-           o.out.c_str());
+    expect(o.status == 0 && !has(o.out, "\nforecast ") &&
+           has(o.out, "\ninterrupted after step 0,") && names_in("cut", "step") == "step-00000000",
+           "status %d: %s", o.status, o.out.c_str());
 }
 
 // A run announces everything slow before it starts: first the box, then what is verified and
 // loaded, then the engine.
 TEST(start_lines) {
-    write_corpus();
     const Text run = TINY "-y 1 -o out -x ";
     const auto in_order = [](const Text &out, const Words &lines) {
         size_t at = 0;
@@ -204,14 +196,13 @@ TEST(start_lines) {
              {"memory ", "loading out/step-00000002\n", "device "});
     const Outcome made = program("--generate -e out/step-00000002 -g 3");
     in_order(made.err, {"loading out/step-00000002\n", "train_gpt2: CPU"});
-    expect(made.out.find("loading") == Text::npos, "%s", made.out.c_str());
+    expect(!has(made.out, "loading"), "%s", made.out.c_str());
     in_order(program("--plan -e l12h4c256t64 -b 6").out,
              {"measuring this machine's speed for the forecast\n", "memory plan of the CPU run"});
 }
 
 // Under nohup a run ignores SIGHUP.
 TEST(nohup) {
-    write_corpus();
     pid_t pid = start_training(slow(MANY_BATCHES "-x 2 -n 1 -o out"),
                                [] { signal(SIGHUP, SIG_IGN); });
     kill(pid, SIGHUP);
@@ -233,7 +224,7 @@ TEST(cut_validation) {
     signal_at(pid, "{\"step\":1,\"loss\"", SIGTERM);
     expect_success(outcome(pid), "interrupted");
     expect(in_checkpoint("out", 1, SAVED_STATE).find("\"pending_validation\":\"1\"") != Text::npos);
-    expect(read_file("out/log.jsonl").find("val_loss") == Text::npos, "not cut short");
+    expect(!has(read_file("out/log.jsonl"), "val_loss"), "not cut short");
     for (int i = 0; i < 2; i++) {
         expect_success(program(validating), "resumed");
         const Text log = read_file("out/log.jsonl");
@@ -246,7 +237,6 @@ TEST(cut_validation) {
 // Output that cannot be written ends the printing, not the run. A closed pipe is not an error; any
 // other failure is one line and status 1 at the end.
 TEST(lost_output) {
-    write_corpus();
     Outcome o = program(TINY "-x 30 -o pipe", [] {
         int ends[2];
         if (pipe(ends) == 0) {
@@ -279,7 +269,6 @@ TEST(lost_output) {
 // A reader that stops reading, such as a paused pager, blocks a run. A signal ends the wait: the
 // run saves and ends within seconds, whether or not stderr goes to the same reader.
 TEST(paused_reader) {
-    write_corpus();
     for (int number : {SIGINT, SIGTERM}) {
         const int both = number == SIGTERM;
         const Text folder = both ? "both" : "out";
@@ -294,7 +283,7 @@ TEST(paused_reader) {
             const Text before = log;
             usleep(300000);
             log = read_file(folder + "/log.jsonl");
-            return log == before && log.find("\"loss\":") != Text::npos;
+            return log == before && has(log, "\"loss\":");
         });
         const double began = wall_ms();
         kill(pid, number);
@@ -309,7 +298,7 @@ TEST(paused_reader) {
                waited * 1e-3, number);
         log = read_file(folder + "/log.jsonl");
         const size_t steps = log_steps(folder + "/log.jsonl").size();
-        expect(log.find("\"reason\":\"interrupted\"") != Text::npos && steps < 100 &&
+        expect(has(log, "\"reason\":\"interrupted\"") && steps < 100 &&
                    names_in(folder, "step") == text("step-%08zu", steps),
                "%zu steps, saved: %s", steps, names_in(folder, "step").c_str());
     }
@@ -318,13 +307,12 @@ TEST(paused_reader) {
 // The checks of the output that start with a signal do not interrupt a save, because writes would
 // fail on some file systems; signals are still handled. A file that waits for a reader blocks it.
 TEST(save_undisturbed) {
-    write_corpus();
     const pid_t pid = start(TINY "-x 100000 -n 1000 -k constant --quiet -o out");
-    wait_until([] { return read_file("out/log.jsonl").find("\"loss\":") != Text::npos; });
+    wait_until([] { return has(read_file("out/log.jsonl"), "\"loss\":"); });
     mkdir("out/step-00001000.tmp", 0755);
     expect(mkfifo("out/step-00001000.tmp/model.safetensors", 0644) == 0, "mkfifo");
     wait_until([] {
-        return read_file("out/log.jsonl").find("{\"step\":1000,") != Text::npos;
+        return has(read_file("out/log.jsonl"), "{\"step\":1000,");
     });
     usleep(200000);
     kill(pid, SIGTERM);
@@ -344,7 +332,7 @@ TEST(save_undisturbed) {
         dup2(ends[1], 2);
         setrlimit(RLIMIT_FSIZE, &limit);
     });
-    wait_until([] { return read_file("full/log.jsonl").find("\"loss\":") != Text::npos; });
+    wait_until([] { return has(read_file("full/log.jsonl"), "\"loss\":"); });
     kill(full, SIGTERM);
     siginfo_t ended = {};
     for (int look = 0; look < 60 && !ended.si_pid; look++) {
@@ -357,7 +345,6 @@ TEST(save_undisturbed) {
 
 // Files at the size limit end the run with a line that names the reason.
 TEST(file_limit) {
-    write_corpus();
     Outcome o = program(TINY "-x 3 -o out --quiet", [] {
         struct rlimit limit = {20000, 20000};
         setrlimit(RLIMIT_FSIZE, &limit);
@@ -371,7 +358,6 @@ TEST(file_limit) {
 TEST(full_log) {
     enum { LIMIT = 400000 };  // in bytes; more than any file of the checkpoint has
     const Text part = TINY "-j val.bin -v 7 -x 30 -k constant --quiet -y 1 -o ";
-    write_corpus();
     expect_success(program(part + "whole"), "undisturbed");
     const Text want = tensors_of("whole", 30), log = read_file("whole/log.jsonl");
     const size_t starts = log.find('\n') + 1, end = log.rfind("{\"event\":\"end\"");
@@ -385,6 +371,9 @@ TEST(full_log) {
             const struct rlimit limit = {LIMIT, LIMIT};
             setrlimit(RLIMIT_FSIZE, &limit);
         });
+        if (o.status == 0 && space > end) {
+            continue;  // the times in this log have fewer digits, so all lines fit
+        }
         const size_t steps = log_steps("full/log.jsonl").size();
         const Text now = read_file("full/log.jsonl"), saved = names_in("full", "step");
         const int step = saved.empty() ? -1 : atoi(saved.c_str() + 5);
@@ -394,7 +383,7 @@ TEST(full_log) {
         expect(now.size() <= LIMIT && steps + 1 >= (size_t)step && step > 1,
                "%zu steps in the log, saved: %s", steps, saved.c_str());
         expect_success(program(part + "full"), "resumed");
-        expect(tensors_of("full", 30) == want, "space %zu: another end", space);
+        expect(tensors_of("full", 30) == want, "space %zu: different result", space);
     }
 }
 

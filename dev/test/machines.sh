@@ -70,11 +70,11 @@ make_there train_gpt2cu
 verdict "no GPU: make train_gpt2cu" $status "$said"
 says "no GPU: sm_80 and PTX" \
     "arch=compute_80,code=sm_80 .*arch=compute_80,code=compute_80" "$calls"
-says "no GPU: it says so" "No GPU to build for: train_gpt2cu is for sm_80 .* ARCH=75 a T4" "$said"
+says "no GPU: message" "No GPU to build for: train_gpt2cu is for sm_80 .* ARCH=75 a T4" "$said"
 says_not "a warning is none of the user's errors" "-Werror" "$calls"
 says "lines for the sanitizers" " -lineinfo " "$calls"
 says "where the libraries are" "-rpath,$toolkit/lib64" "$calls"
-says "cuBLASLt alone is linked" "-lcublasLt *$" "$calls"
+says "only cuBLASLt is linked" "-lcublasLt *$" "$calls"
 says_not "no library that nothing calls" "-lcublas |-lnccl" "$calls"
 rm -f "$clone/train_gpt2cu"
 GPU=8.9 make_there train_gpt2cu
@@ -82,21 +82,21 @@ says "one GPU: its own code" "arch=compute_89,code=sm_89" "$calls"
 says_not "one GPU: that alone" "compute_80|No GPU" "$calls $said"
 rm -f "$clone/train_gpt2cu"
 GPU=$'6.1\n8.9' make_there train_gpt2cu
-says "a card too old next to another: not built for" "arch=compute_89,code=sm_89" "$calls"
+says "a card that is too old next to another: ignored" "arch=compute_89,code=sm_89" "$calls"
 says_not "... nvcc would refuse it" "_61" "$calls"
 GPU=6.1 make_there -n train
-says "a card too old alone: the CPU program is built" "-o train_gpt2 " "$said"
+says "only a card that is too old: the CPU program is built" "-o train_gpt2 " "$said"
 says_not "... and no other" "train_gpt2cu" "$said"
 rm -f "$clone/train_gpt2cu"
 GPU=9.0 make_there train_gpt2cu WERROR=-Werror
-says "warnings are errors when asked" "-Werror all-warnings .*-Xcompiler .*-Werror" "$calls"
+says "WERROR makes warnings errors" "-Werror all-warnings .*-Xcompiler .*-Werror" "$calls"
 make_there train_gpt2cu WERROR=-Werror ARCH="80 90a"
 says "GPUs by name" "sm_80 .*sm_90a" "$calls"
 make_there train_gpt2cu ARCH="80 90a"
 says_not "WERROR builds nothing again" "-gencode" "$calls"
 
 make_there train_gpt2cu NCCL=yes "mpi=-I$scratch/mpi -L$scratch -lmpi"
-says "NCCL and MPI where they are" "-lcublasLt -DGPT2_NCCL=1 -lnccl -DGPT2_MPI=1 -isystem \
+says "NCCL and MPI in their folders" "-lcublasLt -DGPT2_NCCL=1 -lnccl -DGPT2_MPI=1 -isystem \
 $scratch/mpi -L$scratch -lmpi *$" "$calls"
 
 # mpicc's output is passed to the linker through nvcc, and a program is rebuilt if it changes, as
@@ -108,14 +108,14 @@ END
 chmod +x "$scratch/bin/mpicc"
 : > "$CALLS"
 said=$(cd "$clone" && PATH=$scratch/bin:$PATH make train_gpt2cu NCCL=yes 2>&1)
-says "MPI's rpath is kept" "-lnccl -DGPT2_MPI=1 -isystem /mpi/include -L/mpi/lib -Xlinker -rpath \
+says "MPI's rpath" "-lnccl -DGPT2_MPI=1 -isystem /mpi/include -L/mpi/lib -Xlinker -rpath \
 -Xlinker /mpi/lib -Xlinker -z,now -lmpi *$" "$(cat "$CALLS")"
 make_there train_gpt2cu NCCL=yes
-says "MPI is gone: built again" "-DGPT2_NCCL=1 -lnccl -DGPT2_MPI=0" "$calls"
+says "MPI removed: built again" "-DGPT2_NCCL=1 -lnccl -DGPT2_MPI=0" "$calls"
 make_there train_gpt2cu NCCL=yes
 says_not "nothing has changed: not built again" "-gencode" "$calls"
 make_there train_gpt2cu
-says "NCCL is gone: built again" "-lcublasLt *$" "$calls"
+says "NCCL removed: built again" "-lcublasLt *$" "$calls"
 
 for target in "" help clean; do
     # shellcheck disable=SC2086  # no word is no target
@@ -130,14 +130,14 @@ verdict "no data: make train_gpt2cu" $status "$said"
 says "no data: one line" $'no data yet .prepare.sh: DATA_MIRROR=[^ ]* has no [^\n]*again$' \
     "$said"
 [ -s "$clone/train_gpt2cu" ]
-verdict "no data: the program is there" $?
+verdict "no data: the program is built" $?
 rm -f "$clone"/data/tokenize* "$clone/train_gpt2cu"
 echo '#error "injected"' > "$clone/data/tokenize.c"
 make_there -s train_gpt2cu ARCH=80
-says "a compiler refuses the tokenizer: one line" $'no data yet [^\n]*make data tries again$' \
+says "the tokenizer does not compile: one line" $'no data yet [^\n]*make data tries again$' \
     "$said"
 [ -s "$clone/train_gpt2cu" ]
-verdict "... and the program is there" $?
+verdict "... and the program is built" $?
 touch "$clone/data/some.bin"
 
 make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes
@@ -147,7 +147,7 @@ says "nvcc is called where its own programs are" "$toolkit/bin/nvcc -std" "$said
 mv "$toolkit/bin/nvcc" "$toolkit/bin/cache"
 ln -sf "$toolkit/bin/cache" "$scratch/bin/nvcc"
 make_there -n build/sm_80.log
-says "a link to a cache of compilations is called by its name" "$scratch/bin/nvcc -std" "$said"
+says "a link to ccache is called by its own name" "$scratch/bin/nvcc -std" "$said"
 mv "$toolkit/bin/cache" "$toolkit/bin/nvcc" && ln -sf "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
 make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes NVCC=/usr/bin/nvcc
 says_not "/usr/include is not named" "-isystem /usr/include" "$said"
@@ -156,7 +156,7 @@ says_not "no nvcc, no folder" "-isystem" "$said"
 mkdir "$scratch/a b" && cp -r "$toolkit" "$scratch/a b/"
 PATH="$scratch/a b/toolkit/bin:$PATH"
 said=$(cd "$clone" && make -n build/sm_80.log NCCL= mpi= 2>&1)
-says "nvcc in a path with a space is reached through a link" \
+says "nvcc in a path with a space is called through a link" \
     "$clone/build/cuda/bin/nvcc -std=.* -gencode" "$said"
 equal=$(readlink "$clone/build/cuda")
 [ "$equal" = "$scratch/a b/toolkit" ]
@@ -190,19 +190,19 @@ for id in 1000 0; do
     : > "$CALLS"
     said=$(ID=$id PATH=$scratch/apt bash dev/deps.sh test 2>&1)
     if [ $id = 0 ]; then
-        says "deps.sh: root is told what is installed" \
+        says "deps.sh: root: prints the packages" \
             $'^deps.sh: apt-get now installs shellcheck, for the check of shell scripts; \n' "$said"
-        says "... and it is" "apt-get .*install -y .*shellcheck" "$(cat "$CALLS")"
+        says "... and installs them" "apt-get .*install -y .*shellcheck" "$(cat "$CALLS")"
     else
-        says "deps.sh: a user is told what is missing" \
+        says "deps.sh: a user: prints the packages" \
             "to get it: sudo apt-get install shellcheck" "$said"
-        says "... and nothing is called" "^$" "$(cat "$CALLS")"
+        says "... and installs nothing" "^$" "$(cat "$CALLS")"
     fi
 done
 make_there -s train_gpt2cu NVCC="$scratch/absent/nvcc"
 [ $status -ne 0 ]
 verdict "no nvcc is an error" $? "$said"
-says "no nvcc: what to do" "deps.sh: no nvcc; the CUDA toolkit: https" "$said"
+says "no nvcc: advice" "deps.sh: no nvcc; the CUDA toolkit: https" "$said"
 }
 
 [ "${1-}" = rest ] || check_makefile
@@ -249,13 +249,13 @@ sanitized() {
 }
 
 STAGES="speed tests" check
-says "gpu_check: unknown stage" "STAGES has no stage 'tests': build check bits speed" "$said"
+says "gpu_check: unknown stage" "STAGES has no stage 'tests': build check bits prove" "$said"
 NONE=yes STAGES=build LOGS=$scratch/none check
-says "gpu_check: no GPU ends it at once" "^gpu_check.sh: nvidia-smi shows no GPU; .*_cpu$" "$said"
+says "gpu_check: ends without a GPU" "^gpu_check.sh: nvidia-smi shows no GPU; .*_cpu$" "$said"
 [ $status -eq 1 ] && ! compgen -G "$scratch/none/*" > /dev/null
 verdict "... before anything is built" $? "$said"
 NONE=yes STAGES=bench GPT2CU=true BENCH=true LOGS=$scratch/none check
-says "gpu_check: a program that is named needs none" "gpu +skipped .*bench +true +ok" "$said"
+says "gpu_check: a given program needs no GPU" "gpu +skipped .*bench +true +ok" "$said"
 if [ -x train_gpt2cu_cpu ]; then
     SECONDS=0
     STAGES="build test check bits offload gpus speed torch bench" GPT2CU=$scratch/bin/program \
@@ -269,7 +269,7 @@ if [ -x train_gpt2cu_cpu ]; then
         "weights,.*,residuals ok +[0-9.]+ ms, [0-9.]+ of none; the same bits" "$said"
     says "gpu_check: several GPUs" \
         "2 -z 1 +ok +[0-9.]+ ms, [0-9.]+ of one's; losses within .* bytes a GPU as planned" "$said"
-    says "gpu_check: every state divided" "2 -z 2 +ok .*2 -z 3 +ok" "$said"
+    says "gpu_check: every state sharded" "2 -z 2 +ok .*2 -z 3 +ok" "$said"
     says "gpu_check: measured memory" "tokens/s; planned [0-9]+ MiB, measured 100 MiB" "$said"
     STAGES=speed GPT2CU=$scratch/bin/program MODELS=l1h1c8t32 check
     says "gpu_check: too little memory skips a row" "-r 1 +skipped +no plan fits 1024 MiB" "$said"
@@ -280,14 +280,14 @@ if [ -x train_gpt2cu_cpu ]; then
     GPU=7.5 EMU_CC=75 STAGES="check gpus speed" GPT2CU=$scratch/bin/program MODELS=l1h1c8t32 \
         STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 GPUS=2 LOGS=$scratch/old check
     verdict "gpu_check on a GPU without bf16" $status "$said"
-    says "... its 16 bits" "check +l1h1c8t32 fp16 B 1 T 32 +ok .*2 -z 3 +ok .*-r 1 B 1 +ok" "$said"
+    says "... its type" "check +l1h1c8t32 fp16 B 1 T 32 +ok .*2 -z 3 +ok .*-r 1 B 1 +ok" "$said"
     STAGES=gpus GPT2CU=$scratch/bin/program check
     says "gpu_check: one GPU is not two" "gpus +NCCL on one GPU +skipped +no .*/absent to" "$said"
 else
     skip "gpu_check on the emulated device" "no train_gpt2cu_cpu"
 fi
 sanitized nothing ok "no errors in kernels of ours"
-says "gpu_check: our kernels are watched" \
+says "gpu_check: only our kernels are checked" \
     "passive PCI_BUS_ID --tool synccheck --kernel-name kns=_kernel --report-api-errors explicit \
 --print-limit 1000" \
     "$calls"
@@ -307,7 +307,7 @@ says "gpu_check: carried programs" \
     "carried/train_gpt2cu +ok .*carried/test_gpt2cu +ok .*test +carried/test_gpt2cu +ok +3 passed" \
     "$said"
 STAGES="build test" LOGS=$scratch/out2 check "$clone/dev/gpu_check.sh"
-says "gpu_check: what is built goes first" "test +build/test_gpt2cu +ok +450" "$said"
+says "gpu_check: built programs are preferred" "test +build/test_gpt2cu +ok +450" "$said"
 
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

@@ -244,7 +244,7 @@ TEST(config_refused) {
     };
     for (auto &row : table) {
         Text config = config_text(m);
-        expect(config.find(row[0]) != Text::npos, "no %s", row[0]);
+        expect(has(config, row[0]), "no %s", row[0]);
         config.replace(config.find(row[0]), strlen(row[0]), row[1]);
         write_model("model", bytes, config);
         expect_model_refused("model", row[2]);
@@ -262,7 +262,6 @@ TEST(config_refused) {
 // A non-finite number is reported by its tensor and its index in the file's order.
 TEST(not_finite) {
     const Shape m = {2, 2, 4, 3, 257};
-    write_corpus();
     static const struct {
         const char *dtype, *name;
         size_t element;
@@ -295,7 +294,6 @@ TEST(not_finite) {
 TEST(parts) {
     const Shape m = {2, 2, 4, 16, 257};
     const Members all = hugging_face(m, {"F32", "BF16"}, "transformer.");
-    write_corpus();
     write_model("whole", safetensors_bytes(all), config_text(m));
     write_model("parts", "", config_text(m));
     unlink("parts/model.safetensors");
@@ -371,11 +369,11 @@ TEST(padded_vocabulary) {
         }
         Outcome o = program(run + "-x 1 -s 1 -g 40 --temperature 100 -o out");
         expect_success(o, "50304");
-        expect(o.out.find("pads GPT-2's vocabulary to 50304 rows") != Text::npos &&
-                   o.out.find("loss 10.8258 ") != Text::npos, "%s", o.out.c_str());  // ln 50304
+        expect(has(o.out, "pads GPT-2's vocabulary to 50304 rows") &&
+                   has(o.out, "loss 10.8258 "), "%s", o.out.c_str());  // ln 50304
         const Text config = read_file("out/step-00000001/config.json");
-        expect(config.find("\"vocab_size\": 50304") != Text::npos &&
-                   config.find("\"eos_token_id\": 50256") != Text::npos, "%s", config.c_str());
+        expect(has(config, "\"vocab_size\": 50304") &&
+                   has(config, "\"eos_token_id\": 50256"), "%s", config.c_str());
         expect_success(program(run + "-o out -y 1 -x 2 --quiet"), "resumed");
     }
 }

@@ -16,7 +16,7 @@ static const Refusal bad_options[] = {
     {"-b", "--batch needs a value"},
     {"-b 4 --batch=4", "--batch is given twice"},
     {"--help=1", "--help takes no value"},
-    {"--json", "--json needs --plan or --eval"},
+    {"--json", "--json needs --plan, --fit, --minimum, --largest, --compare"},
     {"--eval x.bin --plan", "are commands: give one"},
     {"--plan --fit bits", "are commands: give one"},
     {"--fit most", "--fit: 'most' is not one of bits|any|all"},
@@ -29,14 +29,14 @@ static const Refusal bad_options[] = {
     {"-e l2h2c16t16 -x 1 --train-data=", "--train-data: '' names nothing"},
     {"--eval .", "--eval: cannot open .: Is a directory"},
     {"--eval train.bin", "train.bin: not an evaluation file"},
-    {"--gpu t4", "--gpu needs --plan, --fit or --minimum"},
+    {"--gpu t4", "--gpu needs --plan, --fit, --minimum or --largest"},
     {"-i train.bin -e l2h2c16t16 --gpu-mem 16GiB", "--gpu-mem: this program trains on the CPU"},
     {"-y 1", "needs --output (-o)"},
     {"-n 5", "--save-every (-n) 5 needs --output"},
     {"-j val.bin", "needs --train-data (-i)"},
     {"--fit bits -e d12 --gpu T4 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"-i train.bin --beta1 1", "--beta1: '1' is not a number from 0 to 0.9"},
-    {"--plan --gpu t5", "--gpu: 't5' is not one of t4"},
+    {"--plan --gpu t5", "--gpu: 't5' is not a known card; nearest: t4;"},
     {"--plan --gpu-mem 5XB", "--gpu-mem: '5XB' is not a size"},
     {"-i train.bin -e d13", "--model (-e): 'd13'"},
     {"-i train.bin -e l2h3c16t8", "--model (-e): 'l2h3c16t8': allowed are"},
@@ -77,20 +77,18 @@ static const Refusal bad_options[] = {
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
     {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
-    {"--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is not detected"},
+    {"--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is unknown here"},
     {"--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"},
     {"--minimum -e d12 -z 1", "--zero (-z) 1 divides states among GPUs: --gpus N"},
     {"--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 divides states among GPUs: --gpus N"},
-    {"--minimum -e d12 -b 2", "--minimum finds what is least, whatever memory there is: leave "
-                              "--batch out"},
+    {"--minimum -e d12 -b 2", "finds the least memory by itself: leave --batch out"},
     {"--minimum -e d12 -r gelu", "leave --recompute out"},
     {"--minimum -e d12 --offload none", "leave --offload out"},
     {"--minimum -e d12 --logit-rows 64", "leave --logit-rows out"},
     {"--minimum -e d12 --moments fp32", "leave --moments out"},
     {"--minimum -e d12 -w split", "leave --master out"},
     {"--minimum -e d12 --gpu-mem 8G", "leave --gpu-mem out"},
-    {"--fit bits -e d12 --gpu-mem 1G", "--gpu-mem: nothing is left for the plan: 1.00 GiB"},
-    {"--plan -e d12 --gpu-mem 16", "1.00 GiB of 16 B are reserved for libraries"},
+    {"--plan -e d12 --gpu-mem 16", "16 bytes are less than 1 MiB; did you mean 16GiB?"},
     {"--fit bits -e d12 --gpu 4090 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"--fit bits -e d12 --gpu 4090 -b 3 -d 4096", "(-d): 4096 is not a multiple of B x T = 3 x"},
     {"--minimum -e l2h2c16t16 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 16"},
@@ -101,7 +99,6 @@ static const Refusal bad_options[] = {
 
 // One line that names the option, the value and the allowed values; nothing is trained.
 TEST(bad_options) {
-    write_corpus();
     for (const Refusal &row : bad_options) {
         expect_refused(program(row.arguments), row.words, row.arguments);
     }
@@ -110,7 +107,6 @@ TEST(bad_options) {
 
 // The message for a huge argument shows its start and end, followed by the allowed values.
 TEST(huge_arguments) {
-    write_corpus();
     const Text huge(100000, 'x');
     for (auto &row : std::vector<std::pair<Text, const char *>>{
              {"-b " + huge, "xxxx' is not a whole number from 1 to 65536"},
@@ -125,7 +121,6 @@ TEST(huge_arguments) {
 
 // Anything but a regular file is refused without waiting.
 TEST(not_regular) {
-    write_corpus();
     mkfifo("fifo", 0644);
     mkdir("model", 0755);
     mkfifo("model/model.safetensors", 0644);
@@ -153,7 +148,6 @@ TEST(not_regular) {
 
 // One line that names the file; no checkpoint is left.
 TEST(bad_data) {
-    write_corpus();
     const Text good = read_file("train.bin");
     Ids short_tokens(16, 7), outside(400, 7);
     outside[300] = 257;
@@ -215,7 +209,6 @@ TEST(bad_data) {
 
 // A full disk (by a limit on file sizes), folders that cannot be created or written.
 TEST(bad_output) {
-    write_corpus();
     expect_success(program(TINY "--quiet -x 2 -u 2 -o out"), "a warmup of all steps");
     expect_refused(program(TINY "--quiet -x 4 -y 1 -o out", full_disk(20000)),
                    "cannot write out/step-00000004.tmp/", "full disk");
@@ -242,35 +235,31 @@ TEST(plan_command) {
     expect_success(o, "--plan -e d48 --gpu h200");
     expect(has_sanitizers() || o.user_ms < 1000, "%.0f ms of the processor", o.user_ms);
     expect(o.out.find("memory plan of the GPU run") == 0 &&
-           o.out.find("1,557,611,200 parameters") != Text::npos &&
-           o.out.find("reserved, not measured") != Text::npos &&
-           o.out.find("rule of thumb") != Text::npos && o.out.find("-r block") != Text::npos);
+           has(o.out, "1,557,611,200 parameters") && has(o.out, "   estimated: sm_90, 132 SMs\n") &&
+           has(o.out, "rule of thumb") && has(o.out, "-r block"));
     o = program("--plan -e d48 --gpu 4080 --offload none");
-    expect(o.status == 1 && o.out.find("DOES NOT FIT, ") != Text::npos &&
-               o.out.find("\nit fits with --offload moments,master: ") != Text::npos,
-           "status %d", o.status);
+    expect(o.status == 3 && has(o.out, "DOES NOT FIT, ") &&
+               has(o.out, "\nit fits with --offload moments,master: "),
+           "status %d: %s", o.status, o.out.c_str());
     // One card of 16 GB: what does not fit otherwise is offloaded, and reported.
     o = program("--plan -e gpt2-xl --gpu 4080");
     expect_success(o, "gpt2-xl on a 4080");
-    expect(o.out.find("--offload moments,master") != Text::npos &&
-           o.out.find("\nhost memory         ") != Text::npos &&
-           o.out.find("4080: 15.57 GiB; fits, ") != Text::npos);
+    expect(flat(o.out).find("; --offload moments,master") != Text::npos &&
+           has(o.out, "\nhost memory         ") && has(o.out, "4080: 15.57 GiB; fits, "));
     o = program("--plan -e d12 --gpu v100");
-    expect(o.status == 1 && o.out.find("v100: 15.78 GiB; fits, but this program needs compute "
-                                       "capability 7.5\n") != Text::npos &&
-               o.out.find("\nforecast") == Text::npos, "status %d: %s", o.status, o.out.c_str());
+    expect(o.status == 1 && has(o.out, "v100: 15.78 GiB; fits, but this program needs compute "
+                                       "capability 7.5\n") &&
+               !has(o.out, "\nforecast"), "status %d: %s", o.status, o.out.c_str());
     expect_refused(program("--fit bits -e d12 --gpu v100"), "this program needs 7.5", "--fit");
     o = program("--plan -e d12 --gpu 4090 -x 100");
-    expect(o.out.find("\nforecast: ") != Text::npos &&
-               o.out.find(" tokens/s, 409,600 tokens in 0:0") != Text::npos &&
-               o.out.find("; predicted for this card, not measured\n") != Text::npos,
+    expect(has(o.out, "\nforecast: ") && has(o.out, " tokens/s, 409,600 tokens in 4 s") &&
+               flat(o.out).find("; predicted for this card, not measured\n") != Text::npos,
            "%s", o.out.c_str());
     // A smaller batch is suggested if a multiple of it has the same number of tokens.
     for (const char *B : {"5", "6"}) {
         o = program(text("--plan -e d12 --gpu 4090 -b %s", B));
-        expect(o.out.find("\n-b 1 ") != Text::npos && o.out.find("\n-b 2 ") == Text::npos &&
-                   (o.out.find("\n-b 3 ") != Text::npos) == (B[0] == '6'),
-               "-b %s: %s", B, o.out.c_str());
+        expect(has(o.out, "\n-b 1 ") && !has(o.out, "\n-b 2 ") &&
+               has(o.out, "\n-b 3 ") == (B[0] == '6'), "-b %s: %s", B, o.out.c_str());
     }
     o = program("--plan -e l2h2c16t16 -b 2");
     expect_success(o, "--plan of the CPU run");
@@ -279,7 +268,7 @@ TEST(plan_command) {
          {"--plan --json -e l2h2c16t16", "--plan --json --gpu-mem 16G -e d12"}) {
         o = program(arguments);
         expect_success(o, arguments);
-        expect(json_valid(o.out) && o.out.find("\"buffers\":[") != Text::npos, "%s", arguments);
+        expect(json_valid(o.out) && has(o.out, "\"buffers\":["), "%s", arguments);
     }
 }
 
@@ -299,11 +288,11 @@ TEST(fit_command) {
         expect_success(o, fit);
         const Text command = recommended(o.out, "\nfastest: ");
         const Outcome plan = program("--plan --gpu 4080 " + command);
-        expect(plan.status == 0 && plan.out.find("4080: 15.57 GiB; fits, ") != Text::npos, "%s: %s",
+        expect(plan.status == 0 && has(plan.out, "4080: 15.57 GiB; fits, "), "%s: %s",
                fit, command.c_str());
         const size_t r = command.find("-r ");
         const Text levels = command.substr(r, command.find(' ', r + 3) - r);
-        expect(plan.out.find("; " + levels) != Text::npos, "%s", command.c_str());
+        expect(flat(plan.out).find("; " + levels) != Text::npos, "%s", command.c_str());
     }
     Outcome o = program(text("--minimum -e %s", model));
     expect_success(o, "--minimum");
@@ -314,11 +303,12 @@ TEST(fit_command) {
         }
         const Text command = recommended(o.out, title);
         expect((title[5] == 'e') ==
-                   (command.find("--offload weights,gradients,moments,master,residuals") !=
-                    Text::npos), "%s%s", title, command.c_str());
+                   (has(command, "--offload weights,gradients,moments,master,residuals")),
+               "%s%s", title, command.c_str());
         const Text gpu = title[0] == 'G' ? "--gpu-mem 200G " : "";
         const Outcome plan = program("--plan " + gpu + command);
-        const size_t at = o.out.find(title) + strlen(title);
+        const size_t start = o.out.find(title) + strlen(title);
+        const size_t at = title[0] == 'G' ? o.out.find("= ", start) + 2 : start;  // the plan alone
         const Text said = o.out.substr(at, o.out.find("iB", at) + 2 - at);
         const size_t line = plan.out.find("allocation ");
         expect(line != Text::npos && plan.out.substr(line, 60).find(said) != Text::npos,
@@ -328,20 +318,20 @@ TEST(fit_command) {
     expect(less.out.substr(0, less.out.find('\n')) == o.out.substr(0, o.out.find('\n')),
            "a smaller workspace takes less: %s", less.out.c_str());
     o = program(text("--fit bits -e %s --gpu-mem 1100M", model));
-    expect(o.status == 1 && o.out.find("nothing fits: --minimum") != Text::npos, "%s",
-           o.out.c_str());
+    expect(o.status == 3 && has(o.out, "nothing fits: --minimum"), "%s", o.out.c_str());
     expect_success(program("--fit bits -e l2h2c16t16"), "--fit of the CPU's memory");
     // Only batches that this data allows are suggested: it has 24 sequences.
     write_file("few.bin", shard_bytes(Ids(400, 99), BYTE_TOKENS));
     const Text few = "-i few.bin -e l2h2c16t16 --gpu 4090 --fit ";
     o = program(few + "all");
     const Text command = recommended(o.out, "then fastest: ");
-    expect(o.out.find("\n   24  ") != Text::npos && o.out.find("\n   32  ") == Text::npos &&
+    expect(has(o.out, "\n   24 ") && !has(o.out, "\n   32 ") &&
            atoi(&command[command.find("-b ") + 3]) <= 24, "%s", o.out.c_str());
     for (const char *step : {"bits -d 512", "bits -b 32"}) {
         o = program(few + step);
-        expect(o.status == 1 && o.out.find("nothing fits: few.bin has 24 sequences, and a step "
-                                           "takes 32\n") != Text::npos, "%s", o.out.c_str());
+        expect(o.status == 1 &&
+                   flat(o.out).find("nothing fits: few.bin has 24 sequences of 16 tokens, and a "
+                                    "step takes 32\n") != Text::npos, "%s", o.out.c_str());
     }
 }
 
@@ -358,10 +348,9 @@ TEST(fit_gpus) {
             char unit = 0;
             double size = 0;
             expect(at != Text::npos &&
-                       sscanf(&o.out[at + strlen(title)], "%lf %c", &size, &unit) == 2 &&
-                       o.out.find(text(", each of %d GPUs\n", gpus)) != Text::npos &&
-                       command.find(text(" --gpus %d -z 3 ", gpus)) != Text::npos,
-                   "%s", o.out.c_str());
+                   sscanf(&o.out[at + strlen(title)], "%lf %c", &size, &unit) == 2 &&
+                   flat(o.out).find(text(", each of %d GPUs; ", gpus)) != Text::npos &&
+                   has(command, text(" --gpus %d -z 3 ", gpus)), "%s", o.out.c_str());
             size *= unit == 'G' ? 1024 : 1;
             expect(size < last, "%s%d GPUs: %g after %g", title, gpus, size, last);
             last = size;
@@ -371,13 +360,13 @@ TEST(fit_gpus) {
     const Text many = recommended(o.out, "\nfastest: ");
     expect_success(o, "--fit of several GPUs");
     expect((many + " ").find(" --gpus 4 -z 2 ") != Text::npos &&
-               o.out.find(", each of 4 GPUs; tokens/s of all predicted ") != Text::npos,
+               flat(o.out).find(", each of 4 GPUs; tokens/s of all predicted ") != Text::npos,
            "%s", o.out.c_str());
     const Text planned = program("--plan --gpu 4090 " + many).out;
-    expect(planned.find("4090: 23.60 GiB; fits, ") != Text::npos &&
-               planned.find("\nforecast: ") != Text::npos, "%s", many.c_str());
-    expect(program("--plan -e d12 --gpu h100 --gpus 16").out.find("; predicted for these cards in ")
-               != Text::npos, "16 GPUs are two machines");
+    expect(has(planned, "4090: 23.60 GiB; fits, ") &&
+               has(planned, "\nforecast: "), "%s", many.c_str());
+    const Text two = flat(program("--plan -e d12 --gpu h100 --gpus 16").out);
+    expect(has(two, "; predicted for these cards "), "16 GPUs are two machines");
 }
 
 // The command that --fit recommends contains the user's options and can be pasted; it contains
@@ -388,9 +377,9 @@ TEST(fit_given) {
     } table[] = {
         {"any -d 524288 -b 8", " -b 8 ", NULL},
         {"any --logit-rows 3000", " --logit-rows 3000", NULL},
-        {"any --dtype fp32", " --dtype fp32", "bf16,"},
-        {"any --moments bf16", " --moments bf16", "  bf16  "},
-        {"any -w none", " -w none", "  bf16  "},
+        {"any --dtype fp32", " --dtype fp32", "  bf16 "},
+        {"any --moments bf16", " --moments bf16", "  bf16 -r"},
+        {"any -w none", " -w none", "  bf16 -r"},
         {"bits -r gelu --offload moments", " -r gelu --offload moments", NULL},
         {"bits --quiet", " --quiet ", "--quiet 1"},
         {"bits -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1",
@@ -403,7 +392,7 @@ TEST(fit_given) {
         const Text command = recommended(o.out, row.options[4] == '-' ? "st: " : "fastest: ");
         expect((command + "\n").find(row.in) != Text::npos, "%s: %s", line.c_str(),
                command.c_str());
-        expect(!row.not_in || o.out.find(row.not_in) == Text::npos ||
+        expect(!row.not_in || !has(o.out, row.not_in) ||
                    o.out.find(row.not_in) > o.out.find("\nsame bits"),
                "%s: %s", line.c_str(), o.out.c_str());
         expect_success(program("--plan --gpu 4090 " + command), command);
@@ -413,17 +402,264 @@ TEST(fit_given) {
         const Outcome same = program(Text(command) + " -e d12 --gpu T4");
         expect(same.out == o.out, "%s: --gpu T4 is another card than t4", command);
         const Text plan = program("--plan -e d12 --gpu t4").out;
-        expect(o.status == 0 && o.out.find("moments bf16") == Text::npos &&
-                   o.out.find("-w none") == Text::npos && plan.find("; fp16; B 4") != Text::npos,
-               "%s: %s", command, o.out.c_str());
+        expect(o.status == 0 && !has(o.out, "moments bf16") && !has(o.out, "-w none") &&
+               flat(plan).find("; fp16; B 4") != Text::npos, "%s: %s", command, o.out.c_str());
     }
     const Outcome moved = outcome(spawn([] {
         execl(tested.c_str(), "../my tools/train_gpt2", "--minimum", "-e", "d12", NULL);
     }));
-    expect(moved.out.find("'../my tools/train_gpt2cu' -e d12 ") != Text::npos &&
-               moved.out.find("'../my tools/train_gpt2' -e d12 ") != Text::npos &&
-               moved.out.find("iB and 1.00 GiB for libraries (reserved") != Text::npos,
+    expect(has(moved.out, "'../my tools/train_gpt2cu' -e d12 ") &&
+               has(moved.out, "'../my tools/train_gpt2' -e d12 ") &&
+               flat(moved.out).find("iB and 1.00 GiB for libraries (assumed") != Text::npos,
            "%s", moved.out.c_str());
+}
+
+// The first number after `words` in a text, with its commas removed; -1 if there is none.
+static double number_after(const Text &out, const Text &words) {
+    const size_t at = out.find(words);
+    const size_t from = at == Text::npos ? at : out.find_first_of("0123456789", at + words.size());
+    Text digits;
+    for (size_t i = from; i < out.size() && (isdigit(out[i]) || strchr(",.", out[i])); i++) {
+        digits += out[i] == ',' ? "" : Text(1, out[i]);
+    }
+    return digits.empty() ? -1 : atof(digits.c_str());
+}
+
+// --largest: its command fits, and the next value that is possible does not.
+TEST(largest) {
+    static const struct {
+        const char *options, *card, *flag;
+        int step;  // from one possible value to the next; 0: the next divisor
+    } table[] = {
+        {"batch -e d12", " --gpu 4090", "-b ", 1},
+        {"batch -e d24 -r none", " --gpu t4", "-b ", 1},
+        {"batch -e d24 --offload auto -d 524288", " --gpu 4060ti", "-b ", 0},
+        {"seq-len -e l6h6c384t32768 -b 4 -r none", " --gpu-mem 3GiB", "-t ", 1},
+        {"seq-len -e l6h6c384t65536 -b 8 -d 524288", " --gpu-mem 3GiB", "-t ", 0},
+    };
+    for (const auto &row : table) {
+        const Text line = Text("--largest ") + row.options + row.card;
+        const Outcome o = program(line);
+        expect_success(o, line);
+        const Text command = recommended(o.out, "\n") + row.card;
+        const size_t at = command.find(row.flag) + 3;
+        const int value = atoi(&command[at]);
+        expect(number_after(o.out, " that fits:") == value, "%s", o.out.c_str());
+        const Outcome fits = program("--plan " + command);
+        expect(fits.status == 0, "%s: %s", command.c_str(), fits.out.c_str());
+        const int next = row.step ? value + row.step : 2 * value;
+        const Text digits = text("%d", value);
+        const Outcome not_fits =
+            program("--plan " + Text(command).replace(at, digits.size(), text("%d", next)));
+        expect(not_fits.status == 3 || has(not_fits.err, "positions"), "%s: %d: %s",
+               command.c_str(), next, not_fits.out.c_str());
+    }
+    expect(program("--largest batch -e d48 --gpu-mem 1200M").status == 3);
+    expect_too_large(program("--fit bits -e d12 --gpu-mem 1G"),
+                     "--gpu-mem: nothing is left for the plan: 1.00 GiB", "libraries");
+    const Outcome all = program("--largest seq-len -e d12 --gpu h100");
+    expect(flat(all.out).find(": 1024 (the model has no more positions)") != Text::npos, "%s",
+           all.out.c_str());
+    static const Refusal refused[] = {
+        {"--largest batch -b 2 --gpu t4", "leave --batch out"},
+        {"--largest seq-len -t 64 --gpu t4", "leave --seq-len out"},
+        {"--largest length --gpu t4", "'length' is not one of batch|seq-len"},
+        {"--largest batch --plan", "are commands: give one"},
+        {"--largest batch -e d12 -d 1000 --gpu t4", "is not a multiple of B x T"},
+        {"--largest batch --generate", "leave --largest out"},
+        {"--fit bits -e d12 --gpu all", "--gpu all needs --plan"},
+        {"--plan -e d12 --gpu-mem 12", "12 bytes are less than 1 MiB; did you mean 12GiB?"},
+    };
+    for (const Refusal &row : refused) {
+        expect_refused(program(row.arguments), row.words, row.arguments);
+    }
+}
+
+// --plan --gpu all agrees with --plan of each card.
+TEST(all_cards) {
+    const Text run = "-e gpt2-xl -b 4 --offload none ";
+    const Outcome o = program("--plan --gpu all " + run);
+    expect_success(o, "--gpu all");
+    const Text out = flat(o.out);
+    for (const char *card : {"t4", "4090", "h100", "3060-laptop", "v100"}) {
+        const Outcome one = program(Text("--plan --gpu ") + card + " " + run);
+        const size_t at = out.find(text("\n%s ", card)), end = out.find('\n', at + 1);
+        const Text line = out.substr(at, end - at), plan = flat(one.out);
+        const Text words = one.status == 0 ? "; fits, " : "; DOES NOT FIT, ";
+        const size_t verdict = plan.find(words) + words.size();
+        const Text room = plan.substr(verdict, plan.find('\n', verdict) - verdict);  // "1 GiB free"
+        expect(at != Text::npos && (card[0] == 'v' || has(line, room)), "%s: %s: %s",
+               card, line.c_str(), room.c_str());
+        const double rate = number_after(plan, "\nforecast: ");
+        expect(one.status != 0 || number_after(line, " free ") == rate, "%s: %s: %.0f", card,
+               line.c_str(), rate);
+        const size_t fits = plan.find("\nit fits with ");
+        if (fits != Text::npos && card[0] != 'v') {  // the first remedy is the same
+            const Text remedy = plan.substr(fits + 14, plan.find('\n', fits + 1) - fits - 14);
+            expect(has(line, remedy), "%s: %s: %s", card, line.c_str(), remedy.c_str());
+        }
+    }
+    const Text narrow = program("--plan --gpu all -e d12 --moments bf16").out;
+    expect(narrow.find("fits, but no bf16\n", narrow.find("\nt4 ")) < narrow.find("\n2080ti "),
+           "%s", narrow.c_str());
+    expect(has(out, "\nv100 ") && has(out, "this program needs compute capability 7.5"), "%s",
+           o.out.c_str());
+}
+
+// Suggestions are true: each one that --plan prints fits when it is typed, none is printed twice,
+// and switches that only --minimum used to know are among them.
+TEST(suggestions) {
+    static const char *const plans[] = {
+        "-e gpt2-xl --gpu-mem 1.7GiB -b 1", "-e gpt2-xl --gpu 4060ti -r none --offload none",
+        "-e gpt2-large --gpu t4 -b 64 -d 65536 -r none",
+        "-e gpt2-xl --gpu 4060 --gpus 2 -z 3 -r none"};
+    for (const char *options : plans) {
+        const Outcome o = program(Text("--plan ") + options);
+        const Text out = flat(o.out);
+        Words seen;
+        expect(o.status == 3, "%s: status %d", options, o.status);
+        for (size_t at = 0; (at = out.find("\nit fits with ", at)) != Text::npos; at++) {
+            const Text remedy = out.substr(at + 14, out.find(": ", at) - at - 14);
+            Text line = Text("--plan ") + options + " ";
+            for (const char *given : {"-r ", "-b ", "--offload "}) {  // given anew by the remedy
+                const size_t old = line.find(given);
+                if (has(remedy, given) && old != Text::npos) {
+                    const size_t value = line.find(' ', old);
+                    line.erase(old, line.find(' ', value + 1) + 1 - old);
+                }
+            }
+            const Outcome typed = program(line + remedy);
+            expect(typed.status == 0, "%s%s: %s", line.c_str(), remedy.c_str(),
+                   (typed.out + typed.err).c_str());
+            expect(std::find(seen.begin(), seen.end(), remedy) == seen.end(), "twice: %s",
+                   remedy.c_str());
+            seen.push_back(remedy);
+        }
+        expect(!seen.empty(), "%s: %s", options, o.out.c_str());
+    }
+    const Text rows = program(Text("--plan ") + plans[0]).out;
+    expect(has(rows, "it fits with --logit-rows 128 --workspace 256: "), "%s", rows.c_str());
+    const Text none = program("--plan -e gpt2-xl --gpu-mem 1.3GiB -b 1").out;
+    expect(has(none, "no settings make it fit; --minimum prints the least memory"),
+           "%s", none.c_str());
+    const Text twice = program("--plan -e gpt2-xl --gpu 4090 --gpus 2 -z 3").out;
+    const size_t first = twice.find("\n--offload moments,master,residuals\n");
+    expect(first != Text::npos &&
+               twice.find("\n--offload moments,master,residuals\n", first + 1) == Text::npos, "%s",
+           twice.c_str());
+}
+
+// The plan for a Hopper GPU also has the speed with attention kernels that the GPU has to prove,
+// which are for heads of 64 channels in bf16.
+TEST(proved_kernels) {
+    static const struct {
+        const char *options;
+        bool has;
+    } table[] = {{"-e d12 -b 64 --gpu h200", true},
+                 {"-e d48 --gpu h100 --gpus 8", true},
+                 {"-e d12 --gpu h100 --dtype fp16", false},
+                 {"-e d12 --gpu 4090", false},
+                 {"-e l12h6c768t1024 --gpu h100", false}};
+    for (auto &row : table) {
+        const Text out = flat(program(Text("--plan ") + row.options).out);
+        const double usual = number_after(out, "forecast: ");
+        const double proved = number_after(out, "with wgmma attention: ");
+        const size_t said = out.find(" tokens/s; predicted, if this GPU proves the kernels");
+        expect(usual > 0 && (said != Text::npos) == row.has &&
+                   (row.has ? proved > 1.02 * usual && proved < 1.1 * usual : proved < 0),
+               "%s: %g, %g", row.options, usual, proved);
+    }
+}
+
+// What unused memory would buy: the batch fits, and is faster by the factor that is printed.
+TEST(unused_memory) {
+    const Text run = "-e d12 --gpu h100";
+    for (const Text &step : {Text(" -d 524288"), Text()}) {
+        const Outcome o = program("--plan " + run + step + (step.empty() ? "" : " -b 4"));
+        const Text out = flat(o.out);
+        const double B = number_after(out, "unused memory would buy -b ");
+        const size_t line = out.find("unused memory would buy -b ");
+        const double faster = number_after(out.substr(line), ": ");
+        const Outcome typed = program("--plan " + run + step + text(" -b %.0f", B));
+        expect(o.status == 0 && typed.status == 0 && B > 4, "%s", o.out.c_str());
+        expect_near(number_after(typed.out, "\nforecast: ") / number_after(out, "\nforecast: "),
+                    faster, 0.006, "-b %.0f%s", B, step.c_str());
+        expect(number_after(flat(typed.out), "unused memory would buy") < 0, "%s",
+               typed.out.c_str());
+    }
+    const Text chosen = program("--plan -d 524288 " + run).out;  // as much as fits
+    expect(flat(chosen).find("unused memory would buy") == Text::npos, "%s", chosen.c_str());
+    const Text levels = program("--plan -e d12 --gpu 4090 -b 16 -r block -d 524288").out;
+    expect(has(levels, "unused memory would buy -r none"), "%s", levels.c_str());
+    const Text full = program("--plan -e d48 --gpu 4060ti").out;
+    expect(!has(full, "unused"), "%s", full.c_str());
+}
+
+// What scripts read: every command's JSON is valid, has the numbers of its text and ends with the
+// same status; rows of text fit 80 columns, except commands to paste.
+TEST(json_and_text) {
+    static const struct {
+        const char *options;
+        int status;
+        const char *key, *before;  // a JSON number of bytes, and the text before the same number
+    } table[] = {
+        {"--plan -e gpt2-xl --gpu 4060ti", 0, "device_bytes", "\ndevice allocation "},
+        {"--plan -e gpt2-xl --gpu 4060ti -r none --offload none", 3, "device_bytes",
+         "\ndevice allocation "},
+        {"--plan -e d12 --gpu v100", 1, "device_bytes", "\ndevice allocation "},
+        {"--plan -e l2h2c16t16 -b 2", 0, "device_bytes", "\nallocation "},
+        {"--plan -e d24 --gpu all", 0, NULL, NULL},
+        {"--plan -e gpt2-xl --gpu all --gpu-mem 1100M", 3, NULL, NULL},
+        {"--fit bits -e gpt2-xl --gpu 4060ti -d 524288", 0, NULL, NULL},
+        {"--fit all -e d12 --gpu 3060-laptop", 0, NULL, NULL},
+        {"--fit bits -e d48 --gpu-mem 1100M", 3, NULL, NULL},
+        {"--minimum -e gpt2-xl", 0, NULL, NULL},
+        {"--minimum -e gpt2-xl --gpus 8 -z 3", 0, NULL, NULL},
+        {"--largest batch -e d24 --gpu t4", 0, NULL, NULL},
+        {"--largest batch -e d48 --gpu-mem 1200M", 3, NULL, NULL},
+        {"--fit bits -e d12 --gpu nothing", 1, NULL, NULL},
+    };
+    for (const auto &row : table) {
+        const Outcome text_out = program(row.options);
+        const Outcome json = program(Text(row.options) + " --json");
+        expect(text_out.status == row.status && json.status == row.status, "%s: %d and %d",
+               row.options, text_out.status, json.status);
+        if (row.status == 1 && !row.key) {
+            expect(text_out.err == json.err && json.out.empty(), "%s", json.out.c_str());
+            continue;
+        }
+        expect(json_valid(json.out), "%s: %s", row.options, json.out.substr(0, 600).c_str());
+        if (row.key) {
+            expect(number_after(json.out, text("\"%s\":", row.key)) ==
+                       number_after(text_out.out, row.before), "%s: %s", row.options, row.key);
+        }
+        Words lines;
+        for (size_t at = 0, end; at < text_out.out.size(); at = end + 1) {
+            end = text_out.out.find('\n', at);
+            const Text line = text_out.out.substr(at, end - at);
+            expect(line.size() <= 80 || has(line, "train_gpt2"),
+                   "%s: %zu columns: %s", row.options, line.size(), line.c_str());
+        }
+    }
+    // Speeds and bytes of a list of candidates are those of the text.
+    const Text options = "--fit bits -e gpt2-xl --gpu 4060ti -d 524288";
+    const Text rows = program(options).out, json = program(options + " --json").out;
+    size_t at = json.find("\"candidates\""), row = rows.find("settings\n");
+    int count = 0;
+    for (; (at = json.find("\"batch\":", at)) != Text::npos; at++, count++) {
+        row = rows.find(text("\n%5.0f ", number_after(json.substr(at), "\"batch\":")), row);
+        expect(row != Text::npos, "%s", rows.c_str());
+        const Text line = rows.substr(row, 45);
+        const double rate = number_after(json.substr(at), "\"tokens_per_s\":");
+        const double gib = number_after(json.substr(at), "\"device_bytes\":") / 0x1p30;
+        expect(has(line, text("%d,%03d ", (int)rate / 1000, (int)rate % 1000)) &&
+               has(line, text(" %.2f GiB ", gib)), "%s: %.0f, %.2f", line.c_str(), rate, gib);
+        row++;
+    }
+    expect(count >= 3, "%d candidates", count);
+    const Text help = program("--help").out;
+    expect(has(help, "3060-laptop") && has(help, "rtx-pro-6000") &&
+               has(help, "gh200"), "%s", help.c_str());
 }
 
 // If the available memory is unknown, a plan says so and prints no number. Skipped if a test cannot
@@ -442,8 +678,7 @@ TEST(memory_unknown) {
     }
     const Outcome o = hidden("'" + tested + "' -e l2h2c16t16 --plan");
     expect_success(o, "a plan");
-    expect(o.out.find("\nmemory available to this process: unknown\n") != Text::npos, "%s",
-           o.out.c_str());
+    expect(has(o.out, "\nmemory available to this process: unknown\n"), "%s", o.out.c_str());
 }
 
 // Limits of a process that would end it later are detected before, by --plan and by a run.
@@ -451,7 +686,6 @@ TEST(memory_limits) {
     if (has_sanitizers()) {
         skip("a sanitizer needs more address space than any limit leaves");
     }
-    write_corpus();
     static const struct {
         int resource;
         const char *name;
@@ -464,11 +698,11 @@ TEST(memory_limits) {
             setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
         };
         Outcome o = program("--plan -e l12h12c384t64", low);
-        expect(o.status == 1 && o.out.find(text(" (%s", limit.name)) != Text::npos &&
-                   o.out.find("); DOES NOT FIT") != Text::npos,
+        expect(o.status == 3 && flat(o.out).find(text(" (%s", limit.name)) != Text::npos &&
+                   flat(o.out).find("); DOES NOT FIT") != Text::npos,
                "%s: status %d, %s", limit.name, o.status, o.out.substr(0, 1200).c_str());
-        expect_refused(program("-i train.bin -e l12h12c384t64 -x 1", low),
-                       text("are available (%s", limit.name), limit.name);
+        expect_too_large(program("-i train.bin -e l12h12c384t64 -x 1", low),
+                         text("are available (%s", limit.name), limit.name);
         expect_success(program("-i train.bin -e l2h2c16t16 -x 1 --quiet", low), limit.name);
         // A plan that -r auto makes as large as possible leaves memory for a checkpoint's thread.
         for (int mib = 80; mib <= 120; mib += 10) {
@@ -479,13 +713,13 @@ TEST(memory_limits) {
                 setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
             });
             if (mib < 100 && o.status) {
-                expect_refused(o, text("are available (%s", limit.name), limit.name);
+                expect_too_large(o, text("are available (%s", limit.name), limit.name);
             } else {
                 expect_success(o, text("%s %d MiB", limit.name, mib));
             }
         }
-        expect_refused(program("--generate -e l12h12c1536t64", low),
-                       "short; --generate takes weights and a KV cache", limit.name);
+        expect_too_large(program("--generate -e l12h12c1536t64", low),
+                         "short; --generate takes weights and a KV cache", limit.name);
         // Threads start after the plan is allocated, and their stacks count against the limit.
         for (const char *threads : {"7", "9"}) {
             o = program("-i train.bin -e l2h2c16t16 -x 1 --quiet", [&] {
@@ -497,11 +731,11 @@ TEST(memory_limits) {
             if (threads[0] == '7' || !threaded) {
                 expect_success(o, limit.name);
             } else {
-                expect_refused(o, Text(limit.name) + " minus thread stacks): ", threads);
+                expect_too_large(o, Text(limit.name) + " minus thread stacks): ", threads);
             }
         }
         o = program("--fit bits -e l12h12c1536t64", low);
-        expect(o.status == 1 && o.out.find("tokens/s of two cores: ") != Text::npos, "%s",
+        expect(o.status == 3 && flat(o.out).find("tokens/s of two cores, for ") != Text::npos, "%s",
                o.out.c_str());
     }
 }
@@ -509,7 +743,6 @@ TEST(memory_limits) {
 // A run that a launcher starts several times is refused in one line that names its variable,
 // because independent copies would each train the whole model. A plan is not affected.
 TEST(launcher) {
-    write_corpus();
     for (const char *variable :
          {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"}) {
         expect_refused(program(TINY "-x 1 -o out", with(variable, "8")), Text(variable) + " is 8",
@@ -521,7 +754,7 @@ TEST(launcher) {
     }
     // A shell of sbatch or salloc, in which the program is started once.
     expect_success(program(TINY "-x 1 --quiet", with("SLURM_NTASKS", "8")), "a shell");
-    expect(!exists("out"), "nothing was begun");
+    expect(!exists("out"), "nothing was started");
 }
 
 // A signal ends a plan like any program that has nothing to save.
@@ -548,8 +781,7 @@ TEST(plan_signal) {
 // The start-up box and the log list all memory of a run, also if host and device share it, and no
 // list ends with a comma.
 TEST(memory_shown) {
-    write_corpus();
-    if (tested.find("cu") != Text::npos) {
+    if (has(tested, "cu")) {
         skip("of the CPU program");
     }
     const Text run = "-e l3h2c64t16 -b 2 -r none --offload weights,gradients,moments ";
@@ -567,13 +799,13 @@ TEST(memory_shown) {
            (long long)bytes);
     expect(fabs(atof(total[1]) * (1 << (strstr(total[1], "MiB") ? 20 : 10)) / (double)bytes - 1) <
                0.01, "box: %s", total[1]);
-    expect(o.out.find(text("\t%s", total[1])) != Text::npos ||
-               o.out.find(text("  %s", total[1])) != Text::npos, "no step says %s", total[1]);
+    expect(has(o.out, text("\t%s", total[1])) ||
+               has(o.out, text("  %s", total[1])), "no step says %s", total[1]);
     const Text line = o.out.substr(box + 1, o.out.find('\n', box + 1) - box - 1);
-    expect(line.find(",;") == Text::npos && line.back() != ',' &&
-           line.find(" of emulated host memory") != Text::npos, "%s", line.c_str());
+    expect(!has(line, ",;") && line.back() != ',' &&
+           has(line, " of emulated host memory"), "%s", line.c_str());
     const Outcome plain = program(TINY "-x 1");
-    expect(plain.out.find(",\npeak") == Text::npos, "%s", plain.out.c_str());
+    expect(!has(plain.out, ",\npeak"), "%s", plain.out.c_str());
 }
 
 // --version prints program, version and compiler, in any folder and with any other option.
@@ -583,15 +815,13 @@ TEST(version) {
         expect_success(o, arguments);
         char name[32], number[32];
         expect(sscanf(o.out.c_str(), "%31[a-z_2] %31[0-9.]\ncompiler", name, number) == 2 &&
-                   Text(name).find("train_gpt2") == 0 && number[0] &&
-                   o.out.find("\ncompiler  ") != Text::npos &&
-                   o.out.find("\nbuilt in  ") != Text::npos, "%s", o.out.c_str());
+               Text(name).find("train_gpt2") == 0 && number[0] && has(o.out, "\ncompiler  ") &&
+               has(o.out, "\nbuilt in  "), "%s", o.out.c_str());
     }
 }
 
 // The command that a run prints can be pasted into a shell: bash splits it into the same words.
 TEST(command) {
-    write_corpus();
     const Text values[] = {"plain", "two words", "it's \"$HOME\" `x` \\ \\n !1 #?*~", "",
                            "a\nb\tc'\\\x1b[31m\xff\xc2\x9b \xc3\xa9", "-"};
     for (const Text &value : values) {
@@ -615,7 +845,6 @@ TEST(command) {
 
 // Step lines are printed every --log-every steps, and for the last step; also after a resume.
 TEST(log_every) {
-    write_corpus();
     const Outcome o = program(TINY "-x 10 -n 5 --log-every 4 -y 1 -o out");
     expect_success(o, "--log-every 4");
     Text steps;
@@ -635,8 +864,8 @@ TEST(log_every) {
     const Outcome cut = outcome(pid);
     const Ints last = log_steps("cut/log.jsonl");
     expect(cut.status == 0 && last.size() == 1 && last[0] >= 20 &&
-               cut.out.find(text("\nstep %7d/99999999  loss ", last.back())) != Text::npos &&
-               cut.out.find(text("interrupted after step %d,", last.back())) != Text::npos,
+               has(cut.out, text("\nstep %7d/99999999  loss ", last.back())) &&
+               has(cut.out, text("interrupted after step %d,", last.back())),
            "%zu lines: %s", last.size(), cut.out.c_str());
 }
 
@@ -681,7 +910,6 @@ static Words live_lines(const Text &all) {
 // A line rewritten in place fits the terminal at any width, also after it is resized; on a narrow
 // terminal the least useful parts are omitted first, and no step is missing.
 TEST(live_line) {
-    write_corpus();
     for (int columns : {200, 80, 56, 20}) {
         const Words lines = live_lines(on_terminal(TINY "-x 20", columns));
         expect(lines.size() >= 20, "%zu lines at %d columns", lines.size(), columns);
@@ -689,16 +917,16 @@ TEST(live_line) {
             const Text &line = lines[i];
             expect((int)line.size() < columns, "%d columns: %s", columns, line.c_str());
             expect(line.find(text("step %4zu/20", i + 1)) == 0, "%s", line.c_str());
-            expect((line.find("MiB") != Text::npos) == (columns == 200) &&
-                       (line.find("  norm ") != Text::npos) == (columns >= 80) &&
-                       (line.find("  eta ") != Text::npos) == (columns >= 56),
+            expect(has(line, "MiB") == (columns == 200) &&
+                       has(line, "  norm ") == (columns >= 80) &&
+                       has(line, "  eta ") == (columns >= 56),
                    "%d columns: %s", columns, line.c_str());
         }
     }
     int resized = 0;
     const Words lines = live_lines(on_terminal(TINY "-x 3000", 120, [&](int fd, const Text &all) {
         struct winsize size = {24, 40, 0, 0};
-        if (!resized && all.find("step   20/3000") != Text::npos) {
+        if (!resized && has(all, "step   20/3000")) {
             resized = ioctl(fd, TIOCSWINSZ, &size) == 0;
         }
     }));
@@ -711,19 +939,18 @@ TEST(live_line) {
 
 // Control bytes and invalid UTF-8 are written to a file unchanged and to a terminal as text.
 TEST(sample_bytes) {
-    write_corpus();
     const Text bytes = "\x1b[2m\x01\x7f\xc2\x9b\xff\xc3\xa9k\n.";
     const Text shown = "\\x1b[2m\\x01\\x7f\\xc2\\x9b\\xff\xc3\xa9k\r\n.";
     const Text run = TINY "-x 1 -s 1 -g 1 --temperature 0 --prompt " + bytes;
     const Outcome o = program(run);
     expect_success(o, "into a file");
-    expect(o.out.find("---\n" + bytes) != Text::npos, "%s", o.out.c_str());
+    expect(has(o.out, "---\n" + bytes), "%s", o.out.c_str());
     expect_success(program(TINY "-x 1 --quiet -o out"), "a model");
     for (const Text &arguments : {run, "-e out/step-00000001 --generate --quiet -g 1 --prompt " +
                                            bytes}) {
         const Text all = on_terminal(arguments, 80);
-        expect(all.find((arguments == run ? "---\r\n" : "") + shown) != Text::npos &&
-                   all.find(bytes.substr(0, 4)) == Text::npos, "%s", all.c_str());
+        expect(has(all, (arguments == run ? "---\r\n" : "") + shown) &&
+                   !has(all, bytes.substr(0, 4)), "%s", all.c_str());
     }
     // A character whose bytes are separate tokens is printed whole.
     Ids accents;
@@ -735,8 +962,7 @@ TEST(sample_bytes) {
     expect_success(program(train), train);
     const Text all = on_terminal("-e accents/step-00000200 --generate --quiet -g 9 --temperature 0 "
                                  "--prompt \xc3\xa9", 80);
-    expect(all.find("\xc3\xa9\xc3\xa9\xc3\xa9\xc3\xa9\xc3\xa9\\xc3\r\n") == 0, "%s",
-           all.c_str());
+    expect(all.find("\xc3\xa9\xc3\xa9\xc3\xa9\xc3\xa9\xc3\xa9\\xc3\r\n") == 0, "%s", all.c_str());
 }
 
 int main(int argc, char **argv) {

@@ -14,6 +14,11 @@
 // the kernel is not a template; instances without a line are reported and not limited. `sm 80`: the
 // line applies to that GPU only. sm_75, which has no bf16, has only such lines.
 //
+// For kernels of wgmma, `hgmma N`: the loop has exactly N products; `overlap N`: at least N
+// exponentials are computed between the wait for all but one group of products and the next wait
+// for all. Their loops must not let the lanes of a warp diverge. A remark C75xx of the compiler, by
+// which it says that it waits for each product on its own, is a failure.
+//
 // Budgets were recorded with one release of nvcc; the log of a compilation starts with its name.
 // For another release the limits are wider: it can only show a kernel that spills or no longer
 // fills its SM, not a few registers.
@@ -50,7 +55,7 @@ typedef std::string Text;
 
 struct Budget {
     Text kernel, arguments, test, arch;
-    int line, threads, shared, regs, spills, blocks, elements;
+    int line, threads, shared, regs, spills, blocks, elements, hgmma, overlap;
     double instructions;  // per element; 0: unlimited
     bool loop;
 };
@@ -75,7 +80,8 @@ static bool budget_read(const Text &words, Budget *b) {
     std::istringstream in(rest);
     const std::map<Text, int *> numbers = {
         {"threads", &b->threads}, {"shared", &b->shared}, {"regs", &b->regs},
-        {"spills", &b->spills},   {"blocks", &b->blocks}, {"of", &b->elements}};
+        {"spills", &b->spills},   {"blocks", &b->blocks}, {"of", &b->elements},
+        {"hgmma", &b->hgmma},     {"overlap", &b->overlap}};
     Text word;
     while (in >> word) {
         if (word == "loop") {
@@ -199,6 +205,8 @@ struct Compiled {
     Text kernel, arguments;  // arguments without spaces, bf16 for __nv_bfloat16, fp16 for __half
     int regs, spills, shared;
     int whole, loop;  // instructions; 0 without disassembly, or without a loop
+    int hgmma, overlap;  // of the loop
+    bool diverges;       // the loop has both products and places where lanes may diverge
 };
 
 typedef std::map<Text, Compiled> Kernels;  // by mangled name
@@ -272,8 +280,9 @@ static Kernels log_read(const Text &log) {
 // Subroutines ("$name:") and the padding after the code are not counted.
 struct Counter {
     std::map<Text, int> labels;
-    int count = 0, end = 0, loop = 0;  // end: the last unconditional EXIT
+    int count = 0, end = 0, loop = 0, loop_at = 0;  // end: the last unconditional EXIT
     bool over = false;
+    Text kinds;  // a letter for each instruction
 
     void label(const Text &name) {
         over |= name[0] == '$';
@@ -285,6 +294,12 @@ struct Counter {
             return;
         }
         count++;
+        static const char *const words[] = {"HGMMA", "MUFU.EX2", "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+                                            "WARPGROUP.DEPBAR.LE gsb0, 0x0", "BSSY", "WARPSYNC"};
+        const auto word = std::find_if(std::begin(words), std::end(words), [&](const char *name) {
+            return line.find(name) != Text::npos;
+        });
+        kinds += "HE10PP."[word - std::begin(words)];
         const size_t exit = line.find("EXIT");
         if (exit != Text::npos && line.find('@') == Text::npos) {
             end = count;
@@ -296,11 +311,26 @@ struct Counter {
         const Text target = line.substr(from + 2, line.find(')', from) - from - 2);
         if (labels.count(target) && labels[target] < count - 1) {
             // Rare paths, such as a shuffle of a diverged warp, follow the end and jump back.
-            loop = labels[target] < end ? loop : std::max(loop, count - labels[target]);
+            if (labels[target] >= end && count - labels[target] > loop) {
+                loop_at = labels[target];
+                loop = count - loop_at;
+            }
         } else if (labels.count(target)) {  // a branch to itself ends the code
             count--;
             over = true;
         }
+    }
+
+    void figures(Compiled *c) const {
+        const Text in_loop = kinds.substr((size_t)loop_at, (size_t)loop);
+        c->whole = count;
+        c->loop = loop;
+        c->hgmma = (int)std::count(in_loop.begin(), in_loop.end(), 'H');
+        c->diverges = c->hgmma > 0 && in_loop.find('P') != Text::npos;
+        const size_t from = in_loop.find('1'), to = in_loop.find('0', std::min(from, (size_t)loop));
+        c->overlap = to == Text::npos ? 0
+                                      : (int)std::count(in_loop.begin() + (long)from,
+                                                        in_loop.begin() + (long)to, 'E');
     }
 };
 
@@ -310,8 +340,7 @@ static void sass_read(const Text &sass, Kernels *kernels) {
     Counter counter;
     auto close = [&] {
         if (kernels->count(name)) {
-            kernels->at(name).whole = counter.count;
-            kernels->at(name).loop = counter.loop;
+            counter.figures(&kernels->at(name));
         }
     };
     while (std::getline(in, line)) {
@@ -352,6 +381,9 @@ static bool is_named_by(const Compiled &c, const Budget &b) {
 
 static const char recorded_with[] = "release 13.0,";
 
+// True if ptxas makes a kernel wait for each product of wgmma on its own.
+static bool is_serialized(const Text &log) { return log.find("(C75") != Text::npos; }
+
 static bool is_recorded(const Text &log) {
     return log.find(" release ") == Text::npos || log.find(recorded_with) != Text::npos;
 }
@@ -364,6 +396,7 @@ static Budget widened(Budget b) {
     b.spills += 64;
     b.blocks = std::max(1, b.blocks * 3 / 4);
     b.instructions *= 1.25;
+    b.overlap = 0;
     return b;
 }
 
@@ -394,6 +427,13 @@ static Text compare(const Gpu &gpu, const Compiled &c, const Budget &b, bool *go
         text += figure("instr/elem", per_element, b.instructions, few);
         *good &= few;
     }
+    if (b.hgmma > 0 && c.whole > 0) {
+        const bool exact = c.hgmma == b.hgmma, overlaps = c.overlap >= b.overlap;
+        text += figure("hgmma", c.hgmma, b.hgmma, exact);
+        text += figure("overlap", c.overlap, b.overlap, overlaps);
+        text += c.diverges ? " lanes may diverge!" : "";
+        *good &= exact && overlaps && !c.diverges;
+    }
     return text;
 }
 
@@ -403,13 +443,13 @@ static Text instance_name(const Compiled &c) {
 
 // -------------------------------------------------------------------------------------------------
 // Injected faults
-// A kernel of seven instructions, four of them in a loop and one after the end, which keeps its
+// A kernel of eleven instructions, eight of them in a loop and one after the end, which keeps its
 // budget; then every way to violate it, each of which must be detected.
 
 static const char injected_source[] =
     "// What.\n"
     "// budget: <bf16> threads 256 regs 32 blocks 8\n"
-    "//   instr/elem 2 of 2 loop test gpu_f\n"
+    "//   instr/elem 4 of 2 loop hgmma 1 overlap 1 test gpu_f\n"
     "template <class E>\n"
     "__global__ void f_kernel(E *a) {\n"
     "    asm(\"ex2.approx.ftz.f32 %0, %1;\" : \"=f\"(y) : \"f\"(x));\n";
@@ -421,6 +461,10 @@ static const char injected_sass[] =
     ".text._Z8f_kernelI13__nv_bfloat16EvPT_:\n"
     " /*0000*/ MOV R1, c[0x0][0x28] ;\n"
     ".L_x_1:\n"
+    " /*0008*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;\n"
+    " /*0009*/ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;\n"
+    " /*000a*/ MUFU.EX2 R1, R1 ;\n"
+    " /*000b*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
     " /*0010*/ FMUL R0, R0, R0 ;\n"
     " /*0020*/ CALL.REL.NOINC `($__internal_0) ;\n"
     " /*0030*/ FMUL R0, R0, R0 ;\n"
@@ -451,7 +495,8 @@ static bool injected_is_good(const Injected &p, const char *release = "13.0") {
     const Source read = source_read(source, "TEST(gpu_f, CUDA_ALL) {");
     Kernels kernels = log_read(log);
     sass_read(sass, &kernels);
-    bool good = read.faults.empty() && read.budgets.size() == 1 && kernels.size() == 1;
+    bool good = read.faults.empty() && read.budgets.size() == 1 && kernels.size() == 1 &&
+                !is_serialized(log);
     for (const auto &kernel : kernels) {
         bool kept = false;
         if (good) {
@@ -470,7 +515,13 @@ static const Injected injected_faults[] = {
     {"source", "blocks 8", "blocks 9"},
     {"sass", "FMUL R0, R0, R0 ;\n", "MUFU.RCP R0, R0 ;\n /*0018*/ FMUL R0, R0, R0 ;\n"},
     {"sass", "@P0 BRA `(.L_x_1)", "FADD"},
-    {"source", "2 of 2 loop", "2 of 2"},
+    {"source", "4 of 2 loop", "4 of 2"},
+    {"sass", "HGMMA", "FADD"},
+    {"sass", "MUFU.EX2", "MUFU.RCP"},
+    {"sass", "FMUL R0, R0, R0", "BSSY B0, `(.L_x_3)"},
+    {"sass", "gsb0, 0x1", "gsb0, 0x0"},
+    {"log", "ptxas info : Used", "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async "
+                                 "instructions are serialized\nptxas info : Used"},
     {"source", "gpu_f\n", "gpu_g\n"},
     {"source", "blocks 8", "block 8"},
     {"source", "// budget", "// Budget"},
@@ -533,6 +584,9 @@ static bool kernels_read(const Gpu &gpu, const Text &disassembler, Kernels *kern
     const Text log = Text("build/sm_") + gpu.arch + ".log";
     *kernels = log_read(file_text(log));
     *recorded = is_recorded(file_text(log));
+    if (is_serialized(file_text(log))) {
+        verdict(false, "sass  ptxas serializes wgmma: see (C75 in " + log);
+    }
     if (!kernels->empty() && !disassembler.empty()) {
         const Text sass = command_text("'" + disassembler + "' -c " + log + ".cubin");
         sass_read(sass, kernels);

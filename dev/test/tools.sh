@@ -53,7 +53,7 @@ pipe_train_000002.bin pipe_val_000000.bin"
 bytes=$(for f in pipe_val_000000.bin pipe_train_00000?.bin; do tail -c +1025 $f; done |
     tr -d '\0' | cksum)
 expected=$(cat long long long | cksum)
-equal "stream comes back whole" "$bytes" "$expected"
+equal "a stream decodes to the input" "$bytes" "$expected"
 printf 'PK\0\0' > binary
 equal "binary input: a warning" "$($tokenize -o binary binary 2>&1 > /dev/null)" \
     "tokenize: binary contains zero bytes: is it text? --bytes encodes any file"
@@ -76,7 +76,7 @@ for prefix in '' / /none/ ./; do
     refuses "prefix '$prefix'" "^tokenize: -o '$prefix': a PREFIX ends in" \
         $tokenize -o "$prefix" text
 done
-refuses "a huge argument is cut" "^tokenize: --threads: 'x{200,400} ... x{200,300}' is not" \
+refuses "a huge argument is shortened" "^tokenize: --threads: 'x{200,400} ... x{200,300}' is not" \
     $tokenize -o bad --threads "$(printf 'x%.0s' {1..100000})" text
 refuses "all text validates" "nothing is left" $tokenize -o bad --val-tokens 11 text
 refuses "no output folder" "cannot create absent/bad\.lock" $tokenize -o absent/bad text
@@ -103,7 +103,7 @@ refuses "leftover shards" "left from an earlier run" $tokenize -o pipe --shard-t
 
 if [ "$(id -u)" -eq 0 ] && mkdir full && mount -t tmpfs -o size=64k tmpfs full 2> /dev/null; then
     refuses "full disk" "cannot write full/bad_train.bin.part: No space" $tokenize -o full/bad long
-    equal "full disk keeps nothing" "$(ls full)" ""
+    equal "a full disk leaves no file" "$(ls full)" ""
     umount full
 else
     skip "full disk" "cannot mount a small tmpfs"
@@ -127,14 +127,14 @@ for before in 1048563 1048564 1048570 1048576; do    # markers around the end of
     { head -c $before long; printf '<|endoftext|> b '; head -c 1048560 /dev/zero | tr '\0' ' '
       printf '<|endoftext|>c'; } > border
     $tokenize --documents --val-fraction 0 -o border border > /dev/null
-    equal "marker behind byte $before" "$(numbers u2 $((1024 + 2 * before)) border_train.bin)" \
+    equal "marker after byte $before" "$(numbers u2 $((1024 + 2 * before)) border_train.bin)" \
         "97 256 98 256 99"
 done
 seq 700000 | sed '0~50000s/$/<|endoftext|>/' > digits    # 4.8 MB
 $tokenize --val-fraction 0 --shard-tokens 2000000 -o rest digits > /dev/null
-equal "a short rest is the last shard" "$(numbers d4 8 -N4 rest_train_000002.bin)" 789077
+equal "a short remainder is the last shard" "$(numbers d4 8 -N4 rest_train_000002.bin)" 789077
 $tokenize --val-fraction 0 --shard-tokens 2390000 -o rest2 digits > /dev/null
-equal "a very short rest is none" "$(numbers d4 8 -N4 rest2_train_000001.bin)" 2399077
+equal "a very short remainder is not a shard" "$(numbers d4 8 -N4 rest2_train_000001.bin)" 2399077
 for t in 1 2 5; do
     ./tokenize --bytes --documents --threads $t --shard-tokens 400000 -o threads digits > /dev/null
     sum[t]=$(cat threads_*.bin | cksum)
@@ -175,7 +175,7 @@ if [ -f again.state ]; then
         refuses "state, $name" "again.state (is|counts) .*: remove it" $again $option $file
     done
     cp kept again.state && rm again_train_000000.bin
-    refuses "state without its shards" "counts finished shards that are not there" $again digits
+    refuses "a state without its shards" "counts finished shards that are not there" $again digits
     cp kept again.state && touch digits
     refuses "state, input touched" "is of a run on other input, or it changed" $again digits
     rm again.state
@@ -186,15 +186,15 @@ fi
 holder=$!
 until [ -e held_train_000000.bin ] || ! kill -0 $holder 2> /dev/null; do sleep 0.002; done
 said=$($tokenize -o held text 2>&1 > /dev/null)
-equal "one run a prefix" "$? $said" \
+equal "one run per prefix" "$? $said" \
     "1 tokenize: -o held: another run of tokenize writes there (held.lock is locked)"
 $tokenize -o other text > /dev/null
-equal "another prefix is free" "$?" 0
+equal "another prefix is not locked" "$?" 0
 kill -s KILL $holder
 wait $holder 2> /dev/null
 rm -f held_*
 $tokenize -o held text > /dev/null
-equal "the lock of a killed run is free, and removed" "$? $(echo held*)" \
+equal "the lock of a killed run is released and removed" "$? $(echo held*)" \
     "0 held_train.bin held_val.bin"
 if command -v strace > /dev/null && strace -o traced true; then
     strace -f -o traced -e trace=fsync,fdatasync,syncfs,sync \
@@ -212,10 +212,10 @@ wait $stream
 equal "a stream is interrupted: status" $? 130
 says "a stream is interrupted" "a stream cannot be continued" "$(cat said)"
 
-equal "a pipe sees the last lines alone" "$($tokenize -o long long | wc -l)" 2
+equal "a pipe gets only the last lines" "$($tokenize -o long long | wc -l)" 2
 if command -v script > /dev/null; then
     said=$(script -qec "./tokenize --bytes -o long long" /dev/null < /dev/null | tr '\r\033' 'R!')
-    says "a terminal sees progress" "R\[#+ *\].*R!\[Klong_train.bin" "$said"
+    says "a terminal shows progress" "R\[#+ *\].*R!\[Klong_train.bin" "$said"
 else
     skip "progress on a terminal" "no script(1)"
 fi
@@ -234,7 +234,7 @@ $(numbers u2 1024 bpe_train.bin)" "8 50257 0 50256 40 1183 467 13 50256 15496 99
         "40 1183 467 13 198 27 91 437 1659 5239 91 29 198 15496 995"
     head -c 4500000 /dev/zero | tr '\0' 'a' > solid    # longer than an uncut text may be
     $bpe --threads 2 --val-tokens 5 -o bpe solid > /dev/null
-    equal "GPT-2 tokens, nowhere to cut" "$(numbers u2 1024 bpe_val.bin)" \
+    equal "GPT-2 tokens, no place to split" "$(numbers u2 1024 bpe_val.bin)" \
         "24794 24794 24794 24794 24794"
 else
     skip "GPT-2 tokens" "neither DATA_MIRROR nor data/ has vocab.bpe"
@@ -312,10 +312,10 @@ for compiler in "gcc -O0" "gcc -O3 -march=native" "gcc -m32 -O2" "gcc -funsigned
         $compiler -std=c11 -Wall -Wextra -Werror "$root/data/stories.c" -o told
         equal "stories, $compiler" "$(./told | sha256sum)" "$stories_sum  -"
     else
-        skip "stories, $compiler" "it does not build here"
+        skip "stories, $compiler" "does not build here"
     fi
 done
-refuses "stories take no option" "usage: data/stories > FILE" ./stories --help
+refuses "stories: no options" "usage: data/stories > FILE" ./stories --help
 if [ -e /dev/full ]; then
     said=$(./stories 2>&1 > /dev/full)
     equal "stories on a full disk" "$? $said" \
@@ -336,7 +336,7 @@ refuses "unknown corpus" "unknown corpus 'pile'; known: tinyshakespeare tinystor
 made="data: tinyshakespeare is not available; using generated stories"
 mkdir stub && printf '#!/bin/sh\necho call >> "%s/calls"\nexit 7\n' "$PWD" > stub/curl
 chmod +x stub/curl
-says "stories without mirror and net" "download failed.*$made" \
+says "stories without mirror and network" "download failed.*$made" \
     "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1 | tr '\n' ' ')"
 equal "stories: text" "$(sha256sum < repo/data/stories.txt)" "$stories_sum  -"
 equal "stories: tokens" "$(numbers d4 8 -N12 repo/data/stories_bytes_train.bin) \
@@ -354,7 +354,7 @@ says "data/ next to the program" \
     "$(cd elsewhere && $train 2>&1)"
 mkdir elsewhere/data && cp repo/data/stories_bytes_*.bin elsewhere/data/
 said=$(cd elsewhere && $train 2>&1)
-says "data/ here comes first" "data     data/stories_bytes_train\*.bin: .*validation loss" "$said"
+says "data/ here is preferred" "data     data/stories_bytes_train\*.bin: .*validation loss" "$said"
 equal "with -j no such line" "$(grep -c 'no validation' <<< "$said")" 0
 says "-i alone validates on files beside it" ' -j data/stories_bytes_val.bin .*validation loss' \
     "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
@@ -379,7 +379,7 @@ $(numbers d4 8 -N4 repo/data/tinyshakespeare_gpt2_val.bin)" "301966 36059"
     truncate -s -2 repo/data/tinyshakespeare_bytes_val.bin
     $prepare > /dev/null 2>&1
     bytes=$(stat -c %s repo/data/tinyshakespeare_bytes_val.bin)
-    equal "damaged shard is made again" "$bytes" 224104
+    equal "a damaged shard is made again" "$bytes" 224104
     rm -f repo/data/*.bin repo/data/*.bpe && mkdir -p bare
     cp "$mirror/tinyshakespeare.txt" bare/
     says "a mirror without vocabulary" "no gpt2/vocab.bpe.*byte tokens only" \
@@ -477,7 +477,7 @@ for client in $clients; do
         served fineweb-edu 3
     cp docs_train.bin $shards/edu_fineweb_train_000003.bin
     refuses "$client, 404" "train_000004.bin: download failed" served fineweb-edu 4
-    equal "$client, 404: the others stay" "$(cd repo/data && echo edu_* | wc -w)" 4
+    equal "$client, 404: the others are kept" "$(cd repo/data && echo edu_* | wc -w)" 4
     head -c 90000 digits > $shards/edu_fineweb_train_000003.bin
     served hellaswag > said 2>&1
     equal "$client, HellaSwag" \
@@ -539,8 +539,33 @@ def of(what, path, other=None):
         return " ".join(page(path)["dd"])
     if what == "newest":    # the newest sample
         return page(path)["pre"][0]
+    if what == "cards":
+        cells, cards = " ".join(page(path)["td"]), json.load(open(other))["cards"]
+        missing = [row for row in cards if row["gpu"] + " " not in cells or row["tokens_per_s"] and
+                   "{:,}".format(row["tokens_per_s"]) not in cells or
+                   row["takes"] and row["takes"] not in cells]
+        return "every card" if cards and not missing else "missing: %s" % missing
     tree = xml.etree.ElementTree.parse(path)
     titles = [title.text for title in tree.iter(svg + "title")]
+    if what == "points":
+        planned = [row for row in json.load(open(other))["candidates"]]
+        found = {}
+        for point in tree.iter(svg + "circle"):
+            numbers = re.findall("([0-9][0-9,]*) ", point.find(svg + "title").text)[:3]
+            found[tuple(int(text.replace(",", "")) for text in numbers)] = point
+        keys = sorted(found)
+        named = sorted({(row["device_bytes"], row["tokens_per_s"], row["host_bytes"])
+                        for row in planned})
+        if keys != named:
+            return "%s, planned %s" % (keys, named)
+        for axis, place, sign in ((0, "cx", 1), (1, "cy", -1)):
+            at = [sign * float(found[key].get(place)) for key in
+                  sorted(keys, key=lambda key: key[axis])]
+            if at != sorted(at):
+                return "%s is not in order" % place
+        colours = {key[2]: found[key].get("fill") for key in keys}
+        return "every candidate" if len(set(colours.values())) > 2 and all(
+            found[key].get("fill") == colours[key[2]] for key in keys) else "colours %s" % colours
     if what == "checks":
         return " ".join(titles)
     drawn = sorted(int(re.search("([0-9,]+) bytes", title)[1].replace(",", "")) for title in titles)
@@ -569,6 +594,22 @@ if command -v python3 > /dev/null; then
     "$root/train_gpt2" $plan > plan.json
     report --plan - --svg plan.svg < plan.json > /dev/null
     equal "report: a plan" "$(python3 read.py buffers plan.svg plan.json)" "every buffer"
+    # What fits: a circle for each candidate, at coordinates that increase with its numbers.
+    "$root/train_gpt2" --fit all -e d12 --gpu 3070 --json > fit.json
+    "$root/train_gpt2" --plan --gpu all -e d36 -b 8 -r none --offload none --json > cards.json
+    report --fit - --svg fit.svg < fit.json > /dev/null
+    equal "report: what fits" "$(python3 read.py points fit.svg fit.json)" "every candidate"
+    report --fit fit.json cards.json -o fit.html > /dev/null
+    equal "report: the table of cards" "$(python3 read.py cards fit.html cards.json)" "every card"
+    echo '{"query":"fit","model":"<b>","available_bytes":0,"best":null,"candidates":[]}' \
+        > none.json
+    report --fit none.json --svg none.svg > /dev/null
+    says "report: nothing fits" ">Nothing fits.<" "$(cat none.svg)"
+    refuses "report: --fit of a plan" "plan.json is not the output of --fit --json or of" \
+        report --fit plan.json -o bad
+    sed 's/"device_bytes":[0-9]*/"device_bytes":-1/' fit.json > damaged.json
+    refuses "report: a damaged candidate" "damaged.json is not the output of --fit" \
+        report --fit damaged.json -o bad
     mkfifo pipe
     refuses "report: a FIFO" "cannot read pipe: not a regular file" \
         timeout 20 python3 "$root/dev/report.py" pipe
@@ -592,7 +633,7 @@ if command -v python3 > /dev/null; then
     cp run/report.html before.html
     refuses "report: no space for it" "cannot write run/report.html: File too large" \
         bash -c 'ulimit -f 4; python3 "$1/dev/report.py" run' - "$root"
-    equal "report: ... the old one stands" \
+    equal "report: ... the old page is kept" \
         "$(ls run/*.html*; cmp before.html run/report.html 2>&1)" run/report.html
     refuses "report: no run" "cannot read absent: No such file" report absent -o bad
     refuses "report: a broken line" "broken.jsonl:1: not a JSON object" report broken.jsonl -o bad
@@ -612,7 +653,7 @@ END
     url=$(cut -d' ' -f 1 url)
     sed -i '$d' run/log.jsonl && echo '{"step":7,"loss":1.25}' >> run/log.jsonl
     says "report: --watch reads again" "<dd>1.2500</dd>" "$(python3 get.py "$url" localhost:1)"
-    says "report: --watch for this machine alone" "404" "$(python3 get.py "$url" a.example 2>&1)"
+    says "report: --watch serves only this machine" "404" "$(python3 get.py "$url" a.example 2>&1)"
     kill $watcher
 else
     skip "report.py" "no python3"
@@ -638,7 +679,7 @@ completed=$(. root/usr/share/bash-completion/completions/train_gpt2
 equal "make install: completion of options and values" "$completed" \
     "$options"$'\n'"wsd"$'\n'"none norm"
 
-equal "no part is left" "$(find . -name '*.part')" ""
+equal "no .part file is left" "$(find . -name '*.part')" ""
 
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

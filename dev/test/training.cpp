@@ -7,7 +7,6 @@
 
 // A single repeated batch is memorized; the sample starts with the prompt; the log is complete.
 TEST(overfit) {
-    write_corpus();
     Outcome o = program("-i train.bin -j val.bin -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 -v 60 -m 0 "
                         "-s 240 -g 9 --prompt abc --temperature 0 -o out");
     expect_success(o, "overfit");
@@ -15,10 +14,9 @@ TEST(overfit) {
     double loss = last_value(log, "loss");
     expect(loss < 0.2, "loss %.3f", loss);
     expect(log_steps("out/log.jsonl") == one_to(240));
-    expect(log.find("{\"step\":240,\"sample\":\"abc") != Text::npos &&
-           o.out.find("\nabc") != Text::npos);
-    expect(log.find("{\"step\":60,\"val_loss\":") != Text::npos);
-    expect(log.find("\"checkpoint\":\"out/step-00000240\"") != Text::npos);
+    expect(has(log, "{\"step\":240,\"sample\":\"abc") && has(o.out, "\nabc"));
+    expect(has(log, "{\"step\":60,\"val_loss\":"));
+    expect(has(log, "\"checkpoint\":\"out/step-00000240\""));
     expect(log.find("{\"event\":\"end\",\"reason\":\"finished\"}\n") == log.size() - 36);
     detail = text("loss %.4f after 240 steps", loss);
 }
@@ -51,11 +49,11 @@ static Words words_of(const Text &all, int *sentences, int *ended) {
 // alone 3.10.
 TEST(make_train) {
     const Text makefile = read_file(root + "/Makefile"), files = training_files();
-    auto behind = [&](const char *key) {
+    auto after = [&](const char *key) {
         const size_t at = makefile.find(key) + strlen(key);
         return makefile.substr(at, makefile.find_first_of("\n;", at) - at);
     };
-    const Text recipe = behind("\nRECIPE := "), stated = behind("text=stories_bytes steps=");
+    const Text recipe = after("\nRECIPE := "), stated = after("text=stories_bytes steps=");
     const bool full = is_full();
     int steps = 0, sentences, ended;
     double bound = 0;
@@ -90,7 +88,7 @@ TEST(make_train) {
 // The CPU program computes in fp32; the GPU program does with this option.
 static Text in_fp32() {
     const Text name = tested.substr(tested.rfind('/') + 1);
-    return name.find("cu") == Text::npos ? "" : " --dtype fp32";
+    return has(name, "cu") ? " --dtype fp32" : "";
 }
 
 // Relative rounding error allowed for losses and norms below. Measured in 60 steps of either
@@ -101,7 +99,6 @@ static const double LOSS_TOL = 1e-6, NORM_TOL = 1e-5;
 // A batch of four equals two micro-steps of two and four of one: the same sequences in every step,
 // also past the end of the data, and the same mean over them, in loss, gradient and update.
 TEST(micro_batches) {
-    write_corpus();
     const Text run = "-i train.bin -e l2h2c16t16 -d 64 -x 60 -u 5 -l 3e-3 --clip 0.5 --quiet" +
                      in_fp32();
     std::vector<double> want[2];
@@ -129,7 +126,6 @@ TEST(micro_batches) {
 // out and not counted.
 TEST(validation) {
     enum { T = 16, WINDOWS = 11 };
-    write_corpus();
     Ids tokens, same;
     for (int i = 0; i <= WINDOWS * T; i++) {  // the last windows differ from the others
         tokens.push_back((uint16_t)(i < 8 * T ? 97 + i % 3 : i * 37 % 256));
@@ -177,7 +173,6 @@ static int log_steps_of(const Text &folder) {
 
 // Resident memory of a run is within 50 MB of its plan, as README promises.
 TEST(resident_memory) {
-    write_corpus();
     const Outcome o = program("-i train.bin -e l2h8c512t32 -b 2 -x 2 -o out --quiet");
     expect_success(o, "a run");
     double plan = last_value(read_file("out/log.jsonl"), "plan_bytes");
@@ -188,19 +183,18 @@ TEST(resident_memory) {
 // If all steps are skipped, the run ends; its newest checkpoint is from before them, whatever
 // --save-every says. The loss in the log is null from the first update that diverged.
 TEST(max_skips) {
-    write_corpus();
     const Text diverging = "--quiet -l 1 -c 11 -k constant -v 0 -n 1 -o out ";
     Outcome o = program(TINY + diverging + "-x 100 --max-skips 7");
     const Text log = read_file("out/log.jsonl");
     const Ints steps = log_steps("out/log.jsonl");
     const int last = steps.empty() ? 0 : steps.back(), before = last - 7;
     expect_refused(o, text("--max-skips: 7 consecutive steps were skipped"), "diverges");
-    expect(o.err.find(text("the run ended after step %d, which is not saved", last)) != Text::npos,
+    expect(has(o.err, text("the run ended after step %d, which is not saved", last)),
            "%s", o.err.c_str());
-    expect(before > 0 && log.find(text("{\"step\":%d,\"checkpoint\"", before)) != Text::npos,
+    expect(before > 0 && has(log, text("{\"step\":%d,\"checkpoint\"", before)),
            "the newest checkpoint is not of step %d: %s", before, log.c_str());
     expect(!exists(text("out/step-%08d", before + 1)) && !exists(text("out/step-%08d", last)));
-    expect(log.find("{\"event\":\"end\",\"reason\":\"failed\"}") != Text::npos);
+    expect(has(log, "{\"event\":\"end\",\"reason\":\"failed\"}"));
     remove_folder("out");
     o = program(TINY + diverging + "-x 60");
     expect_refused(o, "--max-skips: 20 consecutive steps were skipped", "the default");
@@ -212,7 +206,6 @@ TEST(max_skips) {
 
 // A data file that becomes shorter during a run costs no finished step.
 TEST(data_cut) {
-    write_corpus();
     for (const char *file : {"train.bin", "val.bin"}) {
         const Text whole = read_file(file), folder = Text("out-") + file;
         pid_t pid = start(Text("-i train.bin -j val.bin -e l2h2c16t16 -b 2 -x 99999999 -v 50 -m 0 "
@@ -225,7 +218,7 @@ TEST(data_cut) {
         expect_refused(o, "the file was truncated while in use; the run ended after step", file);
         const Ints steps = log_steps(folder + "/log.jsonl");
         const int last = steps.empty() ? 0 : steps.back();
-        expect(o.err.find(text("after step %d, which is saved", last)) != Text::npos &&
+        expect(has(o.err, text("after step %d, which is saved", last)) &&
                    exists(folder + text("/step-%08d/manifest.json", last)),
                "%s: %s", names_in(folder, "").c_str(), o.err.c_str());
         write_file(file, whole);
@@ -239,7 +232,6 @@ TEST(data_cut) {
 // process id stay the same, and a policy set by the user is kept.
 TEST(waiting) {
 #ifdef _OPENMP
-    write_corpus();
     const Text name = tested.substr(tested.rfind('/') + 1);
     for (int chosen = 0; chosen < 2; chosen++) {
         const pid_t pid = start("-i train.bin -e l1h2c32t16 -b 2 -x 9999999", [&] {
@@ -248,14 +240,14 @@ TEST(waiting) {
             unsetenv("KMP_BLOCKTIME");
             chosen ? setenv("OMP_WAIT_POLICY", "active", 1) : unsetenv("OMP_WAIT_POLICY");
         });
-        wait_until([] { return read_file("stdout").find("\npeak ") != Text::npos; });
+        wait_until([] { return has(read_file("stdout"), "\npeak "); });
         const Text process = text("/proc/%d/", pid), variables = read_file(process + "environ");
         const Text words = read_file(process + "cmdline"), called = read_file(process + "comm");
         kill(pid, SIGINT);
         expect(outcome(pid).status == 0, "it does not stop well");
         remove("stdout");
-        expect((variables.find("GOMP_SPINCOUNT=") == Text::npos) == chosen, "chosen: %d", chosen);
-        expect(words.find(Text("-x\0009999999", 10)) != Text::npos, "%s", words.c_str());
+        expect(!has(variables, "GOMP_SPINCOUNT=") == chosen, "chosen: %d", chosen);
+        expect(has(words, Text("-x\0009999999", 10)), "%s", words.c_str());
         expect(chosen || called == name.substr(0, 15) + "\n", "called %s", called.c_str());
     }
 #endif
@@ -271,7 +263,6 @@ TEST(loader) {
     if (program("--version").out.find("no OpenMP") != Text::npos) {
         skip("a program without OpenMP never restarts itself");
     }
-    write_corpus();
     const Outcome o = outcome(spawn([] {
         setenv("OMP_NUM_THREADS", "2", 1);
         for (const char *name : {"GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"}) {
@@ -281,7 +272,7 @@ TEST(loader) {
               "-x", "1", NULL);
     }));
     expect_success(o, "through the loader");
-    expect(o.out.find("\nfinished after step 1,") != Text::npos, "%s", o.out.c_str());
+    expect(has(o.out, "\nfinished after step 1,"), "%s", o.out.c_str());
 }
 
 // The loss of each of 200 steps with bf16 matmuls is within 2 % of that in fp32; a resume without
@@ -290,7 +281,7 @@ TEST(bf16_matmuls) {
     const Text run = training_files() + " -e l2h2c64t64 -b 2 -l 1e-3 -u 20 -v 0 -o ";
     const Outcome exact = program(run + "exact -x 200"),
                   rounded = program(run + "bf16 -x 200 --matmul bf16");
-    if (rounded.err.find("AVX512-BF16") != Text::npos) {
+    if (has(rounded.err, "AVX512-BF16")) {
         skip("this processor lacks AVX512-BF16");
     }
     expect_success(exact, "fp32");
@@ -305,17 +296,16 @@ TEST(bf16_matmuls) {
     expect(worst > 0 && worst < 0.02, "losses differ by %.2e", worst);
     const Outcome again = program(run + "bf16 -y 1 -x 201");
     expect_success(again, "in fp32 from step 200 on");
-    expect(again.out.find("  --matmul is fp32, was bf16\n") != Text::npos, "nothing is said");
+    expect(has(again.out, "  --matmul is fp32, was bf16\n"), "it is not reported");
     detail = text("losses within %.2e, bound 2e-2", worst);
 }
 
 // Losses, validations, samples and checkpoints do not depend on where states are placed; a run
 // resumes a checkpoint with another placement; --eval gives the same scores.
 TEST(offload) {
-    write_corpus();
     write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
     const Text all = Text("weights,gradients,moments,residuals") +
-                     (tested.find("cu") != Text::npos ? ",master" : "");
+                     (has(tested, "cu") ? ",master" : "");
     const Text run = "-i train.bin -j val.bin -e l3h1c16t16 -b 2 -d 64 -k constant -v 2 -m 2 -s 2 "
                      "-g 4 -r none --offload ";
     auto sample = [](const Outcome &o) { return o.out.substr(o.out.find("--- sample")); };

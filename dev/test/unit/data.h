@@ -79,7 +79,7 @@ TEST(loader_coverage, HOST) {
             first = (Token)(std::find(sorted.begin(), sorted.end(), first) - sorted.begin());
         }
     }
-    expect(orders[0] != orders[1], "every epoch has an order of its own");
+    expect(orders[0] != orders[1], "two epochs have the same order");
     // Every grouping into batches gives the same sequences, also across the end of an epoch.
     Token in[8][T], out[8][T], one[T], next[T];
     for (int shuffle = 0; shuffle < 2; shuffle++) {
@@ -127,10 +127,9 @@ TEST(loader_problems, HOST) {
            "%s", d.problem);
     d.tokenizer.vocabulary = GPT2_VOCABULARY;
     expect(truncate("b.bin", LLMC_HEADER_BYTES + 2 * 15) == 0 &&
-               !dataset_batch(&d, 12, 2, in[0], out[0]) &&
-               Text(d.problem) == "b.bin: cannot read tokens 8 to 16: the file was truncated while "
-                                  "in use",
-           "%s", d.problem);
+           !dataset_batch(&d, 12, 2, in[0], out[0]) &&
+           Text(d.problem) == "b.bin: cannot read tokens 8 to 16: the file was truncated while "
+           "in use", "%s", d.problem);
     dataset_close(&d);
 }
 

@@ -217,7 +217,7 @@ TEST(state_file, HOST) {
                                   count);
     }
     expect_success(resume(with_master), "bf16, master");
-    expect(tensors_of("out", 4) == end, "bf16 weights and master: another end");
+    expect(tensors_of("out", 4) == end, "bf16 weights and master: different result");
     expect_success(resume(good), "bf16 weights alone");
     expect(tensors_of("out", 4) != end && !tensors_of("out", 4).empty(), "bf16 weights alone");
 }

@@ -136,9 +136,8 @@ TEST(options_table, HOST) {
     Outcome help = in_process("--help");
     expect_success(help, "--help");
     for (const OptionRow &row : option_rows) {
-        expect(help.out.find(Text("--") + row.name + " ") != Text::npos, "%s", row.name);
-        expect(!row.letter ||
-               help.out.find(text("  -%c, --%s", row.letter, row.name)) != Text::npos);
+        expect(has(help.out, Text("--") + row.name + " "), "%s", row.name);
+        expect(!row.letter || has(help.out, text("  -%c, --%s", row.letter, row.name)));
     }
     for (size_t at = 0, end; (end = help.out.find('\n', at)) != Text::npos; at = end + 1) {
         expect(end - at <= 80, "%s", help.out.substr(at, end - at).c_str());

@@ -341,7 +341,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
         want_sum[i] = want_sum[i] + b[i % OC];
         want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
     }
-    compare_as(E, got[0], want, who + " product");
+    compare_as(E, got[0], want, who + " matmul");
     compare_as(E, got[1], want_sum, who + " with bias, in place");
     compare_as(E, got[2], want_dinp, who + " dinp");
     compare_as(G, got[3], want_dw, who + " dweight");
@@ -442,7 +442,7 @@ static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
 // Queries with a cache: a sequence in two chunks, whatever the cache contained before.
 template <class E> static void check_cached(int positions, int first, int rows, int HS, int NH) {
     const int C = NH * HS, T = first + rows;
-    const Text who = text("%d behind %d of %d heads %d of %d", rows, first, positions, NH, HS);
+    const Text who = text("%d after %d of %d heads %d of %d", rows, first, positions, NH, HS);
     Reals qkv = noise_in<E>(3 * T * C, 1, 1), dout(T * C);
     Outputs got = every_order(
         [&] {
@@ -514,6 +514,134 @@ TEST(gpu_attention, CUDA_ALL) {
         }
         in_16_bits(check_attention, 2, 130, 64, 3, 1);
         in_16_bits(check_attention, 1, 130, 64, 5, 1);
+    }
+    attention_cache_bytes = 0;
+}
+
+// Ends a test of wgmma on a GPU that does not have it.
+static void need_wgmma() {
+    int major = 0;
+    cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    if (major != 9) {
+        skip("wgmma needs compute capability 9.0");
+    }
+}
+
+// out (64,64) fp32 = a b, by one warpgroup. FORM 0: a (64,64) and b, stored (n,k), in shared
+// memory; 1: a in registers, b (n,k); 2: a in registers, b (k,n).
+template <int FORM>
+static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
+    DYN_TILES(bf16, tile_a);
+    bf16 *tile_b = tile_a + 64 * 64;
+    check_tiles(tile_a);
+    tile_load<64, 64, 4>(tile_a, a, 64, 0, 64, 64);
+    tile_load<64, 64, 4>(tile_b, b, 64, 0, 64, 64);
+    copy_commit();
+    copy_wait<0>();
+    fence_async();
+    __syncthreads();
+    const int row0 = (int)threadIdx.x / WARP * 16 + (int)threadIdx.x % WARP / 4;
+    const int column0 = (int)threadIdx.x % 4 * 2;
+    float d[1][8][4] = {};
+    uint32_t p[4][4];
+    for (int i = 0; i < 16; i++) {
+        const int row = row0 + 8 * (i % 2), k = 16 * (i / 4) + column0 + i % 4 / 2 * 8;
+        memcpy(&p[i / 4][i % 4], a + row * 64 + k, 4);
+    }
+    const uint64_t at_a = tile_descriptor(tile_a, 0), at_b = tile_descriptor(tile_b, 0);
+    wgmma_fence();
+    if constexpr (FORM == 0) {
+        wgmma_abt(d, at_a, at_b);
+    } else if constexpr (FORM == 1) {
+        UNROLL
+        for (int k = 0; k < 4; k++) {
+            wgmma<true, false>(d, p[k], at_b + k * DESCRIPTOR_K);
+        }
+    } else {
+        wgmma_add(d, p, at_b);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(d);
+    each_element<1, 8>([&](int, int n, int e) {
+        out[(row0 + e / 2 * 8) * 64 + column0 + 8 * n + e % 2] = d[0][n][e];
+    });
+}
+
+// Which element of shared memory does each place of an operand read? With the unit matrix as the
+// other operand the result shows the operand as it was read; elements numbered by row, then by
+// column, name themselves. A misread descriptor thus shows as a map of where it read.
+template <int FORM> static void check_wgmma(bool of_a) {
+    Reals one(4096), numbers[2] = {Reals(4096), Reals(4096)}, got[2];
+    for (int i = 0; i < 4096; i++) {
+        one[i] = i % 65 == 0;
+        numbers[0][i] = i / 64;
+        numbers[1][i] = i % 64;
+    }
+    for (int k = 0; k < 2; k++) {
+        Device<bf16> a(of_a ? numbers[k] : one), b(of_a ? one : numbers[k]);
+        Device<float> out(4096);
+        launch(wgmma_kernel<FORM>, 1, 128, 16384, 0, out.p, a.p, b.p);
+        got[k] = out.get();
+    }
+    for (int i = 0; i < 4096; i++) {
+        const bool turned = !of_a && FORM != 2;  // b is stored (n,k)
+        const int row = turned ? i % 64 : i / 64, column = turned ? i / 64 : i % 64;
+        expect(got[0][i] == row && got[1][i] == column,
+               "form %d, %s (%d,%d) is read from row %g, column %g", FORM, of_a ? "a" : "b", row,
+               column, (double)got[0][i], (double)got[1][i]);
+    }
+}
+
+TEST(gpu_wgmma, CUDA_ALL) {
+    need_wgmma();
+    check_wgmma<0>(true);
+    check_wgmma<0>(false);
+    check_wgmma<1>(true);
+    check_wgmma<1>(false);
+    check_wgmma<2>(true);
+    check_wgmma<2>(false);
+}
+
+// Selects the wgmma variant of the kernels whose bit is set in `kernels`, and row 0 of the others:
+// for launches, and by verdicts for an engine that is opened later.
+static void choose_wgmma(int kernels) {
+    KernelVerdicts verdicts = {};
+    for (int k = 0; k < ATTENTION_KERNELS; k++) {
+        const AttentionTable &table = attention_tables[k];
+        attention_choice[k] = 0;
+        for (int i = 0; i < table.count && kernels >> k & 1; i++) {
+            if (strcmp(table.variants[i].name, "wgmma") == 0) {
+                attention_choice[k] = i;
+                snprintf(verdicts[k][i].s, sizeof verdicts[k][i].s, "right 2");
+            }
+        }
+        expect((attention_choice[k] > 0) == (kernels >> k & 1), "%s has no wgmma", table.name);
+    }
+    memcpy(rank_info.kernels, &verdicts, sizeof verdicts);
+}
+
+// The wgmma variants: lengths around the tile sizes, flat and sharp scores, sections; and wgmma
+// forward with mma.sync backward and the reverse, because LSE2 and D mean the same in both. A shape
+// that they do not support is computed by row 0.
+TEST(gpu_attention_wgmma, CUDA_ALL) {
+    need_wgmma();
+    enum { FORWARD = 1, DQ = 2, DKV = 4, EVERY = 7 };
+    static const int rows[][6] = {
+        {EVERY, 1, 1, 64, 2, 1},   {EVERY, 1, 64, 64, 1, 4},  {EVERY, 2, 65, 64, 3, 1},
+        {EVERY, 1, 130, 64, 1, 4}, {EVERY, 1, 193, 64, 1, 1}, {EVERY, 1, 333, 64, 1, 1},
+        {FORWARD, 1, 130, 64, 1, 1}, {DQ | DKV, 1, 130, 64, 1, 1}, {DQ, 1, 66, 64, 1, 1},
+        {EVERY, 1, 33, 32, 1, 1}};  // kernels, B, T, head size, heads, sharpness
+    for (auto &r : rows) {
+        choose_wgmma(r[0]);
+        if (sampled(r[2] == 65)) {
+            check_attention<bf16>(r[1], r[2], r[3], r[4], r[5]);
+        }
+    }
+    choose_wgmma(EVERY);
+    attention_cache_bytes = 2 * 2 * 130 * 64 * 4;  // sections of two of three heads
+    if (sampled(false)) {
+        check_attention<bf16>(1, 130, 64, 3, 1);
     }
     attention_cache_bytes = 0;
 }
@@ -918,8 +1046,7 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t budget
         Device<G> d_staging(staging);
         G *own = d_bucket.p + (size_t)rank * PART + from;
         for (G *sum : {d_store.p + from, d_store.p + from, own}) {
-            launch(rank_sum_kernel<G>, ceil_div((int)n, 256 * Pack<G>::size), 256, 0, 0, sum, own,
-                   d_staging.p, rank, ranks, n, adds++ % 3 == 1);
+            rank_sum(sum, own, 0, d_staging.p, rank, ranks, n, 1, adds++ % 3 == 1, 0);
         }
     }
     expect(same_bits(d_store.get(), twice), "%s, rank %d of %d, added", traits<G>.name, rank,
@@ -1111,7 +1238,7 @@ TEST(gpu_rounding_places, CUDA_ALL) {
     std::vector<ParamRange> ranges((size_t)model_tensors(&s.model));
     std::map<uint32_t, std::vector<std::pair<size_t, size_t>>> places;  // by stream: [first, end)
     for (s.rank = 0; s.rank < s.ranks; s.rank++) {
-        const int count = ranges_fill(ranges.data(), &s, false);
+        const int count = ranges_fill(ranges.data(), &s, false, -1);
         for (int i = 0; i < count; i++) {
             const ParamRange &r = ranges[(size_t)i];
             if (r.two_dimensional || s.rank == 0) {
@@ -1133,70 +1260,46 @@ TEST(gpu_rounding_places, CUDA_ALL) {
     }
 }
 
-// Each pointer that a kernel accesses in packs, misaligned by one element: the launcher's message
+// One pointer that each kernel accesses in packs, misaligned by an element: the launcher's message
 // names it. Nothing is launched, so the addresses need no memory.
 template <class E, class G> static void check_misaligned() {
-    enum { N = 64, C = 64, POINTERS = 6 };
-    E *p[POINTERS] = {};
-    G *g[POINTERS] = {};
-    float *f[POINTERS] = {};
+    enum { N = 64, C = 64 };
     int *ints = (int *)(uintptr_t)0x100000;
-    float *f0 = (float *)(void *)ints;
-    const struct {
-        const char *name;
-        int pointers;
-        std::function<void()> launch;
-    } table[] = {
-        {"gpu_embedding_forward", 3,
-         [&] { gpu_embedding_forward(p[0], ints, p[1], p[2], 1, N, C, 0); }},
-        {"gpu_embedding_backward", 3,
-         [&] { gpu_embedding_backward(g[0], g[1], p[2], ints, 1, 1, N, C, N, true, 0); }},
-        {"gpu_layernorm_forward", 4,
-         [&] { gpu_layernorm_forward(p[0], f[5], f[5], p[1], p[2], p[3], N, C, 0); }},
-        {"gpu_layernorm_backward", 6,
-         [&] {
-             gpu_layernorm_backward<E>(p[0], f0, f0, f0, p[1], p[2], p[3], f0, f0, p[4], f[5],
-                                       N, C, 0);
-         }},
-        {"gpu_gelu_forward", 2, [&] { gpu_gelu_forward(p[0], p[1], N * C, 0); }},
-        {"column_sums", 4, [&] { gpu_gelu_backward(p[0], f[4], p[1], p[2], f[3], N, C, 0); }},
-        {"matmul_run", 5,
-         [&] {  // order of the checks: a, b, then d, bias, c
-             matmul_run<E, G>(g[2], p[0], p[1], g[3], g[4], 1, false, false, C, C, C, 0);
-         }},
-        {"gpu_attention_forward", is_fp32<E> ? 0 : 2,
-         [&] { gpu_attention_forward(p[0], f[5], p[1], 1, N, C, 1, 0); }},
-        {"gpu_attention_backward", is_fp32<E> ? 0 : 4,
-         [&] { gpu_attention_backward(p[0], f0, f0, p[1], p[2], p[3], f0, f0, 1, N, C, 1, 0); }},
-        {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, f[1], N, C, C, true, 0); }},
-        {"gpu_grad_square_sum", 2,
-         [&] {
-             gpu_grad_square_sum((UpdateState *)(void *)ints, f[5], g[0], f[1], g[0],
-                                 (ParamRange *)(void *)ints, 1, 1, 0);
-         }},
-        {"gpu_adamw", 6,
-         [&] {
-             gpu_adamw<E, G, float, false>(p[0], (uint16_t *)(void *)f[1], f[2], f[3], g[4], f[5],
-                                           nullptr, nullptr, (ParamRange *)(void *)ints, 1, 1,
-                                           AdamW(), UpdateRandom(), (UpdateState *)(void *)ints, 0);
-         }},
+    float *f = (float *)(void *)ints;
+    E *p = (E *)(void *)ints, *odd = p + 1;
+    G *g = (G *)(void *)ints;
+    ParamRange *ranges = (ParamRange *)(void *)ints;
+    UpdateState *state = (UpdateState *)(void *)ints;
+    auto refuses = [](const char *launcher, const std::function<void()> &launch) {
+        expect_refused(outcome(spawn(launch)), "is not a multiple of 16 bytes", launcher);
+        expect(has(read_file("stderr"), Text(launcher) + ": pointer "));
     };
-    for (auto &row : table) {
-        for (int bad = 0; bad < row.pointers; bad++) {
-            for (int i = 0; i < POINTERS; i++) {
-                const uintptr_t at = 0x100000 + (uintptr_t)i * 0x10000;
-                p[i] = (E *)(at + (i == bad) * sizeof(E));
-                g[i] = (G *)(at + (i == bad) * sizeof(G));
-                f[i] = (float *)(at + (i == bad) * sizeof(float));
-            }
-            expect_refused(outcome(spawn(row.launch)), "is not a multiple of 16 bytes",
-                           text("%s, pointer %d", row.name, bad + 1));
-            expect(read_file("stderr").find(Text(row.name) + ": pointer ") != Text::npos);
-        }
+    refuses("gpu_embedding_forward", [&] { gpu_embedding_forward(p, ints, p, odd, 1, N, C, 0); });
+    refuses("gpu_embedding_backward",
+            [&] { gpu_embedding_backward(g, g, odd, ints, 1, 1, N, C, N, true, 0); });
+    refuses("gpu_layernorm_forward",
+            [&] { gpu_layernorm_forward(p, f, f, p, p, odd, N, C, 0); });
+    refuses("gpu_layernorm_backward",
+            [&] { gpu_layernorm_backward<E>(p, f, f, f, p, p, p, f, f, odd, f, N, C, 0); });
+    refuses("gpu_gelu_forward", [&] { gpu_gelu_forward(p, odd, N * C, 0); });
+    refuses("column_sums", [&] { gpu_gelu_backward(p, f, p, odd, f, N, C, 0); });
+    refuses("matmul_run",
+            [&] { matmul_run<E, G>(g, p, odd, g, g, 1, false, false, C, C, C, 0); });
+    if constexpr (!is_fp32<E>) {
+        refuses("gpu_attention_forward", [&] { gpu_attention_forward(p, f, odd, 1, N, C, 1, 0); });
+        refuses("gpu_attention_backward",
+                [&] { gpu_attention_backward(p, f, f, p, p, odd, f, f, 1, N, C, 1, 0); });
     }
+    refuses("gpu_classifier", [&] { gpu_classifier(f, odd, ints, 1, f, N, C, C, true, 0); });
+    refuses("gpu_grad_square_sum",
+            [&] { gpu_grad_square_sum(state, f, g, f, g + 1, ranges, 1, 1, 0); });
+    refuses("gpu_adamw", [&] {
+        gpu_adamw<E, G, float, false>(p, (uint16_t *)(void *)f, f, f, g, f, odd, nullptr, ranges, 1,
+                                      1, AdamW(), UpdateRandom(), state, 0);
+    });
 }
 
-// All pointers of each launcher; rows that are not a multiple of 16 bytes; sizes beyond the limits.
+// A pointer of each launcher; rows that are not a multiple of 16 bytes; sizes beyond the limits.
 TEST(gpu_misaligned, CUDA) {
     check_misaligned<float, float>();
     check_misaligned<bf16, bf16>();
@@ -1255,7 +1358,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
     }));
     const char *line = "cannot multiply (24 x 16) by (16 x 8), fp32 input, fp32 output: "
                        "CUBLAS_STATUS_NOT_SUPPORTED\n";
-    expect(o.status == 1 && o.err.find(line) != Text::npos, "%s", o.err.c_str());
+    expect(o.status == 1 && has(o.err, line), "%s", o.err.c_str());
     // Until the end of the warm-up, an algorithm that returns an error is replaced by the next,
     // with one line each. At the end of the list, or after the warm-up, the run ends.
     const struct {
@@ -1274,7 +1377,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
         const char *says = row.status ? "cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED; "
                            : row.refuse ? "algorithm for matmul 24x8x16:10011:"
                                         : "";
-        expect(o.status == row.status && o.err.find(says) != Text::npos &&
+        expect(o.status == row.status && has(o.err, says) &&
                    std::count(o.err.begin(), o.err.end(), '\n') == row.lines,
                "the first %d refuse, %s: status %d, %s", row.refuse,
                row.settled ? "after the warm-up" : "during it", o.status, o.err.c_str());
@@ -1298,7 +1401,7 @@ TEST(gpu_refused_algorithm, EMULATED_ALL) {
             fflush(NULL);
             _exit(0);
         }));
-        const bool trained = o.err.find("\ntrained\n") != Text::npos;
+        const bool trained = has(o.err, "\ntrained\n");
         expect(o.status == later && trained != later, "later %d: %d, ... %s", later, o.status,
                o.err.substr(o.err.size() - std::min<size_t>(o.err.size(), 400)).c_str());
     }

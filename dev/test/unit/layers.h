@@ -197,8 +197,7 @@ TEST(matmul_backward, ALL) {
         matmul_backward(dinp2.data(), dweight2.data(), NULL, d, dinp2.data(), w, N, C, OC);
         matmul_backward(NULL, dweight3.data(), NULL, d, x, w, N, C, OC);
         expect(same_bits(dinp, dinp2) && same_bits(dweight, dweight2) &&
-                   same_bits(dweight, dweight3),
-               "aliases and NULL, N %d C %d OC %d", N, C, OC);
+               same_bits(dweight, dweight3), "aliases and NULL, N %d C %d OC %d", N, C, OC);
     }
 }
 

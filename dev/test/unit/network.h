@@ -16,8 +16,7 @@ struct Trace {
 static Trace trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T;
     Trace result;
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.weight_decay = 0.1;
     for (int step = 0; step < 2; step++) {
         Batch b(N * accum_steps, n->s.model.V, (uint64_t)(5 + step));
@@ -71,8 +70,7 @@ TEST(recompute_bits, ALL) {
 static Reals busy_trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T, V = n->s.model.V;
     Reals all, logits((size_t)V);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.weight_decay = 0.1;
     auto add = [&](const Reals &x) { all.insert(all.end(), x.begin(), x.end()); };
     if (n->s.dtype == TYPE_FP16) {
@@ -297,16 +295,14 @@ TEST(network_facts, ALL) {
                     14 * sum_error(4 * m.C) * 4 * (1 + most), "logits after %d tokens", length);
     }
     n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.weight_decay = 0.1;
     expect(n.e.update(&n.e, &o, 0, HUGE_VAL, 0).loss == loss, "forward_loss and micro_step");
     for (int t = T - 1; t > 0; t--) {
         b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
         n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
         expect(memcmp(losses, before.data(), (size_t)t * sizeof(real)) == 0 &&
-                   losses[t] != before[(size_t)t],
-               "token %d is seen too early, or never", t);
+               losses[t] != before[(size_t)t], "token %d is seen too early, or never", t);
     }
     for (int step = 0; step < 3; step++) {
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
@@ -341,7 +337,7 @@ TEST(kv_cache, ALL) {
             whole.e.logits(&whole.e, want.data(), b.inputs.data(), first + n);
             for (int v = 0; v < m.V; v++) {
                 expect_near((wide)got[(size_t)v], (wide)want[(size_t)v],
-                            (2 + 6 * m.L) * sum_error(4 * m.C), "%s: %d tokens behind %d", row.e, n,
+                            (2 + 6 * m.L) * sum_error(4 * m.C), "%s: %d tokens after %d", row.e, n,
                             first);
             }
         };
@@ -358,7 +354,7 @@ TEST(kv_cache, ALL) {
         size_t device[GROUPS], host[GROUPS];
         plan_groups(&cached.plan, device, host);
         const size_t cache = 2 * (size_t)(m.L * m.maxT * m.C) * sizeof(real);
-        const size_t few = sizeof(real) * GENERATE_ROWS * 20 * (size_t)(m.C + 64) +
+        const size_t few = sizeof(real) * 64 * 20 * (size_t)(m.C + 64) +
                            matmul_workspace_bytes(cached.s.threads);
         expect(device[GROUP_CACHE] - cache < PLAN_ALIGN + PLAN_GAP + 1, "%s: %zu bytes", row.e,
                device[GROUP_CACHE]);
@@ -389,9 +385,7 @@ TEST(generated_tokens, ALL) {
     std::vector<Token> tokens(PROMPT + MOST);
     std::vector<Candidate> candidates((size_t)m.V);
     Reals logits((size_t)m.V), prompt_logits((size_t)m.V), first;
-    Options o;
-    options_default(&o);
-    const SampleRule rule = {o.temperature, o.top_p, o.top_k};
+    Options o = default_options();
     Generator g;
     memset((void *)&g, 0, sizeof g);
     g.engine = &cached.e;
@@ -418,7 +412,7 @@ TEST(generated_tokens, ALL) {
             whole.e.logits(&whole.e, logits.data(), &want[(size_t)start], n - start);
             const double u =
                 rng_uniform((uint64_t)o.seed, RNG_SAMPLE, 0, (uint64_t)sample << 32 | i);
-            want.push_back(sample_token(logits.data(), m.V, &rule, u, candidates.data()));
+            want.push_back(sample_token(logits.data(), m.V, &o, u, candidates.data()));
             if (want.back() == end_of_text(&byte_tokenizer)) {
                 break;
             }

@@ -32,8 +32,7 @@ TEST(update, ALL) {
     Net n(m, 1, 4);
     real *g = buffer(&n.plan, BUF_GRADS);
     const Reals start = n.state(STATE_WEIGHTS);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.weight_decay = 0.5;
     int skipped = -1;
     memset(g, 0, (size_t)n.size() * sizeof(real));
@@ -116,8 +115,7 @@ TEST(schedules, HOST) {
                  {"constant", 109, 1},  {"wsd", 90, 1},       {"wsd", 50, 1},
                  {"wsd", 95, 0.55},     {"wsd", 110, 0.1},    {"wsd", 91, 0.798753882025},
                  {"wsd", 5, 0.6}};
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     o.lr = 1;
     o.final_lr = 0.1;
     o.warmup = 10;

@@ -23,15 +23,18 @@ TEST(sampling, ALL) {
                  {1, 0.6, 3, {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0, 0}},  // of 0.8: 0.65 reaches 0.48
                  {1, 0.45, 3, {0, 1, 0, 0, 0, 0}},  // 0.4 reaches 0.36, and would not reach 0.45
                  {0.5, 1, 0, {0.01, 0.64, 0.04, 0.25, 0.09, 0.01}}};  // squares over 0.25 + ...
+    Options o;
     for (auto &c : cases) {
         int counts[V] = {0};
         double sum = 0;
         for (int v = 0; v < V; v++) {
             sum += c.want[v];
         }
+        o.temperature = c.temperature;
+        o.top_p = c.top_p;
+        o.top_k = c.top_k;
         for (int i = 0; i < DRAWS; i++) {
-            SampleRule rule = {c.temperature, c.top_p, c.top_k};
-            counts[sample_token(logits, V, &rule, (i + 0.5) / DRAWS, candidates)]++;
+            counts[sample_token(logits, V, &o, (i + 0.5) / DRAWS, candidates)]++;
         }
         for (int v = 0; v < V; v++) {
             expect_near(counts[v], (wide)(c.want[v] / sum * DRAWS), c.want[v] == 0 ? 0 : 2,
@@ -40,11 +43,12 @@ TEST(sampling, ALL) {
         }
     }
     real equal[V] = {1, 2, 2, 0, 2, 1};
-    const SampleRule likeliest = {0, 1, 0};
-    expect(sample_token(equal, V, &likeliest, 0.9, candidates) == 1, "the first of equals");
-    real four[4] = {1, 1, 1, 1};
-    const SampleRule half = {1, 0.5, 0};  // exactly half of the probability in two tokens
-    expect(sample_token(four, 4, &half, 0.99, candidates) == 1, "one more than top-p needs");
+    options_default(&o);
+    o.top_p = 0.5;
+    real four[4] = {1, 1, 1, 1};  // exactly half of the probability in two tokens
+    expect(sample_token(four, 4, &o, 0.99, candidates) == 1, "one more than top-p needs");
+    o.temperature = 0;
+    expect(sample_token(equal, V, &o, 0.9, candidates) == 1, "the first of equals");
 }
 
 // The JSON checker itself, text with every byte, non-finite numbers, and truncation of the log.
@@ -78,7 +82,7 @@ TEST(log, HOST) {
     fputs("}", f);
     fclose(f);
     Text line = read_file("text");
-    expect(json_valid(line) && line.find("\"x\":null,\"y\":null,\"z\":0.1}") != Text::npos);
+    expect(json_valid(line) && has(line, "\"x\":null,\"y\":null,\"z\":0.1}"));
     const Text head = "{\"event\":\"start\"}\n{\"step\":1,\"loss\":2}\n";
     const Text long_line = "{\"step\":2,\"sample\":\"" + Text(1000, 'x') + "\"}\n";
     static const struct {
@@ -143,7 +147,7 @@ TEST(stop_overdue, HOST) {
             stop_grace = row.grace;
             for (int second = 0; second < 4 * GRACE_S; second++) {
                 row.moves ? progress() : (void)0;
-                on_look(SIGALRM);
+                on_alarm(SIGALRM);
             }
         }));
         expect(o.status == row.status && o.err.empty() == (row.status == 0),
@@ -369,8 +373,7 @@ TEST(eval_learnt, ALL) {
     EvalFile f;
     EvalExample x;
     std::vector<Token> inputs(4 * T), targets(4 * T);
-    Options o;
-    options_default(&o);
+    Options o = default_options();
     size_t at = LLMC_HEADER_BYTES;
     eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", V);
     for (int i = 0; i < 4; i++) {
@@ -430,21 +433,20 @@ TEST(skipped_step, HOST) {
     write_corpus();
     Outcome o = in_process(TINY "-x 6 -o out", &faulty);
     expect_success(o, "a gradient that is not a number");
-    expect(o.out.find("1 skipped") != Text::npos && o.out.find("SKIPPED") != Text::npos);
+    expect(has(o.out, "1 skipped") && has(o.out, "SKIPPED"));
     expect(log_steps("out/log.jsonl") == one_to(6));
     Text log = read_file("out/log.jsonl");
     size_t third = log.find("{\"step\":3,\"loss\"");
     Text line = log.substr(third, log.find('\n', third) - third);
-    expect(line.find("\"grad_norm\":null") != Text::npos &&
-           line.find("\"skipped\":1") != Text::npos);
+    expect(has(line, "\"grad_norm\":null") && has(line, "\"skipped\":1"));
     expect(log.find("\"skipped\":1") == log.rfind("\"skipped\":1"), "one step only");
     expect(in_checkpoint("out", 6, SAVED_STATE)
                .find("\"step\":\"6\",\"skipped\":\"1\",\"updates\":\"5\",\"position\":\"12\","
                      "\"norm_count\":\"5\",\"pending_validation\":\"0\"") != Text::npos);
     o = in_process(TINY "-x 6 -o none", &small);
-    expect_refused(o, "only 976.6 KiB are available: ", "a plan that does not fit");
+    expect_too_large(o, "only 976.6 KiB are available: ", "a plan that does not fit");
     expect(!exists("none/log.jsonl"));
     write_file("e.bin", eval_bytes(random_questions(12, 50257, 2)));
-    expect_refused(in_process("-e l1h1c16t16 --eval e.bin", &small),
-                   "only 976.6 KiB are available: ", "--eval");
+    expect_too_large(in_process("-e l1h1c16t16 --eval e.bin", &small),
+                     "only 976.6 KiB are available: ", "--eval");
 }

@@ -1,6 +1,12 @@
 // plan.h -- tests of the model's sizes, the memory plan, sharding and offload: arithmetic over many
 // random settings, and the arena that catches a buffer used outside its lifetime.
 
+static Options default_options() {
+    Options o;
+    options_default(&o);
+    return o;
+}
+
 // The model that -e names, with V tokens.
 static Model shape(const char *e, int V) {
     Model m;
@@ -145,8 +151,7 @@ TEST(plan_layout, ALL) {
             const Buffer &a = p.buffers[i];
             end[a.placement] = std::max(end[a.placement], a.offset + padded(a));
             expect(a.offset % PLAN_ALIGN == 0 && a.first >= 0 && a.first <= a.last &&
-                       a.last < p.ticks && a.count > 0,
-                   "%s: %s", who.c_str(), a.name);
+                   a.last < p.ticks && a.count > 0, "%s: %s", who.c_str(), a.name);
             for (int t = a.first; t <= a.last && !a.placement; t++) {
                 live[(size_t)t] += padded(a);
             }
@@ -177,14 +182,25 @@ static int settings_level(const Settings *s, int *blocks) {
     return level;
 }
 
+// A search for changes of the settings, as --plan makes it for steps of one micro-batch.
+static Search search_of(const Settings &s) {
+    Search q;
+    Plan p;
+    plan_build(&p, &s);
+    plan_search(&q, &p, NULL, 1);
+    plan_free(&p);
+    return q;
+}
+
 // A change that saves memory never needs more: a higher level, more blocks at it, a smaller batch,
-// narrower moments, no master weights, or an offloaded state.
+// narrower moments, no master weights, few logits and no workspace, or an offloaded state.
 TEST(plan_monotone, FLOAT) {
     const int count = full_or(200, 5000);
     for (int n = 0; n < count; n++) {
         Settings s = draw_settings();
         s.logit_rows = std::min(s.logit_rows, s.T);
-        for (int what = 0; what < 3 + 2 + OFFLOAD_TIERS; what++) {
+        const Search q = search_of(s);
+        for (int what = 0; what < 3 + 3 + OFFLOAD_TIERS; what++) {
             Settings more = s;
             int blocks, level = settings_level(&s, &blocks);
             if (what == 0 && level + 1 < RECOMPUTE_LEVELS) {
@@ -193,11 +209,12 @@ TEST(plan_monotone, FLOAT) {
                 settings_recompute(&more, level, blocks + 1);
             } else if (what == 2 && s.B > 1) {
                 more.B--;
-            } else if (what >= 3 && what < 3 + axis_steps(&s, BY_TYPE)) {
-                char option[64];
-                axis_apply(&more, BY_TYPE, what - 2, option);
-            } else if (what >= 5 && s.gpu && s.model.L > SLOTS) {  // 2 blocks: all in slots
-                settings_offload(&more, offload_tiers[what - 5]);
+            } else if (what >= 3 && what < 3 + q.last[BY_TYPE]) {
+                axis_apply(&more, &q, BY_TYPE, what - 2);
+            } else if (what == 5) {
+                axis_apply(&more, &q, BY_SCRATCH, 1);
+            } else if (what >= 6 && s.gpu && s.model.L > SLOTS) {  // 2 blocks: all in slots
+                axis_apply(&more, &q, BY_OFFLOAD, what - 6);
             }
             expect(plan_bytes(&more) <= plan_bytes(&s), "%s, change %d: %zu to %zu",
                    settings_text(s).c_str(), what, plan_bytes(&s), plan_bytes(&more));
@@ -226,8 +243,7 @@ static void check_parts(Settings s, int *cut_rows) {
                 if (r.count) {
                     const int64_t from = b.offset + s.rank * b.part;
                     expect(r.first == next, "%s: %s", who.c_str(), tensor_table[tensor].name);
-                    expect(s.ranks == 1 ||
-                               (r.param >= from && r.param + r.count <= from + b.part),
+                    expect(s.ranks == 1 || (r.param >= from && r.param + r.count <= from + b.part),
                            "%s: %s", who.c_str(), tensor_table[tensor].name);
                     expect(r.first % 8 == 0 && (m.C % 8 || r.count % 8 == 0), "%s", who.c_str());
                     *cut_rows += tensor == QKVW && r.first % m.C;
@@ -424,7 +440,22 @@ TEST(traffic, FLOAT) {
             expect(in[KIND_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
         }
         const double transfers_w = in[KIND_WEIGHTS] / L;
-        const double reduced = f * g * ((z >= 2 ? k : 1) * P + E) + 4 * f * V;
+        // Parts that a rank adds for its group of eight: those of its number, and of a last group's
+        // missing members.
+        double most = 0;
+        auto add = [&](double count, double bytes) {
+            for (const int rank : {0, (N - 1) / 8 * 8}) {
+                double parts = 0, members = std::min(8, N - rank);
+                for (int q = 0; q < N; q++) {
+                    parts += q % 8 % (int)members == rank % 8;
+                }
+                most = std::max(most, count / N * ((N - parts) * bytes + (parts - 1) * 4));
+            }
+            const double sum = most;
+            most = 0;
+            return sum;
+        };
+        const double reduced = (z >= 2 ? k : 1) * add(P, g) + add(E, g) + add(V, 4);
         const double gathered =
             f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (transfers_w - 1) * P : 0) + 4 * V);
         auto hosted = [&](int state) { return s.placement[state] & PLACE_HOST ? 1.0 : 0.0; };
@@ -468,8 +499,7 @@ TEST(plan_ranks, FLOAT) {
                 worst_layout =
                     std::max(worst_layout, (double)p.device_bytes / (double)p.live_bytes);
                 expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
-                           memcmp(p.buffers, q.buffers,
-                                  sizeof(Buffer) * (size_t)p.buffer_count) == 0);
+                       memcmp(p.buffers, q.buffers, sizeof(Buffer) * (size_t)p.buffer_count) == 0);
                 // The update gathers weights that are stored whole in host memory through the
                 // exchange buffer. It keeps a pointer to it, so no check of lifetimes would notice.
                 settings_offload(&s, 1 << KIND_WEIGHTS);
@@ -541,8 +571,7 @@ struct Net {
     Settings s;
     Plan plan;
     Net(const Model &m, int B, int T, int level = 0, int blocks = -1, int logit_rows = 0) {
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         o.batch = B;
         o.seq_len = T;
         o.logit_rows = logit_rows;
@@ -557,7 +586,7 @@ struct Net {
         Options o;
         parse(&o, options.c_str());
         // A GPU would time the algorithms of about fifty matmuls for each network.
-        o.tune = options.find("--tune 1") != Text::npos;
+        o.tune = has(options, "--tune 1");
         o.quiet = 1;
 #if TEST_CUDA
         // Use the 16-bit type that this GPU supports; without bf16 nothing else may be narrow.
@@ -658,11 +687,11 @@ TEST(arena, ALL) {
     expect(outcome(spawn([&] { touch(row.bytes - 1); })).status == 0, "the last byte");
     for (size_t byte : {row.bytes, row.bytes + PLAN_GAP - 1}) {
         Outcome past = outcome(spawn([&] { touch(byte); }));
-        expect(past.err.find("use-after-poison") != Text::npos, "behind the row");
+        expect(has(past.err, "use-after-poison"), "past the row");
     }
     plan_tick(p, tick_update(&p->settings));
     Outcome dead = outcome(spawn([&] { touch(0); }));
-    expect(dead.err.find("use-after-poison") != Text::npos, "a dead row");
+    expect(has(dead.err, "use-after-poison"), "a dead row");
 #endif
 }
 
@@ -684,8 +713,7 @@ TEST(plan_allocation, FLOAT | DOUBLE) {
         Model m = shape("l3h3c96t40", 300);
         Net n(m, Text("-b 3 ") + options, 0);
         Batch b(120, 300, 1);
-        Options o;
-        options_default(&o);
+        Options o = default_options();
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);
         Plan p;

@@ -1,0 +1,121 @@
+// The program of the page build/plan.html: train_gpt2.c for WebAssembly. The page calls main() as a
+// shell would, in a fresh instance each time, and shows what it prints. Two more commands serve the
+// page's form:
+//
+//   tables                  JSON: the options and the names that a user may choose from
+//   commands OPTION...      two command lines: the one with these options, and the one that trains
+//
+// Standard output and standard error are files, because the terminal that emscripten emulates takes
+// one call of JavaScript a byte.
+#define GPT2_NO_MAIN 1
+#include "../../train_gpt2.c"
+
+// Linux's system call, used when checkpoints are written; emscripten has none.
+int sync_file_range(int fd, off_t at, off_t bytes, unsigned flags) {
+    (void)fd, (void)at, (void)bytes, (void)flags;
+    return 0;
+}
+
+// Prints `text` as a JSON string, with `before` in front of it.
+static void print_string(const char *before, const char *text) {
+    printf("%s\"", before);
+    json_text(stdout, text, strlen(text));
+    printf("\"");
+}
+
+// Prints a name and what it stands for, as an array of two strings.
+static void print_pair(int first, const char *name, const char *meaning) {
+    print_string(first ? "[" : ",\n[", name);
+    print_string(",", meaning);
+    printf("]");
+}
+
+// Prints the options' table, and the models, cards, recompute levels and offload tiers that the
+// form offers.
+static void tables_print(void) {
+    static const char *const types[] = {"text", "choice", "text", "number",
+                                        "number", "choice", "flag", "text"};
+    Settings s;
+    char text[64];
+    memset(&s, 0, sizeof s);
+    s.dtype = TYPE_BF16;
+    s.split_master = s.ranks = 1;
+    printf("{\"options\":[");
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        const OptionRow *row = &option_rows[i];
+        const char letter[2] = {row->letter, 0};
+        print_string(i ? ",\n{\"name\":" : "{\"name\":", row->name);
+        print_string(",\"letter\":", letter);
+        print_string(",\"type\":", types[row->type]);
+        print_string(",\"value\":", row->value ? row->value : "");
+        print_string(",\"choices\":", row->choices ? row->choices : "");
+        print_string(",\"help\":", row->help);
+        printf("}");
+    }
+    printf("],\n\"models\":[");
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
+        print_pair(i == 0, presets[i].alias, presets[i].name);
+    }
+    printf("],\n\"cards\":[");
+    for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
+        snprintf(text, sizeof text, "%.2f GiB", gpu_table[i].gib);
+        print_pair(i == 0, gpu_table[i].name, text);
+    }
+    printf("],\n\"levels\":[");
+    for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
+        print_pair(i == 0, level_table[i].name, level_table[i].help);
+    }
+    printf("],\n\"offloads\":[");
+    for (int i = 0; i < OFFLOAD_TIERS; i++) {
+        settings_offload(&s, offload_tiers[i]);
+        print_pair(i == 0, offload_text(text, &s), "");
+    }
+    const char *separator = "";
+    printf("],\n\"minimum\":[");  // options that --minimum decides
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        if (option_rows[i].commands & LEAST) {
+            print_string(separator, option_rows[i].name);
+            separator = ",";
+        }
+    }
+    printf("]}\n");
+}
+
+// Ends the program at options that would make it measure this machine, which a page cannot do.
+static void refuse_here(const Options *o) {
+    if (!o->minimum && !o->gpu[0] && !o->gpu_mem && o->gpus == 1) {
+        die("--gpu: name a card, or give its memory with --gpu-mem");
+    }
+}
+
+// Prints the command line with these options, and the one that trains with them on a GPU.
+static void commands_print(const Options *given) {
+    Options o = *given;
+    command_print(program_command, &o, 0);
+    o.plan = o.fit = o.minimum = o.largest = o.json = o.gpu_mem = 0;
+    o.gpu = "";
+    printf("\n");
+    command_print("./train_gpt2cu", &o, 0);
+    printf("\n");
+}
+
+int main(int argc, char **argv) {
+    static Options o;
+    program_name = "train_gpt2";
+    if (!freopen("/stdout", "w", stdout) || !freopen("/stderr", "w", stderr)) {
+        return 1;
+    }
+    if (argc > 1 && strcmp(argv[1], "tables") == 0) {
+        tables_print();
+        return 0;
+    }
+    const int commands = argc > 1 && strcmp(argv[1], "commands") == 0;
+    argv[commands] = argv[0];
+    options_parse(&o, argc - commands, argv + commands);
+    refuse_here(&o);
+    if (commands) {
+        commands_print(&o);
+        return 0;
+    }
+    return train_gpt2_main(argc, argv);
+}
