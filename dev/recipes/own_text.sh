@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# A small GPT on your own text, on the CPU of a laptop: dev/recipes/own_text.sh FILE [train] [OPTION...]
+# A small GPT on your own text, on the CPU of a laptop:
+#
+#   dev/recipes/own_text.sh FILE [train] [OPTION...]
 #
 # Learns a tokenizer of 4,096 tokens from FILE (plain text; a novel, some MB of mails or chats) and
 # trains a model of 4 million parameters. With less than 2 MB of text the validation loss rises
@@ -17,6 +19,7 @@ card=
 options=(-e l6h6c192t128 -i "data/${name}_bpe_train*.bin" -j "data/${name}_bpe_val*.bin"
          -b 16 -x 4000 -l 2e-3 -u 100 -q 0.1 -c 0.1 -v 250 -s 1000 -g 60
          --temperature 0.8 --top-p 0.95 -n 1000 --keep 2 -o "runs/$name" -y 1)
-says="Readable sentences after about ten minutes on two cores. Has been run: dev/manual.md has a sample.
-Learning rate: 2e-3 with cosine decay to a tenth, tried against 1e-3 and 4e-3 on generated stories."
+says="Readable sentences after about ten minutes on two cores. Has been run: dev/manual.md has a
+sample. Learning rate: 2e-3 with cosine decay to a tenth, tried against 1e-3 and 4e-3 on
+generated stories."
 . dev/recipes/start.sh
