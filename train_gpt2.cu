@@ -83,6 +83,7 @@
 #include <algorithm>
 #include <float.h>
 #include <initializer_list>
+#include <iterator>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <pthread.h>
