@@ -251,12 +251,12 @@ says "says what it learned" "^learned_merges.txt +743 merges from 556 distinct p
 equal "header of own tokens" "$(numbers d4 12 -N8 learned_train.bin) \
 $(od -An -tx1 -j20 -N8 learned_train.bin | tr -d ' ')" \
     "1000 2 $(sha256sum learned_merges.txt | cut -c1-16)"
-sum=$(cat learned_train.bin learned_merges.txt | cksum)
+learned=$(cat learned_train.bin learned_merges.txt | cksum)
 ./tokenize --bpe --tokenizer learned_merges.txt --val-fraction 0 -o same told > /dev/null
-equal "the same with these merges" "$(cat same_train.bin same_merges.txt | cksum)" "$sum"
+equal "the same with these merges" "$(cat same_train.bin same_merges.txt | cksum)" "$learned"
 for t in 1 5; do
     $train_bpe 1000 --val-fraction 0 --threads $t -o learned told > /dev/null
-    equal "$t threads learn the same" "$(cat learned_train.bin learned_merges.txt | cksum)" "$sum"
+    equal "$t threads learn the same" "$(cat learned_train.bin learned_merges.txt | cksum)" "$learned"
 done
 head -c 1600000 told > begin
 tail -c +1600001 told > end
