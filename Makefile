@@ -93,8 +93,8 @@ VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
             test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
             train_gpt2_asan bench_cpu cuda_example
-.PHONY: help train test one page fuzz bench bench_packages check_torch data style deps clean FORCE \
-        some_data $(PROGRAMS)
+.PHONY: help train test one page fuzz bench bench_packages check_torch data style install \
+        deps clean FORCE some_data $(PROGRAMS)
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9_\/]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
@@ -220,6 +220,14 @@ check_torch: build/dump train_gpt2 ## compare with transformers; the script says
 	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources
 	$(SHARED)@$(FOUND) dev/style.sh
+PREFIX ?= /usr/local
+INSTALL_TO := $(DESTDIR)$(PREFIX)
+from_help = @mkdir -p '$(INSTALL_TO)/$(dir $2)' && ./$(PROGRAM) --help | \
+            awk -v to=$1 -v name=$(PROGRAM) -f dev/tools/help.awk > '$(INSTALL_TO)/$2'
+install: $(PROGRAM) ## program, manual page and bash completion, in PREFIX=/usr/local
+	install -D $(PROGRAM) '$(INSTALL_TO)/bin/$(PROGRAM)'
+	$(call from_help,man,share/man/man1/$(PROGRAM).1)
+	$(call from_help,bash,share/bash-completion/completions/$(PROGRAM))
 deps: ## install, or name, the packages that tests and benchmarks need
 	@dev/deps.sh build test lint bench
 clean: ## remove what was built; data/*.bin and runs/ stay

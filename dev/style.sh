@@ -51,7 +51,7 @@ top_level() {
     local known='train_gpt2\.cu?|test_gpt2\.cu|Makefile|README\.md|LICENSE|data|dev'
     if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then
         git ls-files | cut -d/ -f1 | sort -u |
-            grep -vxE "$known|\.gitignore|\.ci|\.clang-(tidy|format)" |
+            grep -vxE "$known|\.gitignore|\.ci|\.github|\.clang-(tidy|format)" |
             sed 's/$/: not a file of the top level/'
     fi
 }

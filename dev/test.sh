@@ -64,6 +64,7 @@ row main "plans, page" "train_gpt2 build/plan.html" dev/test/plans.sh build/plan
 row main "plans, 32 bits" "train_gpt2 build/plan_32" dev/test/plans.sh build/plan_32
 row main machines "" dev/test/machines.sh main
 row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
+row main faults "train_gpt2 data/tokenize" faults
 row main style "" dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
 row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_example
@@ -102,6 +103,29 @@ for arch in 75 89 100 120; do
     row rest "kernels of sm_$arch" "build/test/sass build/sm_$arch.log" kernels $arch
 done
 [ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links
+
+# Twelve kills and twelve losses of power; dev/check/faults.py does as many as it is asked for.
+faults() {
+    local what said passed=0
+    for what in kill power; do
+        if ! command -v python3 > /dev/null; then
+            said="no python3"
+        elif [ $what = power ] && ! command -v strace > /dev/null; then
+            said="no strace"
+        elif dev/check/faults.py $what 12 --program train_gpt2 > build/faults.log; then
+            echo "faults  $what: $(tail -n 1 build/faults.log)  ok"
+            passed=$((passed + 1))
+            continue
+        else
+            cat build/faults.log
+            echo "faults  $what  FAILED"
+            echo "$passed passed, 1 failed, 0 skipped"
+            return 1
+        fi
+        echo "faults  $what  skipped ($said)"
+    done
+    echo "$passed passed, 0 failed, $((2 - passed)) skipped"
+}
 
 # The GPU benchmark with a tiny model: must print a finite line for each kernel and matmul.
 bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16

@@ -659,6 +659,26 @@ else
     skip "report.py" "no python3"
 fi
 
+# make install: what it makes of --help has each option, and the completion offers its values.
+make -s -C "$root" install PROGRAM=train_gpt2 DESTDIR="$PWD/root" PREFIX=/usr > /dev/null
+options=$(cd root/usr && bin/train_gpt2 --help | grep -oE '^  (-[a-zA-Z],|   ) --[a-z0-9-]+' |
+    grep -o -- '--.*')
+page=root/usr/share/man/man1/train_gpt2.1
+equal "make install: options of the manual page" "$options" \
+    "$(sed 's/\\-/-/g' $page | grep -oE '^(\\fB-.\\fR, )?\\fB--[a-z0-9-]+' | grep -o -- '--.*')"
+if command -v groff > /dev/null; then
+    equal "make install: a manual page without warnings" \
+        "$(groff -man -ww -Tutf8 $page 2>&1 > /dev/null)" ""
+else
+    skip "make install: a manual page without warnings" "no groff"
+fi
+completed=$(. root/usr/share/bash-completion/completions/train_gpt2
+    COMP_WORDS=(train_gpt2 --) COMP_CWORD=1 && _train_gpt2 && printf '%s\n' "${COMPREPLY[@]}"
+    COMP_WORDS=(train_gpt2 -r mlp -k w) COMP_CWORD=4 && _train_gpt2 && echo "${COMPREPLY[@]}"
+    COMP_WORDS=(train_gpt2 --recompute n) COMP_CWORD=2 && _train_gpt2 && echo "${COMPREPLY[@]}")
+equal "make install: completion of options and values" "$completed" \
+    "$options"$'\n'"wsd"$'\n'"none norm"
+
 equal "no .part file is left" "$(find . -name '*.part')" ""
 
 echo "$passed passed, $failed failed, $skipped skipped"

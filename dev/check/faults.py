@@ -1,0 +1,483 @@
+#!/usr/bin/env python3
+"""Interrupts runs in every way a machine can, and checks that nothing that was saved is lost.
+
+    dev/check/faults.py kill [COUNT]     SIGKILL at random moments, several times in a row: all
+                                         processes of a run, or one of its ranks
+    dev/check/faults.py power [COUNT]    power loss: what was written and not synced may be missing
+    dev/check/faults.py calls            each system call on the run's files fails once in each of
+                                         its ways, or is the last one before SIGKILL
+
+Options: --seed N draws other moments and settings; --program PATH tests one program only; --jobs N
+runs at once (2). `kill` and `power` draw settings from `train_gpt2` and, if it is built,
+`train_gpt2cu_cpu` with 1 to 4 ranks, ZeRO stages 0 to 3, with and without offload. `power` and
+`calls` need strace.
+
+After each fault the same command must resume, from at least the last step that was reported as
+saved, and end with the bytes of an undisturbed run; a run that sees a fault must end with status 1
+and one line. Prints a line per violation, then `N <what was tried>, K violations`; status 1 if K
+is not 0. Files are written to a temporary folder only.
+"""
+import argparse, concurrent.futures, hashlib, os, random, re, shutil, signal, subprocess, sys
+import tempfile, time
+
+TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+RUN = ("-i t_train.bin -e l2h2c16t16 -b 1 -d 192 -x 9 -v 0 -s 4 -g 3 --tune 0 -y 1 -o out").split()
+violations = []
+
+
+def settings(programs):
+    """Every combination that is drawn from: name, command."""
+    every = []
+    for program in programs:
+        kept = [["-n", str(n), "--keep", str(keep)] for n in (1, 2) for keep in (1, 2)]
+        if "cu" not in os.path.basename(program):
+            extra = [[], ["--offload", "moments,residuals"], ["-r", "block"]]
+        else:
+            extra = [["--dtype", "bf16"], ["--dtype", "fp32", "--offload", "weights,gradients"]]
+            for ranks in (2, 3, 4):
+                for z in range(4):
+                    line = ["--gpus", str(ranks), "-z", str(z), "--dtype", "bf16"]
+                    extra += [line, line + ["--offload", "moments,master,residuals"]]
+        every += [[program] + RUN + some + more for some in kept for more in extra]
+    return every
+
+
+def saved_step(text):
+    steps = re.findall(r"^saved out/step-(\d+)", text, re.M)
+    return int(steps[-1]) if steps else 0
+
+
+def digest(folder):
+    """SHA-256 of each file of the checkpoints; the log and the lock differ between runs."""
+    found = {}
+    for path, _, names in os.walk(folder):
+        for name in names:
+            if name not in ("log.jsonl", "lock"):
+                file = os.path.join(path, name)
+                with open(file, "rb") as f:
+                    found[os.path.relpath(file, folder)] = hashlib.sha256(f.read()).hexdigest()
+    return found
+
+
+def environment(work):
+    return dict(os.environ, OMP_NUM_THREADS="1", XDG_CACHE_HOME=os.path.join(work, "cache"),
+                OMP_WAIT_POLICY="passive")
+
+
+def violation(what, command, why):
+    violations.append(what)
+    print(f"{what}: {why}: {' '.join(command)}", flush=True)
+
+
+class Place:
+    """A folder to run in, with the data that all runs share."""
+
+    def __init__(self, work, name):
+        self.path = os.path.join(work, name)
+        os.mkdir(self.path)
+        os.symlink(os.path.join(work, "t_train.bin"), os.path.join(self.path, "t_train.bin"))
+        self.env = environment(work)
+
+    def run(self, command, before=()):
+        return subprocess.run([*before, *command], cwd=self.path, env=self.env, encoding="latin-1",
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=600)
+
+    def out(self):
+        return os.path.join(self.path, "out")
+
+    def ends_as(self, whole, command, what, saved):
+        """Resumes and compares with the undisturbed run; the report of what was saved counts."""
+        done = self.run(command)
+        resumed = re.search(r"^resumed from out/step-(\d+)", done.stdout, re.M)
+        if done.returncode:
+            violation(what, command, f"the next run: {done.stderr.strip()[:300]}")
+        elif digest(self.out()) != whole:
+            violation(what, command, "the next run ends with other bytes")
+        elif saved and int(resumed[1] if resumed else 0) < saved and saved < 9:
+            violation(what, command, f"step {saved} was saved and is lost")
+
+
+def undisturbed(work, command, known={}):
+    """Digest and seconds of a command's run without faults, computed once."""
+    key = tuple(command)
+    if key not in known:
+        place = Place(work, f"whole{len(known)}-{random.random()}")
+        began = time.monotonic()
+        done = place.run(command)
+        if done.returncode:
+            sys.exit(f"faults.py: {' '.join(command)}: {done.stderr.strip()[:500]}")
+        known[key] = digest(place.out()), time.monotonic() - began
+        shutil.rmtree(place.path)
+    return known[key]
+
+
+# --- SIGKILL --------------------------------------------------------------------------------------
+
+def children(pid):
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as f:
+            return [int(word) for word in f.read().split()]
+    except OSError:
+        return []
+
+
+def kill_case(work, number, command, draw):
+    """Kills a run several times in a row and lets the last one end. Returns the number of kills."""
+    whole, seconds = undisturbed(work, command)
+    place, kills, saved = Place(work, f"kill{number}"), 0, 0
+    for attempt in range(draw.randint(1, 5)):
+        process = subprocess.Popen(command, cwd=place.path, env=place.env, encoding="latin-1",
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   start_new_session=True)
+        time.sleep(draw.uniform(0.02, seconds * 0.9))
+        ranks = children(process.pid)
+        try:
+            if ranks and draw.random() < 0.5:
+                os.kill(draw.choice(ranks), signal.SIGKILL)
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        stdout, stderr = process.communicate(timeout=300)
+        if process.returncode == 0:
+            break    # it ended before the signal
+        kills += 1
+        saved = max(saved, saved_step(stdout))
+    place.ends_as(whole, command, f"kill {number}", saved)
+    shutil.rmtree(place.path)
+    return kills
+
+
+# --- Power loss -----------------------------------------------------------------------------------
+
+class File:
+    def __init__(self):
+        self.live, self.durable, self.writes = bytearray(), bytearray(), []
+
+    def write(self, at, data):
+        self.live[len(self.live):at] = bytes(max(0, at - len(self.live)))
+        self.live[at:at + len(data)] = data
+        self.writes.append((at, bytes(data)))
+
+    def truncate(self, size):
+        self.live[size:] = bytes(max(0, size - len(self.live)))
+        self.writes.append((size, None))
+
+    def sync(self):
+        self.durable, self.writes = bytearray(self.live), []
+
+    def after_loss(self, draw):
+        """The durable bytes, and those of the later writes that a disk happened to keep."""
+        data = bytearray(self.durable)
+        kept = draw.choice(("none", "all", "first", "any"))
+        first = draw.randint(0, len(self.writes))
+        for i, (at, new) in enumerate(self.writes):
+            if kept == "none" or kept == "first" and i >= first or \
+                    kept == "any" and draw.random() < 0.5:
+                continue
+            if new is None:
+                data[at:] = bytes(max(0, at - len(data)))
+                continue
+            if kept == "any":
+                new = new[:draw.randint(0, len(new))]
+            data[len(data):at] = bytes(max(0, at - len(data)))
+            data[at:at + len(new)] = new
+        return bytes(data)
+
+
+class Folder:
+    def __init__(self):
+        self.live, self.durable = {}, {}
+
+
+class Disk:
+    """Files below a folder as the program sees them, and what of them would survive."""
+
+    def __init__(self, root):
+        self.root, self.top, self.pending = os.path.realpath(root), Folder(), []
+        self.at = {}    # offset of each descriptor that was opened without O_APPEND
+
+    def find(self, path):
+        """The folder that holds path and its name in it; None for files elsewhere."""
+        path = os.path.normpath(os.path.join(self.root, path))
+        if not path.startswith(self.root + "/"):
+            return None, None
+        *above, name = os.path.relpath(path, self.root).split("/")
+        folder = self.top
+        for part in above:
+            folder = folder.live.get(part)
+            if not isinstance(folder, Folder):
+                return None, None
+        return folder, name
+
+    def get(self, path):
+        if os.path.normpath(path) == self.root:
+            return self.top
+        folder, name = self.find(path)
+        return folder.live.get(name) if folder else None
+
+    def entry(self, *changes):
+        """Changes names at once: (folder, name, node or None)."""
+        for folder, name, node in changes:
+            if node is None:
+                folder.live.pop(name, None)
+            else:
+                folder.live[name] = node
+        self.pending.append(changes)
+
+    @staticmethod
+    def apply(changes):
+        for folder, name, node in changes:
+            if node is None:
+                folder.durable.pop(name, None)
+            else:
+                folder.durable[name] = node
+
+    def sync(self, node):
+        if isinstance(node, File):
+            node.sync()
+        elif node:
+            for changes in [c for c in self.pending if any(f is node for f, _, _ in c)]:
+                self.apply(changes)
+                self.pending.remove(changes)
+
+    def call(self, name, line, arguments, result):
+        """One successful system call, as strace prints it with -y -xx."""
+        paths = [bytes.fromhex(text.replace("\\x", "")).decode("latin-1")
+                 for text in re.findall(r'"((?:\\x[0-9a-f]{2})*)"', arguments)]
+        opened = re.search(r"<([^<>]*)>$", result.strip())
+        descriptor = re.match(r"(\d+)<([^<>]*)>", arguments)
+        node = self.get(unhex(descriptor[2])) if descriptor else None
+        if name in ("open", "openat", "creat"):
+            folder, base = self.find(paths[0])
+            if folder is None or opened is None:
+                return
+            node = folder.live.get(base)
+            if node is None and "O_CREAT" in arguments:
+                node = File()
+                self.entry((folder, base, node))
+            if isinstance(node, File) and "O_TRUNC" in arguments and node.live:
+                node.truncate(0)
+            self.at[result.split("<")[0], unhex(opened[1])] = None if "O_APPEND" in arguments else 0
+        elif name in ("write", "writev", "pwrite64") and isinstance(node, File):
+            size = int(result)
+            data = b"".join(bytes.fromhex(text.replace("\\x", ""))
+                            for text in re.findall(r'"((?:\\x[0-9a-f]{2})*)"', arguments))[:size]
+            key = descriptor[1], unhex(descriptor[2])
+            if name == "pwrite64":
+                node.write(int(arguments.split(",")[-1]), data)
+            elif self.at.get(key) is None:
+                node.write(len(node.live), data)
+            else:
+                node.write(self.at[key], data)
+                self.at[key] += size
+        elif name == "lseek" and isinstance(node, File):
+            if self.at.get((descriptor[1], unhex(descriptor[2]))) is not None:
+                self.at[descriptor[1], unhex(descriptor[2])] = int(result)
+        elif name == "ftruncate" and isinstance(node, File):
+            node.truncate(int(arguments.split(",")[1]))
+        elif name in ("fsync", "fdatasync"):
+            self.sync(node)
+        elif name in ("mkdir", "mkdirat"):
+            folder, base = self.find(paths[0])
+            if folder:
+                self.entry((folder, base, Folder()))
+        elif name in ("rename", "renameat", "renameat2"):
+            (old, was), (new, becomes) = self.find(paths[0]), self.find(paths[1])
+            if old and new:
+                self.entry((old, was, None), (new, becomes, old.live[was]))
+        elif name in ("unlink", "unlinkat", "rmdir"):
+            folder, base = self.find(paths[0])
+            if folder:
+                self.entry((folder, base, None))
+
+    def lose_power(self, draw):
+        """Keeps a random prefix of the changes of names that were not synced."""
+        for changes in self.pending[:draw.randint(0, len(self.pending))]:
+            self.apply(changes)
+
+    def store(self, path, folder=None, durable=None):
+        """Writes a tree to a real folder: what is live, or (durable: a Random) what survived."""
+        folder = folder or self.top
+        for name, node in (folder.durable if durable else folder.live).items():
+            target = os.path.join(path, name)
+            if isinstance(node, Folder):
+                os.mkdir(target)
+                self.store(target, node, durable)
+            else:
+                with open(target, "wb") as f:
+                    f.write(node.after_loss(durable) if durable else node.live)
+
+
+def unhex(text):
+    return re.sub(r"\\x([0-9a-f]{2})", lambda m: chr(int(m[1], 16)), text)
+
+
+CALLS = ("open,openat,creat,write,writev,pwrite64,lseek,ftruncate,fsync,fdatasync,mkdir,mkdirat,"
+         "rename,renameat,renameat2,unlink,unlinkat,rmdir")
+
+
+def journal(place, command):
+    """Runs a command under strace. Returns its calls in order: name, arguments, result."""
+    trace = os.path.join(place.path, "trace")
+    done = place.run(command, ["strace", "-f", "-qq", "-y", "-xx", "-s", "100000000", "-z",
+                               "-o", trace, "-e", "trace=" + CALLS])
+    if done.returncode:
+        sys.exit(f"faults.py: under strace: {done.stderr.strip()[:500]}")
+    calls, begun = [], {}
+    with open(trace, encoding="latin-1") as f:
+        for line in f:
+            pid, line = line.split(None, 1)
+            if line.rstrip().endswith("<unfinished ...>"):
+                begun[pid] = line.rstrip()[:-len("<unfinished ...>")]
+                continue
+            resumed = re.match(r"<\.\.\. \w+ resumed>", line)
+            if resumed:
+                line = begun.pop(pid, "") + line[resumed.end():]
+            call = re.match(r"(\w+)\((.*)\) += (.*)$", line, re.S)
+            if call:
+                calls.append((call[1], line, call[2], call[3].strip()))
+    os.remove(trace)
+    return calls
+
+
+def power_case(work, number, command, draw, losses):
+    """Traces one run and cuts the power `losses` times. Returns the number of losses."""
+    whole, _ = undisturbed(work, command)
+    place = Place(work, f"power{number}")
+    calls = journal(place, command)
+    disk = Disk(place.path)
+    for call in calls:
+        disk.call(*call)
+    copy = os.path.join(work, f"copy{number}")
+    os.mkdir(copy)
+    disk.store(copy)
+    if digest(os.path.join(copy, "out")) != digest(place.out()):
+        sys.exit("faults.py: the calls of a run do not explain its files")
+    shutil.rmtree(copy)
+    inside = [i for i, call in enumerate(calls) if place.path in unhex(call[1])]
+    for _ in range(losses):
+        cut = draw.randint(inside[0], len(calls))
+        disk, said = Disk(place.path), ""
+        for name, line, arguments, result in calls[:cut]:
+            if name == "write" and arguments.startswith("1<"):
+                said += "".join(unhex(text) for text in re.findall(r'"([^"]*)"', arguments))
+            disk.call(name, line, arguments, result)
+        disk.lose_power(draw)
+        shutil.rmtree(place.out(), ignore_errors=True)
+        disk.store(place.path, durable=draw)
+        place.ends_as(whole, command, f"power loss {number} after call {cut}", saved_step(said))
+    shutil.rmtree(place.path)
+    return losses
+
+
+# --- Failing calls --------------------------------------------------------------------------------
+
+WAYS = {
+    "write": "ENOSPC EIO EINTR EDQUOT", "read": "EIO EINTR ESTALE", "fsync": "EIO ENOSPC EDQUOT",
+    "open": "EIO EINTR ENOMEM EMFILE ESTALE", "rename": "ENOSPC EIO EDQUOT", "rmdir": "EIO",
+    "mkdir": "ENOSPC EDQUOT", "unlink": "EIO EBUSY", "truncate": "EIO", "ftruncate": "EIO EINTR",
+    "lseek": "EIO", "fstat": "EIO ESTALE", "stat": "EIO ESTALE", "mmap": "ENOMEM EIO",
+    "getdents64": "EIO ESTALE", "fcntl": "ENOLCK EIO",
+}
+ALIKE = {"openat": "open", "pread64": "read", "readv": "read", "writev": "write",
+         "pwrite64": "write", "unlinkat": "unlink", "newfstatat": "stat", "fdatasync": "fsync",
+         "renameat2": "rename", "renameat": "rename", "mkdirat": "mkdir"}
+
+
+def calls_case(work, command):
+    """Every call on the run's files, in a run from the start and in one that resumes."""
+    tried, command = 0, command + ["--keep", "2"]
+    whole, _ = undisturbed(work, command)
+    names = ",".join("?" + name for name in [*WAYS, *ALIKE])
+    for begin in ("from the start", "resuming"):
+        place = Place(work, "calls-" + begin.split()[0])
+        first = command + ["-x", "5"] if begin == "resuming" else None
+
+        def prepare():
+            shutil.rmtree(place.out(), ignore_errors=True)
+            if first:
+                shutil.copytree(os.path.join(place.path, "kept"), place.out())
+        if first:
+            place.run(first)
+            os.rename(place.out(), os.path.join(place.path, "kept"))
+        prepare()
+        trace = os.path.join(place.path, "trace")
+        place.run(command, ["strace", "-f", "-qq", "-y", "-o", trace, "-e", "trace=" + names])
+        count, chosen = {}, []
+        with open(trace, errors="replace") as f:
+            for line in f:
+                call = re.match(r"\d+ +(\w+)\(", line)
+                if call:
+                    count[call[1]] = count.get(call[1], 0) + 1
+                    if place.path in line or re.search(r'"(out|t_train)', line):
+                        chosen.append((call[1], count[call[1]], "/lock>" in line))
+        for name, n, lock in chosen:
+            ways = ["signal=KILL"] + ["error=" + e for e in WAYS[ALIKE.get(name, name)].split()]
+            for way in ways:
+                prepare()
+                done = place.run(command, ["strace", "-f", "-qq", "-o", "/dev/null", "-e",
+                                           "trace=" + name, "-e", f"inject={name}:{way}:when={n}"])
+                what = f"{begin}, {name} {n}, {way}"
+                tried += 1
+                if way == "signal=KILL":
+                    if done.returncode == 0:
+                        violation(what, command, "was not killed")
+                elif done.returncode == 1:
+                    if done.stderr.count("\n") != 1:
+                        violation(what, command, f"said {done.stderr[:300]!r}")
+                elif done.returncode != 0:
+                    violation(what, command, f"status {done.returncode}: {done.stderr[:300]!r}")
+                elif digest(place.out()) != whole:
+                    violation(what, command, "ended well with other bytes")
+                elif ALIKE.get(name, name) == "fsync" and not lock:    # its bytes are for people
+                    violation(what, command, "ended well although a sync failed")
+                place.ends_as(whole, command, what, saved_step(done.stdout))
+        shutil.rmtree(place.path)
+    return tried
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["kill", "power", "calls"])
+    parser.add_argument("count", nargs="?", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--program", action="append")
+    given = parser.parse_args()
+    if given.what != "kill" and not shutil.which("strace"):
+        sys.exit("faults.py: needs strace")
+    programs = given.program or [p for p in ("train_gpt2", "train_gpt2cu_cpu")
+                                 if os.path.exists(os.path.join(TOP, p))]
+    if not programs:
+        sys.exit("faults.py: neither train_gpt2 nor train_gpt2cu_cpu is built; make train_gpt2")
+    programs = [os.path.join(TOP, p) for p in programs]
+    with tempfile.TemporaryDirectory(prefix="faults.") as work, \
+            concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+        work = os.path.realpath(work)
+        with open(os.path.join(work, "text"), "w") as f:
+            f.write("".join(map(str, range(1, 4000))))
+        subprocess.run([os.path.join(TOP, "data/tokenize"), "--bytes", "-o", work + "/t",
+                        work + "/text"], check=True, stdout=subprocess.DEVNULL)
+        every = settings(programs)
+        if given.what == "calls":
+            tried = calls_case(work, [programs[0]] + RUN + ["-n", "2"])
+        else:
+            cases, left = [], given.count
+            while left > 0:
+                draw = random.Random(f"{given.seed} {len(cases)}")
+                command = draw.choice(every)
+                if given.what == "kill":
+                    cases.append(pool.submit(kill_case, work, len(cases), command, draw))
+                    left -= 3    # as many as a case has on average
+                else:
+                    losses = min(left, 12)
+                    cases.append(pool.submit(power_case, work, len(cases), command, draw, losses))
+                    left -= losses
+            tried = sum(case.result() for case in cases)
+    noun = {"kill": "kills", "power": "losses of power", "calls": "faults"}[given.what]
+    print(f"{tried} {noun}, {len(violations)} violations")
+    return 1 if violations else 0
+
+
+sys.exit(main())

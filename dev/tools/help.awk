@@ -1,0 +1,86 @@
+# Turns the text that `train_gpt2 --help` prints from its option table into a manual page or into
+# a completion script for bash. `make install` uses it:
+#
+#   train_gpt2 --help | awk -v to=man|bash -v name=train_gpt2 -f dev/tools/help.awk
+#
+# Input: `usage: ...` and a paragraph; then sections, each a title and its options. An option is
+# `  -l, --name  text` and continues in column 27. Its text may end in a table, whose first row
+# has two spaces after its first word: these words are values of the option, as are the words of
+# `[one|two; default]`. Without `(flag)` an option takes a value.
+
+function escape(text) {
+    gsub(/\\/, "\\e", text)
+    gsub(/-/, "\\-", text)
+    return text ~ /^[.']/ ? "\\&" text : text
+}
+
+# Prints the option that has been read, if any.
+function finish(  words) {
+    if (option == "") {
+        return
+    }
+    if (to == "man") {
+        printf ".TP\n%s\\fB%s\\fR%s\n%s", letter == "" ? "" : "\\fB" escape(letter) "\\fR, ",
+            escape(option), flag ? "" : " \\fIvalue\\fR", page
+    } else {
+        words = rows
+        if (match(text, /\[[^][]*\|[^][]*\]/)) {
+            words = substr(text, RSTART + 1, RLENGTH - 2)
+            sub(/;.*/, "", words)
+            gsub(/=[^|]*/, "", words)
+            gsub(/\|/, " ", words)
+        }
+        options = options " " option
+        if (words != "") {
+            values = values sprintf("        %s%s)\n            words=\"%s\" ;;\n",
+                letter == "" ? "" : letter "|", option, words)
+        }
+    }
+    option = ""
+}
+
+/^usage:/ { next }
+{ blank = empty; empty = $0 == "" }
+blank && /^[A-Z][^.:]*$/ {
+    finish()
+    if (to == "man" && !sections++) {
+        printf ".TH %s 1\n.SH NAME\n%s \\- trains GPT-2 within a memory plan\n.SH SYNOPSIS\n" \
+            ".B %s\n[\\fIoption\\fR ...]\n.SH DESCRIPTION\n%s.SH OPTIONS\n",
+            toupper(name), name, name, intro
+    }
+    if (to == "man") {
+        print ".SS " $0
+    }
+    next
+}
+/^  (-[a-zA-Z],|   ) --/ {
+    finish()
+    letter = $1 ~ /^--/ ? "" : substr($1, 1, 2)
+    option = letter == "" ? $1 : $2
+    page = text = rows = ""
+    flag = 0
+    $0 = substr($0, 27)
+}
+option == "" { intro = intro ($0 == "" ? "" : escape($0) "\n"); next }
+{
+    sub(/^ +/, "")
+    flag = flag || / ?\(flag\)$/
+    sub(/ ?\(flag\)$/, "")
+    if (rows != "" && NF || /^[a-z]+  +[^ ]/) {
+        rows = rows (rows == "" ? "" : " ") $1
+        page = page ".br\n"
+    }
+    text = text " " $0
+    page = page ($0 == "" ? "" : escape($0) "\n")
+}
+END {
+    finish()
+    if (to == "bash") {
+        printf "# bash completion of %s, made by `make install` from --help\n_%s() {\n" \
+            "    local word=${COMP_WORDS[COMP_CWORD]} words=\n" \
+            "    case ${COMP_WORDS[COMP_CWORD - 1]} in\n%s    esac\n" \
+            "    [[ $word != -* ]] || words=\"%s\"\n" \
+            "    COMPREPLY=($(compgen -W \"$words\" -- \"$word\"))\n}\n" \
+            "complete -o default -F _%s %s\n", name, name, values, substr(options, 2), name, name
+    }
+}
