@@ -256,7 +256,8 @@ learned=$(cat learned_train.bin learned_merges.txt | cksum)
 equal "the same with these merges" "$(cat same_train.bin same_merges.txt | cksum)" "$learned"
 for t in 1 5; do
     $train_bpe 1000 --val-fraction 0 --threads $t -o learned told > /dev/null
-    equal "$t threads learn the same" "$(cat learned_train.bin learned_merges.txt | cksum)" "$learned"
+    equal "$t threads learn the same" "$(cat learned_train.bin learned_merges.txt | cksum)" \
+        "$learned"
 done
 head -c 1600000 told > begin
 tail -c +1600001 told > end
