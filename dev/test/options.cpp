@@ -338,7 +338,7 @@ TEST(fit_command) {
 // --minimum and --fit for several GPUs: the more there are, the less each needs; the command has
 // their number and fits, and --plan forecasts it.
 TEST(fit_gpus) {
-    const char *model = has_sanitizers() ? "d12" : "d48";
+    const char *model = "d48";
     for (const char *title : {"GPU, nothing offloaded: ", "GPU, all but gradients on the host: "}) {
         double last = INFINITY;
         for (int gpus : {2, 4, 8}) {
