@@ -215,8 +215,8 @@ TEST(bad_output) {
     expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "step").c_str());
     expect_refused(program(TINY "--quiet -x 2 -o log", full_disk(600)), "log.jsonl", "full log");
     expect_refused(program(TINY "-x 2 -o train.bin/out"), "cannot create folder", "below a file");
-    expect_refused(program(TINY "-x 2 -o train.bin"),
-                   "cannot open train.bin/lock: Not a directory", "a file");
+    expect_refused(program(TINY "-x 2 -o train.bin"), "train.bin is a file, not a folder",
+                   "a file");
     expect_refused(program(TINY "-x 2 -o /proc/none"), "cannot create folder", "/proc");
     expect_refused(program(TINY "-x 2 -o out"), "already contains checkpoints", "without -y");
     mkdir("closed", 0555);
