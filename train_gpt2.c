@@ -9427,7 +9427,9 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
         run_say(run, "loading %s", run->o.model);
         model_file_load(&run->engine, &run->weights);
     } else if (step < 0) {
-        run_say(run, "initialising %s parameters", count_text(model_parameters(m)).s);
+        run_say(run, "initialising %s parameters with --seed %" PRId64
+                "; -e FOLDER starts from pretrained weights",
+                count_text(model_parameters(m)).s, run->o.seed);
         engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
     }
     model_file_close(&run->weights);

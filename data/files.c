@@ -275,7 +275,11 @@ static void fsync_folder(const char *folder) {
 // folder's directory entry were lost in a power failure, its checkpoints would be lost too.
 static void make_folders(const char *path) {
     char part[PATH_BYTES], above[PATH_BYTES] = ".";
+    struct stat st;
     path_print(part, "%s", path);
+    if (stat(path, &st) == 0 && !S_ISDIR(st.st_mode)) {
+        die("--output (-o): %s is a file, not a folder", path);
+    }
     for (char *p = part + 1;; p++) {
         if (*p == '/' || *p == 0) {
             char end = *p;

@@ -187,7 +187,8 @@ TEST(start_lines) {
     };
     in_order(program(run + "1").out,
              {"train_gpt2 0.9\n", "model ", "data ", "step ", "command ", "memory ",
-              "no checkpoint in out: starting a new run", "initialising 10,960 parameters\n",
+              "no checkpoint in out: starting a new run",
+              "initialising 10,960 parameters with --seed 42; -e ",
               "device ", "peak "});
     in_order(program(run + "2").out,
              {"memory ", "verifying out/step-00000001\n", "loading out/step-00000001\n",
