@@ -528,7 +528,7 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
 static char *bpe_merges_text(const Bpe *bpe, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
-    uint16_t two[BPE_LONGEST];
+    uint16_t two[BPE_LONGEST] = {0};
     BpeEncoder e;
     FILE *f = open_memstream(&text, size);
     check(f, "no memory for a vocabulary");
