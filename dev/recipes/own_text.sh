@@ -20,5 +20,5 @@ options=(-e l6h6c192t128 -i "data/${name}_bpe_train*.bin" -j "data/${name}_bpe_v
          -b 16 -x 1500 -l 1e-3 -u 100 -q 0.1 -c 0.1 --beta2 0.99 -v 250 -s 500 -g 60
          --temperature 0.8 --top-p 0.95 -n 500 --keep 2 -o "runs/$name" -y 1)
 says="Sentences in your text's style after some ten minutes on two cores. Learning rate, schedule,
- warmup and beta2 are those of nanoGPT's config/train_shakespeare_char.py."
+warmup and beta2 are those of nanoGPT's config/train_shakespeare_char.py."
 . dev/recipes/start.sh
