@@ -2482,8 +2482,8 @@ static int level_find(const char *word, size_t n, char names[128]) {
     return found;
 }
 
-// Parses -r: a comma-separated list of LEVEL:K, each of which sets the recomputation level of the
-// next K blocks, starting with the first one; without :K, a level applies to all remaining blocks.
+// Parses -r: a comma-separated list. Each LEVEL:K sets the recomputation level of the next K
+// blocks, starting with the first one; without :K, a level applies to all remaining blocks.
 // Blocks after the list recompute nothing. `auto` leaves all levels at none, and settings_auto()
 // decides later. Ends the run if a level is unknown (the message lists all levels), if K exceeds
 // the number of remaining blocks, or if no block is left for a level.
@@ -3436,8 +3436,8 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 // From options to settings, for the named card or the one present, including the levels of
 // recomputation and the offload that the program chooses itself.
 
-// Library memory (CUDA context, cuBLASLt) that a plan leaves free on a GPU of which only the memory
-// is known.
+// Library memory (CUDA context, cuBLASLt) that a plan leaves free if only the GPU's memory size is
+// known (--gpu-mem).
 static const uint64_t library_reserve_bytes = (uint64_t)1 << 30;
 
 // Returns the library memory of a card (NULL: only its memory is known), estimated from its number
@@ -3890,7 +3890,7 @@ typedef struct {
     int64_t sequences;       // of each rank in a step: a multiple of the batch; 0: one micro-batch
     uint64_t device, host;   // bytes that the plan may take
     Speed speed;
-    const struct PlanCandidate *better;  // those found so far, of which one may be better; or NULL
+    const struct PlanCandidate *better;  // candidates found so far, which may dominate; or NULL
     int better_count;
 } Search;
 
@@ -4592,9 +4592,9 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
     }
 }
 
-// matmul_tile() at an edge of out, of which only m <= MR rows and n <= NR columns exist. Computes a
-// full tile on the stack, so the arithmetic, and hence the result, is bitwise identical to that of
-// an inner tile.
+// matmul_tile() at an edge of out, where a tile has only m <= MR rows and n <= NR columns. Computes
+// a full tile on the stack, so the arithmetic, and hence the result, is bitwise identical to that
+// of an inner tile.
 static void matmul_tile_edge(real *out, const real *addend, size_t step, const real *bias,
                              Operand a, const real *b, int K, int m, int n) {
     real full[MR * NR] = {0}, full_bias[NR] = {0};
@@ -5857,8 +5857,8 @@ struct Engine {
     // the plan has a KV cache. Overwrites the cache from `first` on, so a sequence may be continued
     // again from any of its positions.
     void (*extend)(Engine *e, real *out, const Token *tokens, int first, int n);
-    // Reads or writes `count` elements from element `offset` on of a flat state (STATE_*), wherever
-    // its tensors are placed. Gaps between tensors read as zero and are not written.
+    // Reads or writes `count` elements from element `offset` on of a flat state (STATE_*), on the
+    // device, on the host or sharded. Gaps between tensors read as zero and are not written.
     void (*read)(Engine *e, int state, int64_t offset, real *out, int64_t count);
     // Like read, for elements that this rank holds itself; does not communicate with other ranks.
     void (*read_own)(Engine *e, int state, int64_t offset, real *out, int64_t count);
@@ -6239,8 +6239,8 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 // two give logits that differ only by rounding, because a single row is summed in a different
 // order; the sampled tokens rarely differ.
 
-// Tokenizes a prompt of n bytes. Returns the number of tokens, of which it writes the first
-// `capacity`. An empty prompt becomes <|endoftext|>.
+// Tokenizes a prompt of n bytes. Returns the number of tokens and writes at most the first
+// `capacity` of them to `out`. An empty prompt becomes <|endoftext|>.
 static int64_t prompt_tokens(Token *out, int capacity, const Tokenizer *tokenizer, const Bpe *bpe,
                              const char *text, size_t n) {
     if (n == 0) {

@@ -2421,7 +2421,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCK
     warp_store_rows<HD, false>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
 }
 
-// The wgmma kernels, for bf16 heads of 64 channels. A thread block is two warpgroups, each of which
+// The wgmma kernels, for bf16 heads of 64 channels. A thread block has two warpgroups. Each
 // owns 64 of the block's 128 rows and handles 64 rows of the other side per step.
 // 1. Copies are those of the other kernels. Each thread calls fence_async for its own copies before
 //    the barrier, which makes the tile visible to products.
@@ -3173,8 +3173,8 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
 // attention_backward_dq_wgmma_kernel: as attention_backward_dq_kernel; E is bf16 and HS 64.
 // grid B NH ceil(T / 128), mapped by AttentionBlock, last rows first; block 256; dynamic shared
 // memory DQ_BYTES: Q, dO, and K and V in two places each.
-// stages: as above. P is computed while dP is still under way. The wait for dQ stands at the end of
-// a step: with a late wait the fragments of dS, kept until then, would leave too few registers.
+// stages: as above. P is computed while dP is still under way. Each step ends with the wait for dQ:
+// with a late wait the fragments of dS, kept until then, would leave too few registers.
 // numerics: as above: bf16: dQ 3.3e-3.
 // budget: sm 90a threads 256 shared 65536 regs 122 blocks 2 instr/elem 10.6 of 32 loop hgmma 12
 //   overlap 32 test gpu_attention
@@ -3309,7 +3309,7 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
         copy_commit();
     };
     // Threads 0 .. BM - 1 load LSE2 of a tile's queries, the others D (only BM of those are used).
-    // There is no branch, after which the warp might not be whole.
+    // Without a branch: after one, the compiler might no longer treat the warp as converged.
     const float *stat = (thread < BM ? lse : drow) + block.stat_at;
     auto load_stat = [&](int j) {
         const int query = j * BM + thread % BM;
@@ -4084,7 +4084,7 @@ static int library_key(char key[128], int *capability) {
 
 // Returns how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
 // queried the free bytes: the most that earlier runs on this GPU have measured, or else an
-// estimate, without the context, whose memory is no longer free by then.
+// estimate. The CUDA context is not counted: its memory is allocated before the query.
 static uint64_t device_library_bytes(int *measured) {
     char key[128], line[256];
     int capability = 0;
@@ -5670,8 +5670,8 @@ struct GpuNetwork {
     RankComm ranks;
 };
 
-// Returns buffer `id` (BUF_*), of which the plan has only one, as an array of type N, or null if
-// this run's plan lacks it. BUF_GRADS holds only matrices, BUF_GRADS_1D only vectors.
+// Returns buffer `id` (BUF_*), which occurs once in a plan, as an array of type N, or null if this
+// run's plan lacks it. BUF_GRADS holds only matrices, BUF_GRADS_1D only vectors.
 template <class N> static N *gpu_buffer(const GpuNetwork *net, int id) {
     return net->plan->single[id] < 0 ? nullptr : (N *)plan_single(net->plan, id);
 }
@@ -7030,8 +7030,8 @@ static bool trial_stays_inside(const Trial *t, int kernel) {
 }
 
 // Returns true if the candidate is right in every case; otherwise writes the reason to `why`. The
-// cases: one sequence whose length is no multiple of a tile, and the run's batch and length; scores
-// of the usual size, and a softmax that is close to one-hot.
+// cases: one sequence whose length is not a multiple of the tile size, and the run's batch and
+// length; scores of the usual size, and a softmax that is close to one-hot.
 static bool trial_is_right(Trial *t, int kernel, int row, char why[64]) {
     const int T = min_int(t->shape.T, TRIAL_LENGTH_CPU) - (t->shape.T > 128 ? 37 : 3);
     for (int i = 0; i < 4; i++) {
@@ -7254,8 +7254,8 @@ static bool trial_read(TrialChild *child, KernelVerdicts *verdicts, const TrialS
     return true;
 }
 
-// Waits for the end of the child. If it ended by itself while it tried a candidate, that has
-// crashed; but if the user or the system has killed it, there is no verdict.
+// Waits for the child to end. If it ended by itself while it tried a candidate, the verdict is that
+// the candidate crashed. If the user or the system killed it, the candidate gets no verdict.
 static void trial_end(TrialChild *child) {
     const int faults[] = {0, SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP, SIGSYS};
     int status = 0;

@@ -649,8 +649,8 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 // first error in `fault` and reads nothing after it: all loops then end, so that callers check for
 // an error only once, at the end.
 
-// Returns the length in bytes, 2 to 4, of the multi-byte UTF-8 character at `text`, of which `left`
-// bytes can be read; 0 if it is invalid (RFC 3629, section 4).
+// Returns the length in bytes, 2 to 4, of the multi-byte UTF-8 character at `text`; 0 if it is
+// invalid (RFC 3629, section 4). At most `left` bytes are read.
 static int utf8_length(const unsigned char *text, size_t left) {
     int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
     if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||

@@ -460,8 +460,8 @@ static void words_merge(WordTable *t, const WordTable *more, uint32_t most_words
 // a new token. Ties go to the pair with the lower ids (left token first), as in BpeTrainer of
 // Hugging Face's tokenizers, so that the merges are the same.
 // 1. All words are one array of symbols, one per byte, separated by BREAK. A token of n bytes takes
-//    n symbols, of which the first and the last hold its id, so both neighbours of a token are
-//    found from its position and the lengths of tokens.
+//    n symbols; the first and the last hold its id, so both neighbours of a token are found from
+//    its position and the lengths of tokens.
 // 2. A pair stores its exact number of occurrences, including overlapping ones (aa in aaa), and an
 //    ascending list of positions. A position may be outdated, but never looks valid: when a token's
 //    first symbol becomes the inside of a longer token, it is overwritten.
@@ -858,7 +858,8 @@ static size_t token_cut(const Coder *coder, const char *text, size_t n) {
     return coder->tokenizer.kind == TOKENIZER_BYTES ? n : bpe_cut(text, n);
 }
 
-// Size of the next block, for text[0..n) after which the text continues; 0: there is no safe cut.
+// Returns the size of the next block of text[0..n), which is not the end of the text; 0 if no cut
+// is safe.
 // With --documents the cut is after the last marker. Without a marker in the text, the cut must be
 // followed by text that is certainly of the same document: not only by blanks, which may be at the
 // document's end, and not by what may be the beginning of a marker.
@@ -1090,7 +1091,7 @@ static void sink_close(Sink *s) {
     }
 }
 
-// Appends tokens, the first of which is at `from`, to as many shards as they fill. A shard is
+// Appends tokens to as many shards as they fill; `from` is the place of the first token. A shard is
 // created with its first token, so none is empty. Returns 1 if a shard was finished; an interrupted
 // run then continues at *place.
 static int sink_append(Sink *s, Place *place, Place from, const uint16_t *tokens, int64_t count) {

@@ -701,7 +701,7 @@ static void shard_open(Shard *shard, const char *path) {
 
 // -------------------------------------------------------------------------------------------------
 // 3. Evaluation files
-// Multiple choice: contexts, each with several completions, one of which is correct. The format is
+// Multiple choice: contexts, each with several completions and one correct answer. The format is
 // llm.c's, documented at write_evalfile in llm.c's dev/data/data_common.py: a header with the
 // number of examples and the size in bytes of the largest one, then for each example uint16 words:
 // 65535; the example's size in bytes, index, label (the correct completion) and number of

@@ -392,8 +392,8 @@ static Ids naive_merge(const Text &piece) {
     return ids;
 }
 
-// A synthetic vocabulary is read as written. Tokens worked out by hand: the lowest merge is first,
-// wherever it occurs; among equal ones the leftmost.
+// A synthetic vocabulary is read as written. Tokens worked out by hand: the merge with the lowest
+// rank is applied first, at any position; among equal ones the leftmost.
 TEST(bpe_ties) {
     const Text merges = made_merges();
     open_bpe(merges);

@@ -375,7 +375,7 @@ TEST(gpu_library) {
     planned(" 20,971,520    20.0 MiB   estimated");
 }
 
-// The micro-batch that a forecast times changes no bit of the run, wherever states are placed.
+// The micro-batch that a forecast times changes no bit of the run, with and without offload.
 TEST(gpu_forecast) {
     for (const char *more :
          {"--dtype fp32 ", "--offload weights,gradients,moments,residuals ", "--dtype fp16 "}) {
@@ -776,8 +776,8 @@ TEST(gpu_kernels) {
            "status %d, %s%s", o.status, o.err.c_str(), kernels_in(o.out).c_str());
 }
 
-// Nothing that happens to the cache, the child process or the environment ends a run. A line of
-// another build or with other text is no verdict.
+// Nothing that happens to the cache, the child process or the environment ends a run. A line
+// of another build, or with other text, does not count as a verdict.
 TEST(gpu_kernels_cache) {
     if (!is_emulated()) {
         skip("on the emulated device");
@@ -791,7 +791,7 @@ TEST(gpu_kernels_cache) {
     expect(build > 6 && verdict != Text::npos &&
            kept.find("CUDA on the CPU, 2 SMs, driver 1") == 0 &&
            has(kept, "| forward:8,64,2=planted right 1.667\n"), "%s", kept.c_str());
-    // What stands in the file, and how many lines a run adds that finds all candidates wrong.
+    // Contents of the file, and the number of lines added by a run that finds all candidates wrong.
     Text other = kept, torn = kept, odd = kept;
     other[build] = other[build] == '0' ? '1' : '0';
     torn.resize(verdict + 6);

@@ -1341,9 +1341,9 @@ TEST(ranks_gathers) {
     }
 }
 
-// Twelve ranks have the same bits at every stage, and wherever they run: on one machine, on three,
-// or dealt out to three; also in random stream orders, and with two groups of which one is a
-// single rank.
+// Twelve ranks have the same bits at every stage and for every placement: on one machine, in blocks
+// on three, or alternating between three; also in random stream orders, and with a second group of
+// a single rank.
 TEST(ranks_placement, REST) {
     write_corpus();
     const Text shape = "-i train.bin -j val.bin -e l2h2c64t16 -t 12 -b 1 -x 2 --clip 0.5 "

@@ -526,7 +526,7 @@ static void reduce_as_rank(int rank, int ranks, ncclUniqueId id) {
 // Sums over ranks have one order, whatever the number of pieces. The traffic between machines of 1,
 // 2, 4 or 8 ranks is that of the formula, to the byte: each part goes to the member of the group
 // that adds it, and from there, in fp32, to its owner. Two machines of eight send each other a
-// quarter of what all ranks' gradients are. One of 512 ranks exchanges data with 70.
+// quarter of the bytes of all ranks' gradients. One of 512 ranks exchanges data with 70.
 TEST(gpu_rank_sums, EMULATED) {
     for (const int ranks : {2, 3, 8, 9, 12, 16, 20}) {
         const Outcome o = outcome(spawn([=] {

@@ -882,7 +882,7 @@ TEST(gpu_adamw_nan, CUDA_ALL) {
     check_adamw_nan<bf16, bf16, bf16, false>("no master");
 }
 
-// Initial states of a fresh GPU are set without writing zeros, wherever they are placed; the states
+// Initial states of a fresh GPU are set without writing zeros, for every placement; the states
 // of one that has trained are cleared. In both cases the previous values are gone.
 static int64_t moments_written;
 static void (*real_write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
@@ -1409,7 +1409,7 @@ TEST(gpu_refused_algorithm, EMULATED_ALL) {
 #endif
 
 #if CUDA_CPU
-// Device memory that is zero and of which only accessed pages are allocated.
+// Zeroed device memory that allocates only the pages that are accessed.
 template <class T> struct Huge {
     T *p;
     size_t n;

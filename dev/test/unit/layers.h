@@ -484,7 +484,7 @@ static Num num_power(wide x, wide most) {
     return Num(v, (double)v * unit * (LOG2_E_ERROR * size(x) + size(x - most) + 4) + smallest);
 }
 
-// Losses and dlogits of rows of Vp logits, of which V are used; in_powers_of_2: with the
+// Losses and dlogits of rows of Vp logits, the first V of them used; in_powers_of_2: with the
 // exponentials of num_power.
 static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
                             const std::vector<Token> &targets, real dloss, int V, int Vp,

@@ -223,7 +223,7 @@ TEST(plan_monotone, FLOAT) {
     detail = text("%d random settings", count);
 }
 
-// The shards of all ranks cover each bucket once and each tensor once, wherever a boundary falls:
+// The shards of all ranks cover each bucket once and each tensor once, for every boundary:
 // inside a row, or after the last tensor. AdamW's ranges match the moments that a rank stores.
 static void check_parts(Settings s, int *cut_rows) {
     const Model &m = s.model;
