@@ -6,7 +6,7 @@ card=t4
 options=(-e d12 -i 'data/tinystories_gpt2_train_*.bin' -j 'data/tinystories_gpt2_val_*.bin'
          -d 131072 -x 4000 -l 6e-4 -u 200 -c 0.1 -v 250 -s 500 -g 200 -n 250 --keep 2
          -o runs/gpt2_t4 -y 1)
-says="One pass over TinyStories (about 0.5 billion tokens) in fp16: short stories with a plot. Not
+says="524 million tokens of TinyStories in fp16: short stories with a plot. Not
 run yet. Learning rate and weight decay are those of llm.c's run of 124M
 (scripts/run_gpt2_124M.sh); a free notebook ends after some hours: call it again to resume
 from the last 250 steps."
