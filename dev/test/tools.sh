@@ -656,8 +656,19 @@ END
     says "report: --watch reads again" "<dd>1.2500</dd>" "$(python3 get.py "$url" localhost:1)"
     says "report: --watch serves only this machine" "404" "$(python3 get.py "$url" a.example 2>&1)"
     kill $watcher
+    # The notebook: no fault, and each of the seeded ones is found.
+    equal "notebook" "$(python3 "$root/dev/check/notebook.py" 2>&1)" ""
+    sed -e 's/--fit bits/--fitt bits/; s/"import array/"import (array/; s/-g 60 /--sampels /' \
+        -e 's/-e d24 -b/-e d24 -B/; s/make -s/make -s al/; s/--train-bpe/--train-bp/' \
+        -e 's/against_torch\.py`/against.py`/; s/"outputs": \[\]/"outputs": [1]/' \
+        -e 's/"source": \[/&"","","","",/' "$root/dev/train_gpt2.ipynb" > wrong.ipynb
+    python3 "$root/dev/check/notebook.py" wrong.ipynb > said
+    for fault in "option --fitt" "option --sampels" "option -B" "option --train-bp " "target al" \
+        "line [0-9]+: " "no file dev/bench/against.py" "has outputs" "lines, more than 200"; do
+        says "notebook: $fault" "$fault" "$(cat said)"
+    done
 else
-    skip "report.py" "no python3"
+    skip "report.py, the notebook" "no python3"
 fi
 
 # make install: what it makes of --help has each option, and the completion offers its values.
