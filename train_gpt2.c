@@ -7178,7 +7178,7 @@ static void run_train(Run *run) {
 // completion's tokens.
 typedef struct {
     int completion, last, label;  // last: the example's last row; label: its correct completion
-    int first, count, cut;        // losses first to first + count; cut: the context was cut
+    int first, count, cut;        // losses first .. first + count - 1; cut: the context was
 } EvalRow;
 
 typedef struct {
@@ -7397,8 +7397,8 @@ typedef struct {
 } Remedy;
 enum { MAX_REMEDIES = 256 };
 
-// Begins a search for changes of a plan, in steps of `micros` micro-batches as they are now. With
-// the memory of `budget`, or any if it is NULL.
+// Begins a search for changes to a plan whose steps have `micros` micro-batches. The result must
+// fit in the memory of `budget`; NULL: no limit.
 static void plan_search(Search *q, const Plan *p, const MemoryBudget *budget, int64_t micros) {
     const Settings *s = &p->settings;
     MemoryBudget any;
@@ -7437,9 +7437,9 @@ static const char *remedy_cost(char text[160], const Remedy *r) {
     return text;
 }
 
-// Lists every single change that makes the plan smaller, axis by axis. Returns their number.
-// Recomputation levels and the types and placements of states are training settings; without
-// training, reducing the batch is left to the user.
+// Lists every single change that makes the plan smaller, axis by axis. Returns their number. Lists
+// none for a forward-only run, where levels, types and placements of states have no effect and the
+// user can reduce the batch.
 static int plan_remedies(const Plan *p, int64_t micros, Remedy list[MAX_REMEDIES]) {
     Search q;
     int n = 0;
@@ -7534,7 +7534,7 @@ static int plan_changes(const Plan *p, const MemoryBudget *budget, int64_t micro
     return n;
 }
 
-// Finds the batch at which memory that the plan leaves unused makes the run faster, with nothing
+// Finds a batch that would use memory left free by the plan to make the run faster, with nothing
 // recomputed or offloaded: the largest that divides the step of -d and has at most 65,536 tokens,
 // or without -d a power of two. Returns how many times as fast it is; 0 if that is less than 1.05.
 static double plan_unused(const Plan *p, const MemoryBudget *budget, const Options *o,
@@ -7589,9 +7589,9 @@ static void unused_print(const char *title, const Plan *p, const MemoryBudget *b
 // Error messages if no change makes a plan fit: for training, --generate and --eval.
 static const char no_change[] = "no settings make it fit; --minimum prints the least memory";
 static const char generate_change[] =
-    "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
+    "--generate needs weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
 static const char eval_change[] =
-    "--eval takes weights and a batch on its way forward; a smaller --batch (-b) takes less";
+    "--eval needs weights and one forward pass; a smaller --batch (-b) needs less memory";
 // Returns the one of these messages that applies to a run.
 static const char *plan_no_change(const Settings *s) {
     return s->cache ? generate_change : s->forward ? eval_change : no_change;
@@ -7639,8 +7639,8 @@ static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
 static void plan_refuse_host(const Plan *p, uint64_t available, const char *limit) {
     if (p->host_bytes > available) {
         die_status = STATUS_TOO_LARGE;
-        die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
-            "states in --offload need less of it", bytes_text((double)p->host_bytes).s,
+        die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; --offload "
+            "fewer states", bytes_text((double)p->host_bytes).s,
             p->settings.ranks > 1 ? " for each GPU" : "", bytes_text((double)available).s, limit,
             bytes_text((double)(p->host_bytes - available)).s);
     }
@@ -7694,7 +7694,7 @@ static void choice_print(const Plan *p, const Options *o) {
                      strcmp(recompute_text(s).s, "none") != 0)) {
         printf("chosen   ");
         settings_print_command(o, s, 0);
-        printf("         so that it fits, same bits; %s of host memory\n\n",
+        printf("         so that it fits, with the same bits; %s of host memory\n\n",
                bytes_text((double)p->host_bytes).s);
     }
 }
@@ -7839,11 +7839,11 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
         snprintf(step, sizeof step, "%d micro-steps", micros);
     }
     if (t.up + t.down > 0) {
-        print_wrapped(4, "a step of %s moves %s up to the GPU and %s down", step,
+        print_wrapped(4, "a step of %s uploads %s to the GPU and downloads %s", step,
                       bytes_text(t.up).s, bytes_text(t.down).s);
     }
     if (s->ranks > 1) {
-        print_wrapped(4, "a step of %s sends %s from each GPU: %s of gradients to add, %s to "
+        print_wrapped(4, "a step of %s sends %s from each GPU: %s to reduce gradients, %s to "
                       "gather", step, bytes_text(t.reduced + t.gathered).s,
                       bytes_text(t.reduced).s, bytes_text(t.gathered).s);
     }
@@ -7980,7 +7980,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     if (s->gpu) {
         plan_print_gpu(p, budget, o);
     } else if (p->host_bytes) {
-        plan_print_line("in the host's place", p->host_bytes, "as a GPU run keeps apart");
+        plan_print_line("host buffers", p->host_bytes, "in host memory in a GPU run");
         plan_print_line("total", total, "");
     }
     const int old = card_is_too_old(budget->card);
@@ -7997,8 +7997,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     if (!host_fits) {  // plan_refuse_host() would end a run
         const HostMemory h = host_memory("");
         print_wrapped(4, "host memory of this machine: %s (%s); DOES\037NOT\037FIT, %s short; "
-                      "fewer states in --offload need less of it",
-                      bytes_text((double)budget->host).s,
+                      "--offload fewer states", bytes_text((double)budget->host).s,
                       h.limit, bytes_text((double)(p->host_bytes - budget->host)).s);
     }
     forecast_print(s, budget, o);
@@ -8010,10 +8009,10 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
 
 // -------------------------------------------------------------------------------------------------
 // 21. Searches: --fit, --minimum, --largest, all cards
-// Commands that search settings instead of taking them: --fit recommends some, --minimum prints
-// those that take the least memory, --largest the largest batch or sequence length, and --plan
-// --gpu all compares the cards. A run accepts what is recommended: every candidate is derived from
-// settings that have passed the checks of a user's options.
+// Commands that search for settings: --fit recommends some, --minimum prints those that need the
+// least memory, --largest finds the largest batch or sequence length, and --plan --gpu all compares
+// the cards. A run accepts what is recommended: every candidate is derived from settings that have
+// passed the checks of a user's options.
 
 // Checks the options of these commands before they are turned into settings. Ends the run if one of
 // them would be ignored, or if no batch size divides -d's tokens.
@@ -8183,8 +8182,8 @@ static void fit_print_row(const PlanCandidate *c) {
     text_wrap(text, column, 8);
 }
 
-// Prints which of these settings change the numbers that a run computes, in lines that begin with
-// `lead`. `split` is appended to the part about the settings that do not.
+// Prints `lead` and which of these settings change the numbers that a run computes. `split` is
+// appended to the part about the settings that do not.
 static void print_changes(const char *lead, const Settings *s, const char *split) {
     print_wrapped(4, "%ssame bits as any other -r and --offload%s%s%s", lead, split,
                   s->moment_dtype == TYPE_BF16 ? "; --moments bf16 changes numbers" : "",
@@ -8245,7 +8244,7 @@ static int fit_command(const Options *o, const Model *m, const MemoryBudget *bud
         free(rows);
         return best ? 0 : little_data ? 1 : STATUS_TOO_LARGE;
     }
-    print_wrapped(4, "%s: what fits %s for the plan%s; tokens/s %s%s", o->model,
+    print_wrapped(4, "%s: settings whose plan fits in %s%s; tokens/s %s%s", o->model,
                   bytes_text((double)budget->device).s, each_text(o).s,
                   o->gpus > 1 ? "of all " : "",
                   budget->from        ? budget->from
@@ -8298,7 +8297,7 @@ static void minimum_plan(PlanCandidate *c, const Options *asked, const Model *m,
 }
 
 // Returns why this program cannot run with these options on a card, or NULL. Options that need bf16
-// are then set to their defaults, so that the card can be planned all the same.
+// are then set to their defaults, so that a plan for the card can still be made.
 static const char *card_unable(Options *o, const GpuEntry *card) {
     const int wants = o->dtype == DTYPE_BF16 || o->grad_dtype == GRADS_BF16 ||
                       o->moments == MOMENTS_BF16 || o->master == MASTER_NONE;
@@ -8312,8 +8311,8 @@ static const char *card_unable(Options *o, const GpuEntry *card) {
     return card_is_too_old(card) ? "this program needs compute capability 7.5" : "no bf16";
 }
 
-// Lists the names of up to three cards with the least memory on which the least settings fit, as
-// words or as JSON; returns how many there are.
+// Lists the up to three smallest cards on which the settings of minimum_plan() fit, as words or as
+// JSON. Returns their number.
 static int minimum_cards(char text[160], const Options *asked, const Model *m, int offload,
                          int json) {
     const GpuEntry *best[3] = {NULL, NULL, NULL};
@@ -8418,8 +8417,8 @@ static int largest_try(PlanCandidate *c, const Options *o, const Model *m,
     return candidate_try(c, &q) == FITS;
 }
 
-// Runs --largest: finds the largest batch or sequence length that fits, by bisection over those
-// that are possible. Returns the program's exit status: 3 if not even the smallest fits.
+// Runs --largest: finds the largest batch or sequence length that fits, by bisection over the
+// possible values. Returns the program's exit status: 3 if not even the smallest fits.
 static int largest_command(const Options *asked, const Model *m, const MemoryBudget *budget) {
     const int batch = asked->largest == LARGEST_BATCH;
     Options o = *asked;
@@ -8598,8 +8597,8 @@ static double calibration_flops(const Settings *s) {
 }
 
 // Returns the settings of a calibration: two blocks of the run's width, with B and then T halved
-// until it takes at most `flops`. They are halved no further, because the activations of a small
-// batch stay in caches.
+// until it takes at most `flops`. Stops there, because the activations of a very small batch would
+// stay in caches.
 static Settings calibration_settings(const Settings *run, double flops) {
     Settings s = *run;
     memset(s.placement, 0, sizeof s.placement);
@@ -8898,8 +8897,8 @@ static void default_data(Options *o, int is_gpt2) {
     }
 }
 
-// Ends the run if the weights' folder has merges that are not those of the data: the same id would
-// stand for different text, though the vocabularies may have the same size.
+// Ends the run if the merges in the weights' folder differ from the data's: the same id would stand
+// for different text, even if the vocabularies have the same size.
 static void weights_require_tokenizer(const ModelFile *weights, const Dataset *data) {
     char path[PATH_BYTES];
     Mapping map;
@@ -8958,8 +8957,8 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_PRESET:
             model_set_vocabulary(m, GPT2_VOCABULARY);
             if (data && V > m->V) {
-                die("--model (-e): %s has GPT-2's vocabulary of %d; the data, %s, has one of %d, "
-                    "for which a shape such as l12h12c768t1024 is made", o->model, m->V,
+                die("--model (-e): %s has GPT-2's vocabulary of %d; the data, %s, has one of %d: "
+                    "use a shape such as l12h12c768t1024", o->model, m->V,
                     o->train_data, V);
             }
             if (data && V != GPT2_VOCABULARY && !o->quiet) {
@@ -9058,8 +9057,8 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     return budget;
 }
 
-// Ends the program if --fit and --largest cannot know the available memory, or if it is too little
-// for libraries.
+// Ends the program if the memory available to --fit or --largest is unknown, or if libraries take
+// all of it.
 static void search_refuse(const Options *o, const MemoryBudget *budget, const Settings *s) {
     const char *command = o->fit ? "fit" : "largest";
     if (!o->plan && !budget->device) {
@@ -9284,7 +9283,7 @@ static int64_t run_resume(Run *run) {
 }
 
 // Opens the vocabulary if samples or checkpoints need it, or if --tokenizer names it. Only GPT-2's
-// may be missing: the merges of other data are nowhere else.
+// may be missing; merges of other data cannot be obtained elsewhere.
 static void run_vocabulary(Run *run) {
     const Options *o = &run->o;
     const Tokenizer *t = &run->train.tokenizer;
@@ -9310,7 +9309,7 @@ static void run_vocabulary(Run *run) {
 }
 
 // Resolves -b auto. A resumed run keeps the micro-batch of its checkpoint, if that divides the step
-// of this run's ranks. A validation batch must exist.
+// of this run's ranks. The batch is at most as large as the validation data.
 static void run_choose_batch(Run *run) {
     Settings *s = &run->s;
     Options *o = &run->o;
@@ -9577,8 +9576,9 @@ static int eval_command(Run *run, const Program *program, Model *m) {
 
 // Sets the tokenizer of a model whose data is not available here: that of --tokenizer, else of
 // merges.txt in the folder of the weights, as in checkpoints. Without either, 257 tokens are bytes,
-// and GPT-2's vocabulary is searched where training does; any other size is refused, because its
-// tokens cannot be guessed. A model of GPT-2's size may have been trained on fewer tokens.
+// and GPT-2's vocabulary is searched for in the same places as in training; any other size is
+// refused, because its tokens cannot be guessed. A model of GPT-2's size may have been trained on
+// fewer tokens.
 static void generate_vocabulary(Run *run, const Model *m) {
     static char merges[PATH_BYTES];  // the option points to it
     Options *o = &run->o;
@@ -9671,8 +9671,8 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
-// If the GPU of this machine does not support bf16, a run or plan for it without --dtype uses fp16,
-// as if --dtype fp16 had been given. A plan for a named card or memory size ignores this GPU.
+// Sets --dtype to fp16 if it is not given and this machine's GPU does not support bf16. A plan for
+// a named card or memory size ignores this GPU.
 static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
@@ -9706,7 +9706,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         stop_on_signals();
         run_find_ranks(run, program);
         stop_line = o->quiet ? "" : "stopping; a second signal quits at once\n";
-        if (!o->generate) {  // its output is text, and its checks take no time
+        if (!o->generate) {  // prints the name itself
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
         }
