@@ -12,8 +12,8 @@
 // To see how GPT-2 trains, read The model, part C, Data, and Training and output; parts B and E can
 // be skipped.
 //
-// Build: make train_gpt2 (the Makefile explains its flags) Run: ./train_gpt2 trains a small
-// character model; ./train_gpt2 --help lists every option
+// Build:  make train_gpt2   (the Makefile explains its flags)
+// Run:    ./train_gpt2      trains a small character model;  ./train_gpt2 --help lists every option
 //
 // This file is also C++17 and is read by nvcc: no restrict, no VLA, casts on malloc, designators in
 // order.
