@@ -3022,14 +3022,14 @@ static void transfers_forget_weights(Plan *p) {
 // 2. If the rates are unknown, those of a typical card are used to compare settings, and no
 //    forecast is printed.
 
-// What the forecast knows of a line of cards, stated once: the compute capability; the share of the
-// dense 16-bit rate that matmuls reach in the limit of many channels, and the number of channels at
-// which they reach half of it; the share of that rate in attention, forward and backward, under
-// the causal mask; the share of the memory bandwidth in copies of large arrays. The published
-// throughputs that they reproduce, and how far they miss them: dev/notes/forecast.md.
-// The last two columns are the memory that libraries take, in MiB: that of the CUDA context for
-// each SM, 2 KiB for each thread that it holds; and the context's rest with cuBLASLt's kernels, the
-// power of two above the known figures (dev/notes/forecast.md).
+// Constants of the forecast for a line of cards: the compute capability; the share of the dense
+// 16-bit rate that matmuls reach in the limit of many channels, and the number of channels at which
+// they reach half of it; the share of that rate in attention, forward and backward, under the
+// causal mask; the share of the memory bandwidth in copies of large arrays. The last two columns
+// are library memory in MiB: of the CUDA context per SM, at 2 KiB per resident thread; and of the
+// rest of the context and cuBLASLt's kernels, the power of two above the known figures.
+// dev/notes/forecast.md gives those figures, and compares the resulting throughputs with published
+// ones.
 typedef struct {
     int capability;
     double matmuls, half, attention, attention_back, memory;
@@ -3060,10 +3060,10 @@ static const CardLine card_lines[] = {
 // of 31.34 GiB" is a 5090; the driver reserves some of the nominal capacity); then from NVIDIA's
 // data sheets and architecture whitepapers the dense 16-bit rate of tensor cores that accumulate in
 // fp32, in TFLOP/s; the memory bandwidth in GB/s; the number of SMs and their boost clock in MHz;
-// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and,
-// if the GPUs of one machine are connected by NVLink, what all links of one carry per direction:
-// 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200 twice that.
-// Sources: dev/notes/forecast.md.
+// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and, if
+// the GPUs of one machine are connected by NVLink, the bandwidth of all links of one GPU per
+// direction: 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200
+// twice that. Sources: dev/notes/forecast.md.
 typedef struct {
     const char *name;
     int line;
@@ -3113,8 +3113,8 @@ enum { LEAST_CAPABILITY = 75, BF16_CAPABILITY = 80 };  // of this program, and o
 
 static int card_capability(const GpuEntry *card) { return card_lines[card->line].capability; }
 
-// Returns whether a card is in the table only because people ask about it: the GPU program does not
-// run there. `card` may be NULL.
+// Returns whether the GPU program does not run on a card, which is in the table for plans only.
+// `card` may be NULL.
 static int card_is_too_old(const GpuEntry *card) {
     return card && card_capability(card) < LEAST_CAPABILITY;
 }
@@ -3154,8 +3154,8 @@ static int key_distance(const char *a, const char *b) {
     return row[strlen(b)];
 }
 
-// Returns the entry of the card that --gpu names, or NULL without that option. Ends the run at an
-// unknown name, with the cards whose names are nearest.
+// Returns the entry of the card that --gpu names, or NULL without that option. Ends the run if the
+// name is unknown; the message lists the cards with the nearest names.
 static const GpuEntry *gpu_find(const Options *o) {
     const ShortText key = card_key(o->gpu);
     char near[256] = "";
