@@ -286,7 +286,7 @@ typedef struct {
     size_t offset;        // of the field in Options
     const char *value;    // default, as a user would type it; NULL: the program or model decides
     double low, high;     // allowed range of a number; for a text, low 1 means not empty
-    const char *choices;  // for OPT_CHOICE and OPT_SET
+    const char *choices;  // OPT_CHOICE and OPT_SET: the list; OPT_INT: a word that means 0, or NULL
     OptionOnResume on_resume;
     int commands;  // GENERATES, LEAST
     const char *subject, *help;
@@ -722,7 +722,7 @@ static void options_contradict(const Options *o) {
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
     }
-    if (o->eval && o->zero == 3) {  // GPUs are not at the same batch, as gathering weights requires
+    if (o->eval && o->zero == 3) {  // all-gathers need all ranks in the same batch
         die("--eval: each GPU scores its own examples; --zero (-z) 3 is for training");
     }
     if (o->samples > 1 && !o->generate) {
@@ -1241,8 +1241,8 @@ static ssize_t read_or_stop(int fd, char *out, size_t budget) {
 }
 
 // Host memory. The memory still available to the process is the minimum of free memory, its cgroup
-// limits and `ulimit`. A process that exceeds one of them is killed or its allocations
-// fail, so a plan is checked against all of them first.
+// limits and `ulimit`. A process that exceeds one of them is killed or its allocations fail, so a
+// plan is checked against all of them first.
 
 // Returns the number after `key` on the first line of the file `path` that starts with `key` and a
 // number, or `otherwise` if there is none.
@@ -2058,9 +2058,9 @@ static int64_t batch_ints(int64_t N) { return 5 * N + 1; }
 
 static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
 
+enum { SLOTS = 2 };  // device buffers of one block each, per kind of streamed data
 // Buffers that exist once, in the order of the table that single_buffers() fills. The others are
 // found by (activation, layer) and (gradient, layer).
-enum { SLOTS = 2 };  // device buffers of one block each, per kind of streamed data
 enum {
     BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_STORE,
     BUF_GRADS_STORE, BUF_X_STORE, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
@@ -2651,7 +2651,7 @@ static void plan_close(Plan *p) {
 // A state (weights, gradients, moments, master copy or residuals) need not be stored whole on the
 // device: with PLACE_SHARD each of N ranks stores one Nth of it; with PLACE_HOST it is stored in
 // host memory. This chapter is pure arithmetic with the same result on every rank, so a run with
-// 1,024 ranks can be planned without having any of them.
+// 1,024 ranks can be planned without any of them.
 // 1. Ranks exchange buckets: one for all vectors, one each for wte and wpe, and one for the four
 //    matrices of each block. A bucket is padded to a multiple of 64 N elements, so that its N
 //    shards have equal sizes and a tensor's alignment. One rank needs no padding. Padding is zero
@@ -2717,7 +2717,8 @@ static TensorRange tensor_range(const Settings *s, int tensor, int layer, int wh
     const int matrix = tensor_is_matrix(tensor);
     int64_t at;
     const Bucket b = bucket_at(m, s->ranks, tensor_bucket(m, tensor, layer, &at));
-    const int64_t size = tensor_size(m, tensor), part = s->rank * b.part - at;  // in the tensor
+    // The rank's shard begins at element `part` of the tensor; negative: before it.
+    const int64_t size = tensor_size(m, tensor), part = s->rank * b.part - at;
     TensorRange r = {0, size, 0, 0};
     if (!whole) {
         r.first = min_i64(max_i64(part, 0), size);
@@ -3505,8 +3506,8 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
 // Returns the size in bytes of the workspace for cuBLASLt's split-k partial sums. The gradients of
 // weights need it: they have few output tiles, so the sum over tokens is split to fill the GPU. The
 // size is sixteen parts of a block's largest matrix in fp32. The lower bound is the 32 MiB that
-// cuBLAS's manual recommends on Hopper; the upper bound, 128 MiB, keeps a small model's plan from
-// being mostly workspace.
+// cuBLAS's manual recommends on Hopper; the upper bound, 128 MiB, limits its share of a small
+// model's plan.
 static int64_t default_workspace(const Model *m) {
     const int64_t parts = (int64_t)16 * 4 * m->C * m->C * (int64_t)sizeof(float);
     return min_i64(max_i64(parts, 32 << 20), 128 << 20);
@@ -8062,7 +8063,7 @@ static void fit_search(Search *q, const Options *asked, const Model *m,
     Options o = *asked;
     Settings base;
     o.batch = one ? asked->batch : 1;
-    while (!one && o.batch * T < asked->logit_rows) {  // a run requires --logit-rows up to B x T
+    while (!one && o.batch * T < asked->logit_rows) {  // a run requires --logit-rows <= B x T
         o.batch = next_batch((int)o.batch);
     }
     settings_from_options(&base, &o, m, gpu);
@@ -8737,7 +8738,7 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     }
     const double flops = fmin(4e11, most);
     const Settings small = calibration_settings(s, flops);
-    if (calibration_flops(&small) > 2e10) {  // fewer take two cores under half a second
+    if (calibration_flops(&small) > 2e10) {  // fewer take less than 0.5 s on two cores
         printf("measuring this machine's speed for the forecast\n");
         fflush(stdout);
     }

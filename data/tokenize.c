@@ -88,7 +88,7 @@ static double fraction(const char *option, const char *text) {
     char *end;
     double value = strtod(text, &end);
     if (end == text || *end != 0 || !(value >= 0 && value < 1)) {
-        die("%s: '%s' is not a number from 0 to below 1", option, text);
+        die("%s: '%s' is not a number in [0, 1)", option, text);
     }
     return value;
 }
@@ -821,8 +821,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Blocks
-// Cutting the text into blocks, and encoding a block.
+// Blocks Cuts the text into blocks and encodes them.
 
 typedef struct {
     int64_t position;      // of its first byte
@@ -1142,7 +1141,7 @@ static void refuse_leftovers(const Sink *s) {
     for (int i = 0; i < 2; i++) {
         int ours = i == 1 && !numbered && s->finished > 0;
         if (!ours && access(path[i], F_OK) == 0) {
-            die("%s is left from an earlier run, of another text: remove it", path[i]);
+            die("%s is left from an earlier run on another text: remove it", path[i]);
         }
     }
 }
@@ -1542,8 +1541,7 @@ static void encode_all(Job *job) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Main
-// The split into training and validation; how a run opens, stops and ends.
+// Main Splits the text into training and validation; opens, stops and ends a run.
 
 // Reads up to n bytes at `offset`, all from one file. Only for text in files. Returns their number.
 static size_t input_peek(Input *in, char *out, size_t n, int64_t offset) {

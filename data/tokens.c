@@ -162,7 +162,7 @@ static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
     return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
 }
 
-// Appends a token. Returns 0 if it is too long, a duplicate, or one too many.
+// Appends a token. Returns 0 if it is too long or a duplicate, or if the vocabulary is full.
 static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     uint32_t at = bpe->start[bpe->count], tag;
     if (n == 0 || n > BPE_LONGEST || bpe->count == MAX_VOCABULARY || n > BPE_TEXT - at) {
@@ -258,7 +258,7 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
         }
         if (bpe_id(bpe, both, left) < 0 || bpe_id(bpe, both + left, length - left) < 0 ||
             !bpe_add(bpe, both, length)) {
-            die("%s:%d: not a merge of two tokens from above to a new one", name, line);
+            die("%s:%d: not a merge of two earlier tokens into a new one", name, line);
         }
     }
     if (!bpe_add(bpe, "<|endoftext|>", 13)) {

@@ -567,7 +567,7 @@ TEST(bpe_files) {
         {"#ver", "not a vocab.bpe"},
         {Text(2000000, '#'), "not a vocab.bpe"},
         {first, "not GPT-2's vocabulary: 257 tokens"},
-        {first + "a b\na b\n", ":3: not a merge of two tokens from above to a new one"},
+        {first + "a b\na b\n", ":3: not a merge of two earlier tokens into a new one"},
         {first + "\n", ":2: not a merge"},
         {first + "ab\n", ":2: not a merge"},
         {first + " a\n", ":2: not a merge"},
