@@ -8453,7 +8453,7 @@ static int largest_command(const Options *asked, const Model *m, const MemoryBud
         printf(",\"largest\":\"%s\",\"value\":%" PRId64 "}\n", choice_text(largests, o.largest).s,
                found ? values[found - 1] : 0);
     } else if (!found) {
-        print_wrapped(4, "nothing fits %s: --minimum prints the least memory",
+        print_wrapped(4, "nothing fits in %s: --minimum prints the least memory",
                       bytes_text((double)budget->device).s);
     } else {
         print_wrapped(4, "largest --%s that fits%s: %" PRId64 "%s; device %s of %s, host %s",
@@ -9238,8 +9238,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
-        die("--resume (-y): no checkpoint in %s is complete; remove them to start a new run",
-            o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove its checkpoints to start a new "
+            "run", o->output);
     }
     free(list.steps);
     return choice;
@@ -9300,7 +9300,7 @@ static void run_vocabulary(Run *run) {
     const char *shard = own ? run->train.shards[0].path : o->train_data;
     const int found = own ? merges_find(path, o->tokenizer, shard) : bpe_find(path, o->tokenizer);
     if (own && (!found || (!o->tokenizer[0] && access(path, R_OK) != 0))) {
-        die("%s needs its merges: %s%s--tokenizer names their file", shard, found ? path : "",
+        die("%s needs its merges: %s%sgive their file with --tokenizer", shard, found ? path : "",
             found ? " cannot be read; " : "");
     }
     if (found) {
@@ -9599,7 +9599,7 @@ static void generate_vocabulary(Run *run, const Model *m) {
                 run->bpe->count, o->model, m->V);
         }
     } else if (!gpt2 && m->V != BYTE_VOCABULARY) {
-        die("--generate: %s has a vocabulary of %d and no merges.txt; --tokenizer names one",
+        die("--generate: %s has a vocabulary of %d and no merges.txt; give one with --tokenizer",
             o->model, m->V);
     }
     run_vocabulary(run);
