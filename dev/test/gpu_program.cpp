@@ -262,7 +262,7 @@ TEST(gpu_plan_host) {
     expect(plan.status == 3 && has(out, "; fits, ") &&
            has(out, "\nhost memory of this machine: ") && has(out, " (ulimit -d") &&
            has(out, "; DOES NOT FIT, "), "status %d, %s", plan.status, plan.out.c_str());
-    expect_too_large(program(run, low), "fewer states in --offload need less", "the run");
+    expect_too_large(program(run, low), "short; --offload fewer states", "the run");
     expect_success(program(run + "--plan"), "without a limit");
 }
 
@@ -447,7 +447,7 @@ TEST(gpu_eval) {
         expect_success(small, "less than training takes");
         expect(small.out == half.out, "%s", small.out.c_str());
         expect_too_large(program(run, with("EMU_GPU_MEM", "2000000")),
-                         "--eval takes weights and a batch on its way forward", "too little");
+                         "--eval needs weights and one forward pass", "too little");
     }
 }
 

@@ -189,7 +189,7 @@ TEST(bad_data) {
         {"-i train.bin -j gpt2.bin", "(-j): gpt2.bin has GPT-2's tokens; train.bin has bytes"},
         {"-i story.txt", "story.txt is text, not tokens: data/tokenize --train-bpe 8192 -o"},
         {"-i train.bin -j long.txt", "long.txt is text, not tokens"},
-        {"-i data/mine_train.bin", "data/mine_train.bin; data/tokenize makes token files of text"},
+        {"-i data/mine_train.bin", "mine_train.bin; data/tokenize makes token files from text"},
         {"-i data/stories_bytes_train.bin", "stories_bytes_train.bin; 'make data' prepares it"},
         {"-i own.bin", "own.bin: a vocabulary of 256 in the header; its tokenizer has 257"},
         {"-i own2.bin", "own2.bin: a vocabulary of 65536 in the header"},
@@ -719,7 +719,7 @@ TEST(memory_limits) {
             }
         }
         expect_too_large(program("--generate -e l12h12c1536t64", low),
-                         "short; --generate takes weights and a KV cache", limit.name);
+                         "short; --generate needs weights and a KV cache", limit.name);
         // Threads start after the plan is allocated, and their stacks count against the limit.
         for (const char *threads : {"7", "9"}) {
             o = program("-i train.bin -e l2h2c16t16 -x 1 --quiet", [&] {
