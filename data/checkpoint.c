@@ -234,8 +234,8 @@ static void card_save(Writer *w) {
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
         "# A GPT-2 of bytes\n\n"
         "Token ids are bytes: id b is the byte b of a text in UTF-8, and 256 ends a text. There is "
-        "no tokenizer to\nload; `list(text.encode())` makes ids of a text, and "
-        "`bytes(i for i in ids if i < 256).decode()` text of ids.\n\n"
+        "no tokenizer to\nload: `list(text.encode())` converts a text to ids, and "
+        "`bytes(i for i in ids if i < 256).decode()` converts\nids to text.\n\n"
         "    import torch, transformers\n"
         "    model = transformers.GPT2LMHeadModel.from_pretrained(folder)\n"
         "    ids = torch.tensor([[256] + list(b\"Once\")])\n"
@@ -1119,7 +1119,7 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
     if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
         char was[PATH_BYTES];
         option_was(was, f, option_find("train-data"));
-        die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
+        die("checkpoint %s is from a different run: it was trained on %s; %s has different tokens",
             folder, was, run->options->train_data);
     }
     die("checkpoint %s is from a different run: it has %s; this run: %s", folder,

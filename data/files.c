@@ -953,7 +953,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
             k++;
         }
         if (k == 3 || seen[k]++) {
-            json_fail(j, "duplicate key, or other than dtype, shape and data_offsets");
+            json_fail(j, "duplicate or unknown key; expected dtype, shape and data_offsets");
         } else if (k == 0) {
             json_string(j, type, sizeof type);
         } else {
