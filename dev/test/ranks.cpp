@@ -1221,7 +1221,7 @@ static int stream_in(const Text &line, const char *before) {
 
 // A block's exchange waits only for the kernels before it. It is followed by the kernels of the
 // next block's backward pass, on a stream that waits for the exchange only after all blocks.
-// (Streamed buffers are ordered by ticks instead: see test_transfers.)
+// (Streamed buffers are ordered by ticks instead: see TEST(transfers).)
 static void check_overlap(int z) {
     enum { BLOCKS = 3 };
     const Words lines =
