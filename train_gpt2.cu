@@ -6588,8 +6588,8 @@ static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const Matmu
 
 // Reports that no algorithm of a plan's matmul is right.
 static void matmul_report(const MatmulPlan *plan) {
-    fprintf(stderr, "%s: %s: no algorithm of cuBLASLt gives this program's own result for the "
-            "product %s; the run goes on with its first one. Please report this line\n",
+    fprintf(stderr, "%s: %s: no cuBLASLt algorithm gives this program's own result for matmul "
+            "%s; the run continues with the first one. Please report this line\n",
             program_name, matmul_library.where, matmul_key_text(&plan->key).s);
 }
 
@@ -7251,7 +7251,7 @@ static bool trial_read(TrialChild *child, KernelVerdicts *verdicts, const TrialS
         });
     } else if (strncmp(line, "default: ", 9) == 0) {
         fprintf(stderr, "%s: attention's default kernel is wrong on this GPU or in this trial: %s; "
-                "the run goes on with it. Please report this line\n", program_name, line + 9);
+                "the run continues with it. Please report this line\n", program_name, line + 9);
     } else if (child->verdict && verdict_is(line)) {
         snprintf(child->verdict, sizeof(KernelVerdict), "%.71s", line);
         child->verdict = nullptr;
