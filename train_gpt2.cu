@@ -1020,11 +1020,11 @@ template <int N> __device__ __forceinline__ void copy_wait() {
     }
 }
 
-// tile_descriptor: describes to wgmma a tile in shared memory, `offset` bytes from `tile`. Its rows
-// are 128 bytes of 64 16-bit elements, swizzled like tile_offset<64>; it starts at a multiple of
-// 1024 bytes, as the swizzle does. columns64: bytes from 64 columns to the next 64, used by
-// MN-major tiles wider than that. Adding DESCRIPTOR_K moves on by 16 columns, DESCRIPTOR_MN by 16
-// rows.
+// tile_descriptor: returns wgmma's descriptor of a tile in shared memory, `offset` bytes from
+// `tile`. Its rows are 128 bytes of 64 16-bit elements, swizzled like tile_offset<64>; it starts at
+// a multiple of 1024 bytes, as the swizzle does. columns64: bytes from 64 columns to the next 64,
+// used by MN-major tiles wider than that. Adding DESCRIPTOR_K advances it by 16 columns,
+// DESCRIPTOR_MN by 16 rows.
 //   bits 0..13 start >> 4   16..29 columns64 >> 4   32..45 bytes from 8 rows to the next 8, >> 4
 //   62..63 1: 128-byte swizzle
 // source: PTX ISA, sections 9.7.15.5.1.2.2, "Matrix Descriptor Format", and "Strides"; NVIDIA's
