@@ -286,7 +286,7 @@ typedef struct {
     size_t offset;        // of the field in Options
     const char *value;    // default, as a user would type it; NULL: the program or model decides
     double low, high;     // allowed range of a number; for a text, low 1 means not empty
-    const char *choices;  // for OPT_CHOICE and OPT_SET
+    const char *choices;  // OPT_CHOICE and OPT_SET: the list; OPT_INT: a word that means 0, or NULL
     OptionOnResume on_resume;
     int commands;  // GENERATES, LEAST
     const char *subject, *help;
@@ -722,7 +722,7 @@ static void options_contradict(const Options *o) {
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
     }
-    if (o->eval && o->zero == 3) {  // GPUs are not at the same batch, as gathering weights requires
+    if (o->eval && o->zero == 3) {  // all-gathers need all ranks in the same batch
         die("--eval: each GPU scores its own examples; --zero (-z) 3 is for training");
     }
     if (o->samples > 1 && !o->generate) {
@@ -1241,8 +1241,8 @@ static ssize_t read_or_stop(int fd, char *out, size_t budget) {
 }
 
 // Host memory. The memory still available to the process is the minimum of free memory, its cgroup
-// limits and `ulimit`. A process that exceeds one of them is killed or its allocations
-// fail, so a plan is checked against all of them first.
+// limits and `ulimit`. A process that exceeds one of them is killed or its allocations fail, so a
+// plan is checked against all of them first.
 
 // Returns the number after `key` on the first line of the file `path` that starts with `key` and a
 // number, or `otherwise` if there is none.
@@ -2058,9 +2058,9 @@ static int64_t batch_ints(int64_t N) { return 5 * N + 1; }
 
 static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
 
+enum { SLOTS = 2 };  // device buffers of one block each, per kind of streamed data
 // Buffers that exist once, in the order of the table that single_buffers() fills. The others are
 // found by (activation, layer) and (gradient, layer).
-enum { SLOTS = 2 };  // device buffers of one block each, per kind of streamed data
 enum {
     BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_STORE,
     BUF_GRADS_STORE, BUF_X_STORE, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
@@ -2651,7 +2651,7 @@ static void plan_close(Plan *p) {
 // A state (weights, gradients, moments, master copy or residuals) need not be stored whole on the
 // device: with PLACE_SHARD each of N ranks stores one Nth of it; with PLACE_HOST it is stored in
 // host memory. This chapter is pure arithmetic with the same result on every rank, so a run with
-// 1,024 ranks can be planned without having any of them.
+// 1,024 ranks can be planned without any of them.
 // 1. Ranks exchange buckets: one for all vectors, one each for wte and wpe, and one for the four
 //    matrices of each block. A bucket is padded to a multiple of 64 N elements, so that its N
 //    shards have equal sizes and a tensor's alignment. One rank needs no padding. Padding is zero
@@ -2717,7 +2717,8 @@ static TensorRange tensor_range(const Settings *s, int tensor, int layer, int wh
     const int matrix = tensor_is_matrix(tensor);
     int64_t at;
     const Bucket b = bucket_at(m, s->ranks, tensor_bucket(m, tensor, layer, &at));
-    const int64_t size = tensor_size(m, tensor), part = s->rank * b.part - at;  // in the tensor
+    // The rank's shard begins at element `part` of the tensor; negative: before it.
+    const int64_t size = tensor_size(m, tensor), part = s->rank * b.part - at;
     TensorRange r = {0, size, 0, 0};
     if (!whole) {
         r.first = min_i64(max_i64(part, 0), size);
@@ -3022,14 +3023,14 @@ static void transfers_forget_weights(Plan *p) {
 // 2. If the rates are unknown, those of a typical card are used to compare settings, and no
 //    forecast is printed.
 
-// What the forecast knows of a line of cards, stated once: the compute capability; the share of the
-// dense 16-bit rate that matmuls reach in the limit of many channels, and the number of channels at
-// which they reach half of it; the share of that rate in attention, forward and backward, under
-// the causal mask; the share of the memory bandwidth in copies of large arrays. The published
-// throughputs that they reproduce, and how far they miss them: dev/notes/forecast.md.
-// The last two columns are the memory that libraries take, in MiB: that of the CUDA context for
-// each SM, 2 KiB for each thread that it holds; and the context's rest with cuBLASLt's kernels, the
-// power of two above the known figures (dev/notes/forecast.md).
+// Constants of the forecast for a line of cards: the compute capability; the share of the dense
+// 16-bit rate that matmuls reach in the limit of many channels, and the number of channels at which
+// they reach half of it; the share of that rate in attention, forward and backward, under the
+// causal mask; the share of the memory bandwidth in copies of large arrays. The last two columns
+// are library memory in MiB: of the CUDA context per SM, at 2 KiB per resident thread; and of the
+// rest of the context and cuBLASLt's kernels, the power of two above the known figures.
+// dev/notes/forecast.md gives those figures, and compares the resulting throughputs with published
+// ones.
 typedef struct {
     int capability;
     double matmuls, half, attention, attention_back, memory;
@@ -3060,10 +3061,10 @@ static const CardLine card_lines[] = {
 // of 31.34 GiB" is a 5090; the driver reserves some of the nominal capacity); then from NVIDIA's
 // data sheets and architecture whitepapers the dense 16-bit rate of tensor cores that accumulate in
 // fp32, in TFLOP/s; the memory bandwidth in GB/s; the number of SMs and their boost clock in MHz;
-// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and,
-// if the GPUs of one machine are connected by NVLink, what all links of one carry per direction:
-// 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200 twice that.
-// Sources: dev/notes/forecast.md.
+// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and, if
+// the GPUs of one machine are connected by NVLink, the bandwidth of all links of one GPU per
+// direction: 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200
+// twice that. Sources: dev/notes/forecast.md.
 typedef struct {
     const char *name;
     int line;
@@ -3113,8 +3114,8 @@ enum { LEAST_CAPABILITY = 75, BF16_CAPABILITY = 80 };  // of this program, and o
 
 static int card_capability(const GpuEntry *card) { return card_lines[card->line].capability; }
 
-// Returns whether a card is in the table only because people ask about it: the GPU program does not
-// run there. `card` may be NULL.
+// Returns whether the GPU program does not run on a card, which is in the table for plans only.
+// `card` may be NULL.
 static int card_is_too_old(const GpuEntry *card) {
     return card && card_capability(card) < LEAST_CAPABILITY;
 }
@@ -3154,8 +3155,8 @@ static int key_distance(const char *a, const char *b) {
     return row[strlen(b)];
 }
 
-// Returns the entry of the card that --gpu names, or NULL without that option. Ends the run at an
-// unknown name, with the cards whose names are nearest.
+// Returns the entry of the card that --gpu names, or NULL without that option. Ends the run if the
+// name is unknown; the message lists the cards with the nearest names.
 static const GpuEntry *gpu_find(const Options *o) {
     const ShortText key = card_key(o->gpu);
     char near[256] = "";
@@ -3505,8 +3506,8 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
 // Returns the size in bytes of the workspace for cuBLASLt's split-k partial sums. The gradients of
 // weights need it: they have few output tiles, so the sum over tokens is split to fill the GPU. The
 // size is sixteen parts of a block's largest matrix in fp32. The lower bound is the 32 MiB that
-// cuBLAS's manual recommends on Hopper; the upper bound, 128 MiB, keeps a small model's plan from
-// being mostly workspace.
+// cuBLAS's manual recommends on Hopper; the upper bound, 128 MiB, limits its share of a small
+// model's plan.
 static int64_t default_workspace(const Model *m) {
     const int64_t parts = (int64_t)16 * 4 * m->C * m->C * (int64_t)sizeof(float);
     return min_i64(max_i64(parts, 32 << 20), 128 << 20);
@@ -7178,7 +7179,7 @@ static void run_train(Run *run) {
 // completion's tokens.
 typedef struct {
     int completion, last, label;  // last: the example's last row; label: its correct completion
-    int first, count, cut;        // losses first to first + count; cut: the context was cut
+    int first, count, cut;        // losses first .. first + count - 1; cut: the context was
 } EvalRow;
 
 typedef struct {
@@ -7397,8 +7398,8 @@ typedef struct {
 } Remedy;
 enum { MAX_REMEDIES = 256 };
 
-// Begins a search for changes of a plan, in steps of `micros` micro-batches as they are now. With
-// the memory of `budget`, or any if it is NULL.
+// Begins a search for changes to a plan whose steps have `micros` micro-batches. The result must
+// fit in the memory of `budget`; NULL: no limit.
 static void plan_search(Search *q, const Plan *p, const MemoryBudget *budget, int64_t micros) {
     const Settings *s = &p->settings;
     MemoryBudget any;
@@ -7437,9 +7438,9 @@ static const char *remedy_cost(char text[160], const Remedy *r) {
     return text;
 }
 
-// Lists every single change that makes the plan smaller, axis by axis. Returns their number.
-// Recomputation levels and the types and placements of states are training settings; without
-// training, reducing the batch is left to the user.
+// Lists every single change that makes the plan smaller, axis by axis. Returns their number. Lists
+// none for a forward-only run, where levels, types and placements of states have no effect and the
+// user can reduce the batch.
 static int plan_remedies(const Plan *p, int64_t micros, Remedy list[MAX_REMEDIES]) {
     Search q;
     int n = 0;
@@ -7534,7 +7535,7 @@ static int plan_changes(const Plan *p, const MemoryBudget *budget, int64_t micro
     return n;
 }
 
-// Finds the batch at which memory that the plan leaves unused makes the run faster, with nothing
+// Finds a batch that would use memory left free by the plan to make the run faster, with nothing
 // recomputed or offloaded: the largest that divides the step of -d and has at most 65,536 tokens,
 // or without -d a power of two. Returns how many times as fast it is; 0 if that is less than 1.05.
 static double plan_unused(const Plan *p, const MemoryBudget *budget, const Options *o,
@@ -7589,9 +7590,9 @@ static void unused_print(const char *title, const Plan *p, const MemoryBudget *b
 // Error messages if no change makes a plan fit: for training, --generate and --eval.
 static const char no_change[] = "no settings make it fit; --minimum prints the least memory";
 static const char generate_change[] =
-    "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
+    "--generate needs weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
 static const char eval_change[] =
-    "--eval takes weights and a batch on its way forward; a smaller --batch (-b) takes less";
+    "--eval needs weights and one forward pass; a smaller --batch (-b) needs less memory";
 // Returns the one of these messages that applies to a run.
 static const char *plan_no_change(const Settings *s) {
     return s->cache ? generate_change : s->forward ? eval_change : no_change;
@@ -7639,8 +7640,8 @@ static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
 static void plan_refuse_host(const Plan *p, uint64_t available, const char *limit) {
     if (p->host_bytes > available) {
         die_status = STATUS_TOO_LARGE;
-        die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
-            "states in --offload need less of it", bytes_text((double)p->host_bytes).s,
+        die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; --offload "
+            "fewer states", bytes_text((double)p->host_bytes).s,
             p->settings.ranks > 1 ? " for each GPU" : "", bytes_text((double)available).s, limit,
             bytes_text((double)(p->host_bytes - available)).s);
     }
@@ -7694,7 +7695,7 @@ static void choice_print(const Plan *p, const Options *o) {
                      strcmp(recompute_text(s).s, "none") != 0)) {
         printf("chosen   ");
         settings_print_command(o, s, 0);
-        printf("         so that it fits, same bits; %s of host memory\n\n",
+        printf("         so that it fits, with the same bits; %s of host memory\n\n",
                bytes_text((double)p->host_bytes).s);
     }
 }
@@ -7839,11 +7840,11 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
         snprintf(step, sizeof step, "%d micro-steps", micros);
     }
     if (t.up + t.down > 0) {
-        print_wrapped(4, "a step of %s moves %s up to the GPU and %s down", step,
+        print_wrapped(4, "a step of %s uploads %s to the GPU and downloads %s", step,
                       bytes_text(t.up).s, bytes_text(t.down).s);
     }
     if (s->ranks > 1) {
-        print_wrapped(4, "a step of %s sends %s from each GPU: %s of gradients to add, %s to "
+        print_wrapped(4, "a step of %s sends %s from each GPU: %s to reduce gradients, %s to "
                       "gather", step, bytes_text(t.reduced + t.gathered).s,
                       bytes_text(t.reduced).s, bytes_text(t.gathered).s);
     }
@@ -7980,7 +7981,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     if (s->gpu) {
         plan_print_gpu(p, budget, o);
     } else if (p->host_bytes) {
-        plan_print_line("in the host's place", p->host_bytes, "as a GPU run keeps apart");
+        plan_print_line("host buffers", p->host_bytes, "in host memory in a GPU run");
         plan_print_line("total", total, "");
     }
     const int old = card_is_too_old(budget->card);
@@ -7997,8 +7998,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     if (!host_fits) {  // plan_refuse_host() would end a run
         const HostMemory h = host_memory("");
         print_wrapped(4, "host memory of this machine: %s (%s); DOES\037NOT\037FIT, %s short; "
-                      "fewer states in --offload need less of it",
-                      bytes_text((double)budget->host).s,
+                      "--offload fewer states", bytes_text((double)budget->host).s,
                       h.limit, bytes_text((double)(p->host_bytes - budget->host)).s);
     }
     forecast_print(s, budget, o);
@@ -8010,10 +8010,10 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
 
 // -------------------------------------------------------------------------------------------------
 // 21. Searches: --fit, --minimum, --largest, all cards
-// Commands that search settings instead of taking them: --fit recommends some, --minimum prints
-// those that take the least memory, --largest the largest batch or sequence length, and --plan
-// --gpu all compares the cards. A run accepts what is recommended: every candidate is derived from
-// settings that have passed the checks of a user's options.
+// Commands that search for settings: --fit recommends some, --minimum prints those that need the
+// least memory, --largest finds the largest batch or sequence length, and --plan --gpu all compares
+// the cards. A run accepts what is recommended: every candidate is derived from settings that have
+// passed the checks of a user's options.
 
 // Checks the options of these commands before they are turned into settings. Ends the run if one of
 // them would be ignored, or if no batch size divides -d's tokens.
@@ -8063,7 +8063,7 @@ static void fit_search(Search *q, const Options *asked, const Model *m,
     Options o = *asked;
     Settings base;
     o.batch = one ? asked->batch : 1;
-    while (!one && o.batch * T < asked->logit_rows) {  // a run requires --logit-rows up to B x T
+    while (!one && o.batch * T < asked->logit_rows) {  // a run requires --logit-rows <= B x T
         o.batch = next_batch((int)o.batch);
     }
     settings_from_options(&base, &o, m, gpu);
@@ -8183,8 +8183,8 @@ static void fit_print_row(const PlanCandidate *c) {
     text_wrap(text, column, 8);
 }
 
-// Prints which of these settings change the numbers that a run computes, in lines that begin with
-// `lead`. `split` is appended to the part about the settings that do not.
+// Prints `lead` and which of these settings change the numbers that a run computes. `split` is
+// appended to the part about the settings that do not.
 static void print_changes(const char *lead, const Settings *s, const char *split) {
     print_wrapped(4, "%ssame bits as any other -r and --offload%s%s%s", lead, split,
                   s->moment_dtype == TYPE_BF16 ? "; --moments bf16 changes numbers" : "",
@@ -8245,7 +8245,7 @@ static int fit_command(const Options *o, const Model *m, const MemoryBudget *bud
         free(rows);
         return best ? 0 : little_data ? 1 : STATUS_TOO_LARGE;
     }
-    print_wrapped(4, "%s: what fits %s for the plan%s; tokens/s %s%s", o->model,
+    print_wrapped(4, "%s: settings whose plan fits in %s%s; tokens/s %s%s", o->model,
                   bytes_text((double)budget->device).s, each_text(o).s,
                   o->gpus > 1 ? "of all " : "",
                   budget->from        ? budget->from
@@ -8298,7 +8298,7 @@ static void minimum_plan(PlanCandidate *c, const Options *asked, const Model *m,
 }
 
 // Returns why this program cannot run with these options on a card, or NULL. Options that need bf16
-// are then set to their defaults, so that the card can be planned all the same.
+// are then set to their defaults, so that a plan for the card can still be made.
 static const char *card_unable(Options *o, const GpuEntry *card) {
     const int wants = o->dtype == DTYPE_BF16 || o->grad_dtype == GRADS_BF16 ||
                       o->moments == MOMENTS_BF16 || o->master == MASTER_NONE;
@@ -8312,8 +8312,8 @@ static const char *card_unable(Options *o, const GpuEntry *card) {
     return card_is_too_old(card) ? "this program needs compute capability 7.5" : "no bf16";
 }
 
-// Lists the names of up to three cards with the least memory on which the least settings fit, as
-// words or as JSON; returns how many there are.
+// Lists the up to three smallest cards on which the settings of minimum_plan() fit, as words or as
+// JSON. Returns their number.
 static int minimum_cards(char text[160], const Options *asked, const Model *m, int offload,
                          int json) {
     const GpuEntry *best[3] = {NULL, NULL, NULL};
@@ -8418,8 +8418,8 @@ static int largest_try(PlanCandidate *c, const Options *o, const Model *m,
     return candidate_try(c, &q) == FITS;
 }
 
-// Runs --largest: finds the largest batch or sequence length that fits, by bisection over those
-// that are possible. Returns the program's exit status: 3 if not even the smallest fits.
+// Runs --largest: finds the largest batch or sequence length that fits, by bisection over the
+// possible values. Returns the program's exit status: 3 if not even the smallest fits.
 static int largest_command(const Options *asked, const Model *m, const MemoryBudget *budget) {
     const int batch = asked->largest == LARGEST_BATCH;
     Options o = *asked;
@@ -8453,7 +8453,7 @@ static int largest_command(const Options *asked, const Model *m, const MemoryBud
         printf(",\"largest\":\"%s\",\"value\":%" PRId64 "}\n", choice_text(largests, o.largest).s,
                found ? values[found - 1] : 0);
     } else if (!found) {
-        print_wrapped(4, "nothing fits %s: --minimum prints the least memory",
+        print_wrapped(4, "nothing fits in %s: --minimum prints the least memory",
                       bytes_text((double)budget->device).s);
     } else {
         print_wrapped(4, "largest --%s that fits%s: %" PRId64 "%s; device %s of %s, host %s",
@@ -8598,8 +8598,8 @@ static double calibration_flops(const Settings *s) {
 }
 
 // Returns the settings of a calibration: two blocks of the run's width, with B and then T halved
-// until it takes at most `flops`. They are halved no further, because the activations of a small
-// batch stay in caches.
+// until it takes at most `flops`. Stops there, because the activations of a very small batch would
+// stay in caches.
 static Settings calibration_settings(const Settings *run, double flops) {
     Settings s = *run;
     memset(s.placement, 0, sizeof s.placement);
@@ -8738,7 +8738,7 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     }
     const double flops = fmin(4e11, most);
     const Settings small = calibration_settings(s, flops);
-    if (calibration_flops(&small) > 2e10) {  // fewer take two cores under half a second
+    if (calibration_flops(&small) > 2e10) {  // fewer take less than 0.5 s on two cores
         printf("measuring this machine's speed for the forecast\n");
         fflush(stdout);
     }
@@ -8898,8 +8898,8 @@ static void default_data(Options *o, int is_gpt2) {
     }
 }
 
-// Ends the run if the weights' folder has merges that are not those of the data: the same id would
-// stand for different text, though the vocabularies may have the same size.
+// Ends the run if the merges in the weights' folder differ from the data's: the same id would stand
+// for different text, even if the vocabularies have the same size.
 static void weights_require_tokenizer(const ModelFile *weights, const Dataset *data) {
     char path[PATH_BYTES];
     Mapping map;
@@ -8958,8 +8958,8 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_PRESET:
             model_set_vocabulary(m, GPT2_VOCABULARY);
             if (data && V > m->V) {
-                die("--model (-e): %s has GPT-2's vocabulary of %d; the data, %s, has one of %d, "
-                    "for which a shape such as l12h12c768t1024 is made", o->model, m->V,
+                die("--model (-e): %s has GPT-2's vocabulary of %d; the data, %s, has one of %d: "
+                    "use a shape such as l12h12c768t1024", o->model, m->V,
                     o->train_data, V);
             }
             if (data && V != GPT2_VOCABULARY && !o->quiet) {
@@ -9058,8 +9058,8 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     return budget;
 }
 
-// Ends the program if --fit and --largest cannot know the available memory, or if it is too little
-// for libraries.
+// Ends the program if the memory available to --fit or --largest is unknown, or if libraries take
+// all of it.
 static void search_refuse(const Options *o, const MemoryBudget *budget, const Settings *s) {
     const char *command = o->fit ? "fit" : "largest";
     if (!o->plan && !budget->device) {
@@ -9238,8 +9238,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
-        die("--resume (-y): no checkpoint in %s is complete; remove them to start a new run",
-            o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove its checkpoints to start a new "
+            "run", o->output);
     }
     free(list.steps);
     return choice;
@@ -9284,7 +9284,7 @@ static int64_t run_resume(Run *run) {
 }
 
 // Opens the vocabulary if samples or checkpoints need it, or if --tokenizer names it. Only GPT-2's
-// may be missing: the merges of other data are nowhere else.
+// may be missing; merges of other data cannot be obtained elsewhere.
 static void run_vocabulary(Run *run) {
     const Options *o = &run->o;
     const Tokenizer *t = &run->train.tokenizer;
@@ -9300,7 +9300,7 @@ static void run_vocabulary(Run *run) {
     const char *shard = own ? run->train.shards[0].path : o->train_data;
     const int found = own ? merges_find(path, o->tokenizer, shard) : bpe_find(path, o->tokenizer);
     if (own && (!found || (!o->tokenizer[0] && access(path, R_OK) != 0))) {
-        die("%s needs its merges: %s%s--tokenizer names their file", shard, found ? path : "",
+        die("%s needs its merges: %s%sgive their file with --tokenizer", shard, found ? path : "",
             found ? " cannot be read; " : "");
     }
     if (found) {
@@ -9310,7 +9310,7 @@ static void run_vocabulary(Run *run) {
 }
 
 // Resolves -b auto. A resumed run keeps the micro-batch of its checkpoint, if that divides the step
-// of this run's ranks. A validation batch must exist.
+// of this run's ranks. The batch is at most as large as the validation data.
 static void run_choose_batch(Run *run) {
     Settings *s = &run->s;
     Options *o = &run->o;
@@ -9577,8 +9577,9 @@ static int eval_command(Run *run, const Program *program, Model *m) {
 
 // Sets the tokenizer of a model whose data is not available here: that of --tokenizer, else of
 // merges.txt in the folder of the weights, as in checkpoints. Without either, 257 tokens are bytes,
-// and GPT-2's vocabulary is searched where training does; any other size is refused, because its
-// tokens cannot be guessed. A model of GPT-2's size may have been trained on fewer tokens.
+// and GPT-2's vocabulary is searched for in the same places as in training; any other size is
+// refused, because its tokens cannot be guessed. A model of GPT-2's size may have been trained on
+// fewer tokens.
 static void generate_vocabulary(Run *run, const Model *m) {
     static char merges[PATH_BYTES];  // the option points to it
     Options *o = &run->o;
@@ -9598,7 +9599,7 @@ static void generate_vocabulary(Run *run, const Model *m) {
                 run->bpe->count, o->model, m->V);
         }
     } else if (!gpt2 && m->V != BYTE_VOCABULARY) {
-        die("--generate: %s has a vocabulary of %d and no merges.txt; --tokenizer names one",
+        die("--generate: %s has a vocabulary of %d and no merges.txt; give one with --tokenizer",
             o->model, m->V);
     }
     run_vocabulary(run);
@@ -9671,8 +9672,8 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
-// If the GPU of this machine does not support bf16, a run or plan for it without --dtype uses fp16,
-// as if --dtype fp16 had been given. A plan for a named card or memory size ignores this GPU.
+// Sets --dtype to fp16 if it is not given and this machine's GPU does not support bf16. A plan for
+// a named card or memory size ignores this GPU.
 static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
@@ -9706,7 +9707,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         stop_on_signals();
         run_find_ranks(run, program);
         stop_line = o->quiet ? "" : "stopping; a second signal quits at once\n";
-        if (!o->generate) {  // its output is text, and its checks take no time
+        if (!o->generate) {  // prints the name itself
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
         }

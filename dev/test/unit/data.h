@@ -1,5 +1,5 @@
-// data.h -- tests of tokens and batches. All tokens of a shard differ here, so that a window can be
-// identified by its content.
+// data.h -- tests of tokens and batches. All tokens of the test shards differ, so that a window can
+// be identified by its content.
 
 // Shards a.bin, b.bin, c.bin of 101, 69 and 200 tokens; overall, token i is i.
 static void write_three_shards() {
@@ -55,7 +55,7 @@ TEST(loader_coverage, HOST) {
             dataset_batch(&d, (int64_t)epoch * WINDOWS + i, 1, in, out);
             for (int t = 0; t < T; t++) {
                 expect(in[t] == in[0] + t && out[t] == in[t] + 1);
-                expect(starts[(size_t)in[t]]++ == 0, "token %d comes twice in epoch %u", in[t],
+                expect(starts[(size_t)in[t]]++ == 0, "token %d occurs twice in epoch %u", in[t],
                        epoch);
                 met[(size_t)in[t]] = met[(size_t)out[t]] = 1;
             }

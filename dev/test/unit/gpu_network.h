@@ -526,7 +526,7 @@ static void reduce_as_rank(int rank, int ranks, ncclUniqueId id) {
 // Sums over ranks have one order, whatever the number of pieces. The traffic between machines of 1,
 // 2, 4 or 8 ranks is that of the formula, to the byte: each part goes to the member of the group
 // that adds it, and from there, in fp32, to its owner. Two machines of eight send each other a
-// quarter of the bytes of all ranks' gradients. One of 512 ranks exchanges data with 70.
+// quarter of the bytes of all ranks' gradients. With 512 ranks, each exchanges data with 70 others.
 TEST(gpu_rank_sums, EMULATED) {
     for (const int ranks : {2, 3, 8, 9, 12, 16, 20}) {
         const Outcome o = outcome(spawn([=] {
@@ -642,7 +642,7 @@ TEST(gpu_rank_host, EMULATED) {
         const Outcome o = in_process(line, &program);
         if (less) {
             expect_too_large(o, "only " + Text(bytes_text((double)each).s) + " are available "
-                             "(ulimit -d minus thread stacks): 1 B short; fewer states in",
+                             "(ulimit -d minus thread stacks): 1 B short; --offload fewer",
                              line);
         } else {
             expect_success(o, line);
@@ -686,7 +686,7 @@ TEST(gpu_pinned, EMULATED_ALL) {
         for (const size_t bytes : {(size_t)1, (size_t)(2 << 20) + 5, (size_t)5 << 20}) {
             emu::set.alias = alias;
             char *memory = pinned_open(bytes, -1);
-            expect(pinned_in_place() == !alias, "another way to pin");
+            expect(pinned_in_place() == !alias, "pinned the other way");
             expect(std::count(memory, memory + bytes, 0) == (long)bytes, "%zu bytes, alias %ld",
                    bytes, alias);
             pinned_close(memory, bytes);
@@ -1130,11 +1130,11 @@ TEST(gpu_tuning_file, EMULATED_ALL) {
     }
 }
 
-// A buffer used outside its lifetime is refused by name. A kernel that keeps its address is stopped
-// under ASan and otherwise reads NaN. The gap after a buffer must not be accessed.
+// A buffer used outside its lifetime is refused with its name. A kernel that keeps its address is
+// stopped under ASan and otherwise reads NaN. The gap after a buffer must not be accessed.
 TEST(gpu_lifetimes, EMULATED_ALL) {
 #ifdef _OPENMP
-    omp_set_num_threads(1);  // as in test_arena
+    omp_set_num_threads(1);  // as in TEST(arena)
 #endif
     Model m = shape("l2h2c16t8", 257);
     Net n(m, "-b 1 -t 8 -r block --dtype fp32");
@@ -1260,7 +1260,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
     }
 }
 
-// --skip-zscore: a norm above the limit changes nothing, also on the device, and the next step
+// --skip-zscore: a norm above the limit changes nothing, even on the device, and the next step
 // equals that of a network without the outlier.
 TEST(gpu_skip, CUDA_ALL) {
     for (const char *options :

@@ -145,8 +145,8 @@ TEST(options_table, HOST) {
     detail = text("%d options", (int)OPTION_ROWS);
 }
 
-// The recorded options of a run can be typed to get the same values: numbers lose no digits,
-// choices and sets have one spelling.
+// Options as a run records them can be typed again and give the same values: numbers lose no
+// digits, and choices and sets have one spelling.
 TEST(options_text, HOST) {
     static const struct {
         const char *name, *given, *recorded;

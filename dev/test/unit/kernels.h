@@ -568,9 +568,9 @@ static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
     });
 }
 
-// Which element of shared memory does each place of an operand read? With the unit matrix as the
-// other operand the result shows the operand as it was read; elements numbered by row, then by
-// column, name themselves. A misread descriptor thus shows as a map of where it read.
+// Checks from where in shared memory each element of an operand is read. With the identity matrix
+// as the other operand, the result is the operand as it was read. Its elements are numbered by row,
+// then by column, so a failure tells which element was read instead.
 template <int FORM> static void check_wgmma(bool of_a) {
     Reals one(4096), numbers[2] = {Reals(4096), Reals(4096)}, got[2];
     for (int i = 0; i < 4096; i++) {
@@ -1099,12 +1099,12 @@ static void check_replica_hash() {
         return sum.raw()[0];
     };
     const unsigned long long before = hash(7);
-    expect(hash(1) == before && hash(64) == before, "another hash from other blocks");
+    expect(hash(1) == before && hash(64) == before, "depends on the number of blocks");
     words[9999] ^= 1;
-    expect(hash(7) != before, "a bit that does not count");
+    expect(hash(7) != before, "a changed bit has no effect");
     words[9999] ^= 1;
     std::swap(words[5], words[600]);
-    expect(hash(7) != before, "places that do not count");
+    expect(hash(7) != before, "the order has no effect");
 }
 
 TEST(gpu_exchange, CUDA_ALL) {
@@ -1448,7 +1448,7 @@ template <class T> struct Huge {
     }
 };
 
-// The outputs of the last rows are equal for a small tensor and a huge one.
+// Expects that the outputs of the last rows are equal for a small tensor and a huge one.
 static void same(const char *who, const std::function<Outputs(size_t)> &run, size_t small,
                  size_t large) {
     expect(run(small) == run(large), "%s", who);

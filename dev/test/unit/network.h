@@ -108,9 +108,9 @@ static Reals busy_trace(Net *n, int accum_steps) {
     return all;
 }
 
-// Each state alone, and all together, in host memory, compared with none; networks of one block, of
-// as many as there are slots, of one more, and of more than are prefetched at the start. A build
-// with sanitizers runs a quarter of these.
+// Each state alone, and all together, in host memory, compared with none offloaded; networks of one
+// block, of as many as there are slots, of one more, and of more than are prefetched at the start.
+// A build with sanitizers runs a quarter of these.
 TEST(offload_bits, ALL) {
     int runs = 0, turn = 0;
     for (const char *e : {"l1h1c16t8", "l2h2c16t8", "l3h1c24t9", "l6h2c20t7"}) {
@@ -140,7 +140,7 @@ TEST(offload_bits, ALL) {
 // A slot can be accessed only by the block that it holds, and not before that block is fetched.
 TEST(slots, HOST) {
 #ifdef _OPENMP
-    omp_set_num_threads(1);  // as in test_arena
+    omp_set_num_threads(1);  // as in TEST(arena)
 #endif
     Model m = shape("l4h1c16t8", 257);
     Net n(m, "-b 1 -t 7 --offload weights,gradients,residuals", 0);

@@ -178,7 +178,7 @@ TEST(cache_open, HOST) {
         fclose(f);
         remove_folder(row[1]);
     }
-    expect(!exists("here"), "a relative path was taken");
+    expect(!exists("here"), "a relative path was used");
 }
 
 // Scores of the file by an engine with capacity for B rows of T tokens.
@@ -308,7 +308,7 @@ TEST(eval_network, ALL) {
     EvalScore first = eval_score(&one.e, bytes, V, 1, T);
     expect(first.correct == correct && first.correct_norm == correct_norm, "%d and %d, want %d, %d",
            first.correct, first.correct_norm, correct, correct_norm);
-    // As for a token's loss in test_network_facts; here logits are below 16, completions 5 tokens.
+    // As for a token's loss in TEST(network_facts); here logits are below 16, completions 5 tokens.
     const double tol = 5 * 14 * sum_error(4 * m.C) * 4 * 17;
     expect_near((wide)first.sum, (wide)sum, tol, "lowest sum of the last question");
     expect_near((wide)first.mean, (wide)mean, tol, "lowest mean of the last question");
@@ -395,8 +395,8 @@ TEST(eval_learnt, ALL) {
 }
 
 // Failures from inside.
-// Situations that the built program cannot be brought into from outside: a failing engine, a
-// machine with very little memory. Failures that a user can cause are tested by dev/test/.
+// Situations that cannot be produced from outside the built program: a failing engine, a machine
+// with very little memory. Failures that a user can cause are tested by dev/test/*.cpp.
 
 static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int accum_step,
                                   int accum_steps);

@@ -333,16 +333,16 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
             return who + "not in order";
         }
         if (before && (v.fetch < before->store_wait || v.fetch <= before->last)) {
-            return who + text("block %d is there until tick %d", before->block, before->store_wait);
+            return who + text("the slot is in use until tick %d", before->store_wait);
         }
         if (!slot.count || v.fetch < slot.first || v.store_wait > slot.last) {
-            return who + "outside the slot's life";
+            return who + "outside the slot's lifetime";
         }
         const int block = v.fetch <= tick_lnf(&s->model) ? (int)F_STAGES : (int)BACK_TICKS;
         const int fetches = in && v.fetch && v.kind != KIND_GRADIENTS;
         const int takes = out && v.store_wait < tick_join(s);
         if ((fetches && v.first < v.fetch + block) || (takes && v.store_wait < v.last + F_STAGES)) {
-            return who + "no time to travel";
+            return who + "no time for the copy";
         }
         occupant[v.kind][v.slot] = &v;
     }
@@ -423,8 +423,8 @@ static void play(const Settings *s, int micros, double up[KINDS], double down[KI
     }
 }
 
-// Bytes of a step by the design's formulas: P elements in the matrices of blocks, E in wte and wpe,
-// V in vectors; w and g bytes per weight and per gradient.
+// Bytes that a step copies and exchanges, compared with formulas: P elements in the matrices of
+// blocks, E in wte and wpe, V in vectors; w and g bytes per weight and per gradient.
 TEST(traffic, FLOAT) {
     for (int n = 0; n < 500; n++) {
         Settings s = draw_placements();
@@ -440,8 +440,8 @@ TEST(traffic, FLOAT) {
             expect(in[KIND_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
         }
         const double transfers_w = in[KIND_WEIGHTS] / L;
-        // Parts that a rank adds for its group of eight: those of its number, and of a last group's
-        // missing members.
+        // Within its group of eight, a rank adds the parts of all ranks with its number q % 8; in
+        // an incomplete last group, the members also add those of the missing numbers.
         double most = 0;
         auto add = [&](double count, double bytes) {
             for (const int rank : {0, (N - 1) / 8 * 8}) {
@@ -589,7 +589,7 @@ struct Net {
         o.tune = has(options, "--tune 1");
         o.quiet = 1;
 #if TEST_CUDA
-        // Use the 16-bit type that this GPU supports; without bf16 nothing else may be narrow.
+        // Use the 16-bit type that this GPU supports; without bf16, other types are the defaults.
         if (gpu && device_lacks_bf16() && o.dtype != DTYPE_FP32) {
             o.dtype = DTYPE_FP16;
             o.moments = o.grad_dtype = o.master = 0;
