@@ -80,7 +80,7 @@ TEST(checkpoint_foreign) {
     other.replace(SHARD_BYTES, 2000, other.substr(SHARD_BYTES + 1000, 2000));
     write_file("other.bin", other);
     expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "it was trained on train.bin; other.bin has other tokens", "other data");
+                   "it was trained on train.bin; other.bin has different tokens", "other data");
 }
 
 // A resume must agree with its checkpoint in everything that determines the tokens of a step.

@@ -125,7 +125,7 @@ TEST(generate_end) {
     write_model("odd", safetensors_bytes(hugging_face(Shape{1, 1, 8, 16, 300}, {"F32"}, "")),
                 config_text(Shape{1, 1, 8, 16, 300}));
     expect_refused(program("--generate -e odd"),
-                   "--generate: odd has a vocabulary of 300 and no merges.txt; --tokenizer", "V");
+                   "--generate: odd has a vocabulary of 300 and no merges.txt; give one with", "V");
 }
 
 // GPT-2 tokens: numbers without a vocabulary, text with the one next to the weights.
@@ -214,8 +214,8 @@ TEST(own_refused) {
         {"-i mine_*.bin -j train.bin", "train.bin has bytes; "},
         {"-i *_train.bin", "hash_train.bin has 1000 own tokens (01000000); alone_train.bin has"},
         {"-i alone_train.bin -s 1", "alone_train.bin needs its merges: alone_merges.txt cannot be "
-                                    "read; --tokenizer names their file"},
-        {"-i alone.bin -o out", "alone.bin needs its merges: --tokenizer names their file"},
+                                    "read; give their file with --tokenizer"},
+        {"-i alone.bin -o out", "alone.bin needs its merges: give their file with --tokenizer"},
         {"-i wrong_train.bin -o out", "wrong_merges.txt has 1000 own tokens"},
         {"-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 own tokens"},
         {"-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 own tokens"},

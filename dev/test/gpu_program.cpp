@@ -31,7 +31,7 @@ TEST(gpu_bad_input) {
         {"--dtype fp16 -w none", "--master (-w) none: with --dtype fp16 the fp32 weights"},
         {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
         {"--offload moments,weight", "--offload: 'moments,weight' is not a list"},
-        {"-z 1", "--zero (-z) 1 divides states among GPUs"},
+        {"-z 1", "--zero (-z) 1 shards states across GPUs"},
         {"-z 4", "--zero (-z): '4' is not a whole number from 0 to 3"},
         {"--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"},
         {"--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
@@ -263,7 +263,7 @@ TEST(gpu_plan_host) {
     expect(plan.status == 3 && has(out, "; fits, ") &&
            has(out, "\nhost memory of this machine: ") && has(out, " (ulimit -d") &&
            has(out, "; DOES NOT FIT, "), "status %d, %s", plan.status, plan.out.c_str());
-    expect_too_large(program(run, low), "fewer states in --offload need less", "the run");
+    expect_too_large(program(run, low), "short; --offload fewer states", "the run");
     expect_success(program(run + "--plan"), "without a limit");
 }
 
@@ -448,7 +448,7 @@ TEST(gpu_eval) {
         expect_success(small, "less than training takes");
         expect(small.out == half.out, "%s", small.out.c_str());
         expect_too_large(program(run, with("EMU_GPU_MEM", "2000000")),
-                         "--eval takes weights and a batch on its way forward", "too little");
+                         "--eval needs weights and one forward pass", "too little");
     }
 }
 
@@ -859,7 +859,7 @@ TEST(gpu_kernels_cache) {
                               "8,15,2,2", "8,999999999,2,2", "8,64,0,2", "128,64,33,2", "8,64,2,0",
                               "8,64,2,-1", "8,64,2,2x", "99999999999,64,2,2"}) {
         o = program(Text("--prove=") + shape, with_kernels("good", "empty"));
-        expect_refused(o, shape[0] ? "--prove: '" : "--prove: '' names nothing", shape);
+        expect_refused(o, shape[0] ? "--prove: '" : "--prove: the value is empty", shape);
     }
     expect_refused(program("--prove 8,64,2,2 --check"), "are commands: give one", "two commands");
     expect_refused(cpu_program("--prove 8,64,2,2"), "--prove is a command of the GPU program",

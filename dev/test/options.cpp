@@ -24,9 +24,9 @@ static const Refusal bad_options[] = {
     {"--eval x.bin -o out", "leave --output (-o) out"},
     {"--eval x.bin -y 1", "needs --output (-o)"},
     {"--eval missing.bin", "--eval: cannot open missing.bin: No such file"},
-    {"--eval=", "--eval: '' names nothing"},
-    {"-i train.bin -e l2h2c16t16 -x 1 --output=", "--output: '' names nothing"},
-    {"-e l2h2c16t16 -x 1 --train-data=", "--train-data: '' names nothing"},
+    {"--eval=", "--eval: the value is empty"},
+    {"-i train.bin -e l2h2c16t16 -x 1 --output=", "--output: the value is empty"},
+    {"-e l2h2c16t16 -x 1 --train-data=", "--train-data: the value is empty"},
     {"--eval .", "--eval: cannot open .: Is a directory"},
     {"--eval train.bin", "train.bin: not an evaluation file"},
     {"--gpu t4", "--gpu needs --plan, --fit, --minimum or --largest"},
@@ -76,11 +76,11 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t16 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
-    {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
+    {"--plan --gpus 2 -e d12 --offload gradients", "works on one GPU only"},
     {"--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is unknown here"},
     {"--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"},
-    {"--minimum -e d12 -z 1", "--zero (-z) 1 divides states among GPUs: --gpus N"},
-    {"--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 divides states among GPUs: --gpus N"},
+    {"--minimum -e d12 -z 1", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"},
+    {"--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"},
     {"--minimum -e d12 -b 2", "finds the least memory by itself: leave --batch out"},
     {"--minimum -e d12 -r gelu", "leave --recompute out"},
     {"--minimum -e d12 --offload none", "leave --offload out"},
@@ -188,7 +188,7 @@ TEST(bad_data) {
         {"-i train.bin -j gpt2.bin", "(-j): gpt2.bin has GPT-2's tokens; train.bin has bytes"},
         {"-i story.txt", "story.txt is text, not tokens: data/tokenize --train-bpe 8192 -o"},
         {"-i train.bin -j long.txt", "long.txt is text, not tokens"},
-        {"-i data/mine_train.bin", "data/mine_train.bin; data/tokenize makes token files of text"},
+        {"-i data/mine_train.bin", "mine_train.bin; data/tokenize makes token files from text"},
         {"-i data/stories_bytes_train.bin", "stories_bytes_train.bin; 'make data' prepares it"},
         {"-i own.bin", "own.bin: a vocabulary of 256 in the header; its tokenizer has 257"},
         {"-i own2.bin", "own2.bin: a vocabulary of 65536 in the header"},
@@ -719,7 +719,7 @@ TEST(memory_limits) {
             }
         }
         expect_too_large(program("--generate -e l12h12c1536t64", low),
-                         "short; --generate takes weights and a KV cache", limit.name);
+                         "short; --generate needs weights and a KV cache", limit.name);
         // Threads start after the plan is allocated, and their stacks count against the limit.
         for (const char *threads : {"7", "9"}) {
             o = program("-i train.bin -e l2h2c16t16 -x 1 --quiet", [&] {

@@ -666,7 +666,7 @@ TEST(ranks_refused) {
                    "a launcher has already started ranks", "two launchers");
     expect_too_large(program(ODD "--gpus 2", with("EMU_GPU_MEM", "82000000")), " short",
                      "memory");
-    expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
+    expect_refused(program(ODD "--gpus 2 --offload gradients"), "works on one GPU only", "offload");
     expect_refused(program(ODD "--gpus 2", with("NCCL_MAX_CTAS", "0")),
                    "NCCL_MAX_CTAS is '0'; allowed: a number from 1 to 64", "NCCL_MAX_CTAS");
     expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),

@@ -175,9 +175,9 @@ if [ -f again.state ]; then
         refuses "state, $name" "again.state (is|counts) .*: remove it" $again $option $file
     done
     cp kept again.state && rm again_train_000000.bin
-    refuses "a state without its shards" "counts finished shards that are not there" $again digits
+    refuses "a state without its shards" "counts finished shards that do not exist" $again digits
     cp kept again.state && touch digits
-    refuses "state, input touched" "is of a run on other input, or it changed" $again digits
+    refuses "state, input touched" "is of a run with other or changed input" $again digits
     rm again.state
 else
     skip "states" "runs end before they can be interrupted"

@@ -32,7 +32,7 @@ TEST(plan_refuse, HOST) {
     plan_build(&p, &s);
     plan_refuse_host(&p, p.host_bytes, "a test");
     expect_too_large(outcome(spawn([&] { plan_refuse_host(&p, p.host_bytes - 1, "a test"); })),
-                     "(a test): 1 B short; fewer states in --offload", "on the host");
+                     "(a test): 1 B short; --offload fewer states", "on the host");
     plan_free(&p);
 }
 

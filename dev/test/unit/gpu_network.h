@@ -642,7 +642,7 @@ TEST(gpu_rank_host, EMULATED) {
         const Outcome o = in_process(line, &program);
         if (less) {
             expect_too_large(o, "only " + Text(bytes_text((double)each).s) + " are available "
-                             "(ulimit -d minus thread stacks): 1 B short; fewer states in",
+                             "(ulimit -d minus thread stacks): 1 B short; --offload fewer",
                              line);
         } else {
             expect_success(o, line);
