@@ -798,8 +798,9 @@ constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 #endif
 
 // mma_m16n8k16: d = a b + c for one warp; a is 16x16, b 16x8, c and d 16x8 in fp32.
-//   a[j] row g + 8 (j % 2), columns 2t + 8 (j / 2) and the next;  b[j] k = 2t + 8j and the next,
-//   column g;  c[i], d[i] row g + 8 (i / 2), column 2t + i % 2. Hence the accumulators of two
+// With g = lane / 4 and t = lane % 4, a lane holds
+//   a[j]: row g + 8 (j % 2), columns 2t + 8 (j / 2) and the next;  b[j]: rows 2t + 8j and the next,
+//   column g;  c[i], d[i]: row g + 8 (i / 2), column 2t + i % 2. Hence the accumulators of two
 //   neighbouring n8 tiles, packed, are the operand a of an mma that sums over their columns.
 // numerics: exact products, fp32 sums in an order chosen by the hardware (always the same).
 // source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions: mma" and "Matrix Fragments
@@ -1977,9 +1978,9 @@ static MatmulName matmul_key_text(const MatmulKey *k) {
 // Computes D = op(A) op(B) + bias (null: none) + beta C in column-major terms: D and C (m,n), op(A)
 // (m,k), op(B) (k,n), every matrix dense. C may be D. bias (m), of D's type, is added to every
 // column.
-//   A, B of E; C, D of O: E or fp32.
-// Limits: the column-major row counts of A, B and D are multiples of 16 bytes, and so therefore is
-// every leading dimension; pointers are 16-byte aligned.
+//   A and B have type E; C and D have type O, which is E or fp32.
+// Limits: a column of A, B or D (column-major) is a multiple of 16 bytes, and so is every leading
+// dimension; pointers are 16-byte aligned.
 template <class E, class O>
 static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, float beta,
                        bool transpose_a, bool transpose_b, int m, int n, int k,
@@ -3347,7 +3348,8 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
         }
         const float next_stat = load_stat(j + 1);
         if ((j + 1) * BM <= first || first >= T) {
-            wgmma_wait<0>();  // all queries precede the keys; tile j - 1 is about to be overwritten
+            // All queries precede the keys, so nothing is added; tile j - 1 is overwritten next.
+            wgmma_wait<0>();
         } else {
             // 3. Scores, one row per key, and dP^T, both under way. The wait also covers the
             //    previous step's products.
@@ -3732,10 +3734,10 @@ static_assert(TENSORS <= ROUND_MOMENT1, "a stream of random numbers for each ten
 
 // A tensor, or this rank's shard of it. Offsets and count are in elements, all multiples of 8.
 struct ParamRange {
-    size_t param;  // in the parameters
-    size_t state;  // in the master's low halves and the moments
-    size_t grad;   // in the gradients of matrices or the fp32 gradients of vectors
-    size_t index;  // of its first element in the whole tensor: counter of the random numbers
+    size_t param;  // offset in the parameters
+    size_t state;  // offset in the low halves of the master weights and in the moments
+    size_t grad;   // offset in the gradients of matrices or the fp32 gradients of vectors
+    size_t index;  // number of its first element in the whole tensor: counter of the random numbers
     size_t count;
     uint32_t stream;      // random stream of the tensor's weights
     int two_dimensional;  // weight decay applies; the gradient is of type G
@@ -6035,7 +6037,8 @@ static void gpu_upload(GpuPass *pass, const Token *inputs, const Token *targets)
     cuda_check(cudaEventSynchronize(net->uploaded[slot]));
     memcpy(host.inputs, inputs, N * sizeof(int));
     memcpy(host.targets, targets, N * sizeof(int));
-    if (pass->dloss != 0) {  // the host sorts while the GPU computes the previous micro-step
+    // Backward needs sorted tokens. The host sorts while the GPU computes the previous micro-step.
+    if (pass->dloss != 0) {
         pass->segments = embedding_sort(host.sorted, net->counts, inputs, N, s->model.V);
         ints = (int)batch_ints(N);
     }
@@ -6169,7 +6172,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
 
 // Engine.replica: returns a hash of the weights, master weights (or their low halves) and moments,
 // except sharded parts, so all ranks must get the same value. Buffers are in bucket order: vectors
-// first, the matrices of blocks last.
+// first, then wte and wpe, the matrices of blocks last.
 static uint64_t gpu_replica(Engine *e) {
     const GpuNetwork *net = (const GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
@@ -6206,7 +6209,7 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
-    // `first` resets the sum of losses; a step's own sum has been read by then.
+    // GpuPass.first (true) resets the sum of losses; the training step's sum has been read before.
     GpuPass pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
     gpu_upload(&pass, inputs, targets);
     run_stages(net->plan, tick_head(&s->model), 0, net->stage, &pass);
@@ -6829,8 +6832,8 @@ static const TrialResult trial_results[] = {
     {"the sum of dV", ATTENTION_DKV, TRIAL_SUMS, 2, 0, 1e-2},
 };
 
-// Copies of the outputs on the host: of the default, of the candidate's first and second launch,
-// and of the CPU reference, as real.
+// Host copies of the outputs, converted to `real`: the default's, those of the candidate's first
+// and second launches, and the CPU reference's.
 enum { TRIAL_DEFAULT, TRIAL_FIRST, TRIAL_SECOND, TRIAL_CPU, TRIAL_COPIES };
 
 struct Trial {
@@ -6907,9 +6910,9 @@ static void trial_run(const Trial *t, int kernel, int row, int copy) {
     });
 }
 
-// Begins a case: B sequences of T tokens, with q and k multiplied by `scale`. Fills the inputs and
-// runs row 0 of the kernels up to `kernel` and, if T is at most TRIAL_LENGTH_CPU and B is 1, the
-// CPU reference.
+// Begins a case: B sequences of T tokens, with q and k multiplied by `scale`. Fills the inputs, and
+// runs the default variant (row 0) of each kernel up to and including `kernel` and, if T is at most
+// TRIAL_LENGTH_CPU and B is 1, the CPU reference.
 static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
     const size_t C = (size_t)t->shape.NH * t->shape.HS;
     t->now.B = B;

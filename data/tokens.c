@@ -611,8 +611,8 @@ static const char *shard_prefix(const char *shard) {
     return end;
 }
 
-// Finds the merges of a shard: `asked` (--tokenizer), else PREFIX_merges.txt. Returns 0 if the
-// shard has another name.
+// Finds the merges of a shard: `asked` (--tokenizer) or, if it is empty, PREFIX_merges.txt. Returns
+// 0 if neither is known, because the shard is not called PREFIX_train... or PREFIX_val...
 static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
     const char *end = shard_prefix(shard);
     path_print(path, "%s", asked);

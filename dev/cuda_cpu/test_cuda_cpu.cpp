@@ -1694,7 +1694,8 @@ static void wait_in_circle() {
     emu::enqueue_wait(t, s, 1);
     OK(cudaStreamSynchronize(s));
 }
-// CUDA allows both waits; the host's returns at once, the stream's is a mistake.
+// Waits for an event that was never recorded. CUDA accepts both waits: the host's returns at once,
+// a stream's has no effect and is surely a bug, so the emulator rejects it.
 static void wait_never_recorded() {
     cudaEvent_t e;
     OK(cudaEventCreate(&e));

@@ -1260,8 +1260,8 @@ TEST(gpu_rounding_places, CUDA_ALL) {
     }
 }
 
-// One pointer that each kernel accesses in packs, misaligned by an element: the launcher's message
-// names it. Nothing is launched, so the addresses need no memory.
+// Misaligns one pointer of each kernel that is accessed in packs: the launcher's message must name
+// it. Nothing is launched, so the addresses need not be mapped.
 template <class E, class G> static void check_misaligned() {
     enum { N = 64, C = 64 };
     int *ints = (int *)(uintptr_t)0x100000;
