@@ -83,7 +83,7 @@ TEST(ranks_numbers) {
                 }
             }
         }
-        // fp16: each rank multiplies its loss by the loss scale; summed gradients are divided by it.
+        // fp16: each rank scales its loss; the reported norm is that of the unscaled sum.
         run(ODD "-d 288 -x 2 -l 0 --dtype fp16 " + text("--gpus %d", n), text("fp16-%d", n));
         const auto norms = values_in(read_file(text("fp16-%d/log.jsonl", n)), "grad_norm");
         const auto alone = values_in(read_file("fp16-1/log.jsonl"), "grad_norm");

@@ -90,7 +90,7 @@ TEST(levels_fit, FLOAT) {
     detail = text("%d random settings; at worst %.2f blocks too many", count, worst_price);
 }
 
-// `base` with some of its options replaced.
+// Returns `base` with some of its options replaced by `options`.
 static Text options_replaced(const Text &base, const Text &options) {
     Text line = base + " ";
     for (size_t at = 0, end; at < options.size(); at = end + 1) {
@@ -107,8 +107,8 @@ static Text options_replaced(const Text &base, const Text &options) {
     return line;
 }
 
-// The choices of -r auto and --offload auto for options as typed, on a GPU with `device` bytes for
-// the plan and `host` bytes that can be pinned.
+// Returns what -r auto and --offload auto choose for options as typed, on a GPU with `device` bytes
+// for the plan and `host` bytes that can be pinned.
 static Settings automatic(const Text &options, size_t device, size_t host) {
     Options o;
     MemoryBudget budget = {};
@@ -255,7 +255,7 @@ TEST(auto, HOST) {
     expect(chosen(" -r mlp:2,norm", all, 0) == "mlp:2,norm none");
 }
 
-// The cost model of the card that a plan's options name.
+// Returns the cost model of the card that `options` names.
 static Speed card_speed(const Text &options, const Settings &s) {
     Options o;
     parse(&o, ("--plan " + options).c_str());
@@ -353,9 +353,9 @@ TEST(library_estimate, HOST) {
     expect(card_library_bytes(NULL) == 1 << 30);
 }
 
-// The forecast against published throughputs of other programs (dev/notes/forecast.md), within the
-// residuals that the note records, and against numbers counted kernel by kernel from this program's
-// machine code, within 6 %; tokens/s at 0.5M tokens per step.
+// Compares the forecast, in tokens/s at 0.5M tokens per step, with published throughputs of other
+// programs, within the residuals that dev/notes/forecast.md records, and with throughputs counted
+// kernel by kernel from this program's machine code, within 6 %.
 TEST(forecast, HOST) {
     static const struct {
         const char *card, *options;
@@ -414,7 +414,7 @@ TEST(forecast, HOST) {
 
 // What README and the messages of refusals promise for GPT-2 1558M in 15 GiB and less.
 TEST(fit_sizes, FLOAT) {
-    // Of equally fast batches the smaller one is recommended, wherever it is listed.
+    // If two batches are equally fast, the smaller one is recommended, whatever their order.
     std::vector<PlanCandidate> equal(2);
     for (const int larger : {0, 1}) {
         for (int i = 0; i < 2; i++) {
@@ -459,8 +459,8 @@ TEST(fit_sizes, FLOAT) {
     expect(recompute_text(&c.settings).s == Text("gelu") && c.steps[BY_OFFLOAD] == 0);
 }
 
-// Several GPUs: the largest batch that --fit finds uses on each GPU what its plan says, in addition
-// to NCCL; the next larger one does not fit; gradients are never offloaded.
+// With several GPUs, the largest batch that --fit finds takes its plan's bytes plus NCCL's on each
+// GPU; the next larger batch does not fit; gradients are never offloaded.
 TEST(fit_ranks, FLOAT) {
     static const struct {
         int ranks, zero;
