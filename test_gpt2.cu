@@ -10,8 +10,7 @@
 // built programs as a user does are in dev/test/*.cpp.
 //
 // Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            train_gpt2.c
-//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu, part Kernels and
-//         after
+//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu
 //
 // Run:    build/test_gpt2             all tests, or those whose names start with an argument
 //         build/test_gpt2 --list      the names; the exit status is 0 only if no test failed
@@ -29,7 +28,7 @@
 #else
 #include "train_gpt2.c"
 #endif
-// The builds, one bit each: a test that one build leaves out runs in another with the same input.
+// The builds, one bit each. A test that one build skips runs in another with the same input.
 // THIS_BUILD is a macro because harness.h reads it. EMULATED: needs the emulated device.
 enum {
     FLOAT = 1,
@@ -60,7 +59,7 @@ enum { EMULATED = CUDA_CPU ? CUDA : NO_BUILD, EMULATED_ALL = CUDA_CPU ? CUDA_ALL
 // -------------------------------------------------------------------------------------------------
 // 1. Harness
 // Additions to dev/test/harness.h: the type that the program computes in, and the whole program as
-// a function, for situations that a built program cannot be brought into.
+// a function, for situations that cannot be produced from outside a built program.
 
 typedef std::vector<real> Reals;
 #if GPT2_DOUBLE
@@ -68,7 +67,7 @@ typedef long double wide;  // type of the naive references
 static const double unit = 0x1p-53, smallest = 0x1p-1022;
 #else
 typedef double wide;
-static const double unit = 0x1p-24, smallest = 0x1p-126;  // of rounding; least normal number
+static const double unit = 0x1p-24, smallest = 0x1p-126;  // unit roundoff; least normal number
 #endif
 
 // Bitwise equal; NaN equals itself.
@@ -90,7 +89,7 @@ static Reals noise(size_t n, double scale, uint64_t seed) {
     return out;
 }
 
-// Like harness.h's near_at, for this file's lines.
+// Like harness.h's near_at, with this file's name.
 static void near_at(int line, wide got, wide want, double tol, const Text &where) {
     near_at(__FILE__, line, got, want, tol, where);
 }

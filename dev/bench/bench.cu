@@ -1,12 +1,12 @@
 // bench.cu -- speed of each kernel and each matmul of a training step, compared with this GPU's
 // limits.
 //
-// Prints one line each: ms, TB/s, TFLOP/s, and the percentage of its limit. The limit is the larger
-// of two times: its bytes at the bandwidth of a plain copy, measured at the start, and its FLOPs at
-// the dense peak of the GPU's table row. Then, for each matmul, the times of cuBLASLt's algorithms
-// with four workspace sizes. Arrays hold random numbers, since zeros draw less power and so allow a
-// higher clock, and successive launches use different buffers until the L2 cache has been filled
-// twice.
+// Prints a line for each: ms, TB/s, TFLOP/s, and the percentage of its limit. The limit is the
+// larger of two times: its bytes at the bandwidth of a plain copy, measured at the start, and its
+// FLOPs at the dense peak of the GPU's table row. Then, for each matmul, the times of cuBLASLt's
+// algorithms with four workspace sizes. Arrays hold random numbers, because zeros draw less power
+// and so allow a higher clock. Successive launches use different buffers, as many as fill the L2
+// cache twice.
 //
 // Build:  make build/bench             for the GPUs of this machine (others: ARCH=90a)
 //         make build/bench_cuda_cpu    the same on the CPU, to check that it runs
@@ -33,7 +33,7 @@ struct Array {
     Use use;
     Fill fill;
     const int *ints;  // for INTS
-    size_t touched;   // bytes that a launch uses, if not all
+    size_t touched;   // bytes that a launch accesses; 0: all of them
 };
 
 typedef std::vector<char *> Buffers;  // one address per array
@@ -239,7 +239,7 @@ static void bench_case(const Case &c, bool matmul) {
     const int plans = matmul_library.plans;
     print_line(c, case_ms(c, buffers));
     matmul_library.workspace_bytes = all;
-    check(matmul_library.plans == plans + 1, "one new matmul a case");
+    check(matmul_library.plans == plans + 1, "a case must add one matmul");
     print_algorithms(c, buffers, &matmul_library.plan[plans]);
     cublasLtMatmulDescDestroy(matmul_library.plan[plans].description);
     cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].a);
@@ -487,7 +487,7 @@ template <class E> static void bench_model(const Settings *s) {
     cuda_check(cudaFree(bench.noise[1]));
 }
 
-// Sets the GPU's peak, its copy bandwidth, and the arena in `bench`.
+// Sets the GPU's peak, copy bandwidth and arena in `bench`.
 static void bench_open(const Settings *s) {
     Engine e;
     cudaDeviceProp properties;
@@ -529,7 +529,7 @@ static void bench_host(size_t bytes) {
                                        cudaMemcpyDefault, bench.stream));
         });
     };
-    printf("%shost memory: pinned at %.2f s a GiB; copies up %.1f GB/s, down %.1f GB/s\n",
+    printf("%shost memory: pinned at %.2f s/GiB; copies up %.1f GB/s, down %.1f GB/s\n",
            bench.tsv ? "# " : "", pin_ms * 1e-3 * 0x1p30 / size, size / copy_ms(true) * 1e-6,
            size / copy_ms(false) * 1e-6);
     pinned_close(host, bytes);

@@ -52,7 +52,7 @@ inline void write_corpus() {
     write_file("val.bin", shard_bytes(tokens, BYTE_TOKENS));
 }
 
-// Every test of a program finds them in its folder.
+// Creates both files in the folder of every test that drives a program.
 inline const bool prepares_corpus = (prepare = write_corpus, true);
 
 // First options of a run on that text.
@@ -98,7 +98,7 @@ inline Text random_bytes(size_t n, uint64_t seed) {
 inline Text vocab_bpe() {
     Text text = real_data("gpt2/vocab.bpe");
     if (text.empty()) {
-        skip("no vocab.bpe: DATA_MIRROR names the folder that has gpt2/vocab.bpe");
+        skip("no vocab.bpe: set DATA_MIRROR to the folder that contains gpt2/vocab.bpe");
     }
     return text;
 }
@@ -114,8 +114,8 @@ inline Ids bytes_in_order() {
     return order;
 }
 
-// The character by which vocab.bpe represents the i-th of them: itself if it is printable, else a
-// character from U+0100 on.
+// The character by which vocab.bpe represents the i-th of these bytes: the byte's own character if
+// it is printable, else one from U+0100 on.
 inline int merges_character(int i) {
     enum { PRINT = 188 };
     return i < PRINT ? bytes_in_order()[(size_t)i] : 0x100 + i - PRINT;
@@ -139,7 +139,7 @@ inline Text merges_word(const Text &token) {
     return word;
 }
 
-// All tokens of a vocab.bpe as bytes: 256 single bytes, one per merge, and end of text.
+// All tokens of a vocab.bpe as bytes: 256 single bytes, one per merge, and <|endoftext|>.
 inline Words tokens_of_merges(const Text &merges) {
     Text bytes(0x144, 0);
     Words tokens;
@@ -198,8 +198,8 @@ inline Text made_merges() {
 // those of Hugging Face's BpeTrainer (dev/check/against_tokenizers.py).
 inline Text stories_merges() { return read_file(root + "/dev/test/stories_merges.txt"); }
 
-// Writes mine_merges.txt, mine_train.bin and mine_val.bin, which repeat one line of eight tokens:
-// end of text and the seven that the result consists of.
+// Writes mine_merges.txt, mine_train.bin and mine_val.bin. The two .bin files repeat one line of
+// eight tokens: <|endoftext|> and seven others, whose texts are returned.
 inline Words write_own_data() {
     const Words tokens = tokens_of_merges(stories_merges());
     const Ids line = {OWN_VOCABULARY - 1, 262, 700, OWN_VOCABULARY - 2, 301, 500, 901, 256};
@@ -220,7 +220,7 @@ inline Words write_own_data() {
 
 // -------------------------------------------------------------------------------------------------
 // Evaluation files
-// Built from questions, so that a test can change a single word of a question.
+// Built from questions, so that a test can change a single 16-bit word of a question.
 
 typedef std::vector<int> Ints;
 struct Question {
@@ -371,7 +371,8 @@ inline Member &named(Members *list, const Text &name) {
     give_up("the test's file has no " + name);
 }
 
-// A finite number of random bits: returns its bytes in a file, and its value in *want.
+// Draws a finite number with random bits. Returns its bytes as a file holds them; *want receives
+// its value.
 inline Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, double *want) {
     uint32_t bits = (uint32_t)(random_unit(seed, index) * 0x1p32);
     uint16_t half = (uint16_t)bits;
@@ -390,7 +391,7 @@ inline Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, doubl
     return dtype == "BF16" ? Text((const char *)&bits + 2, 2) : Text((const char *)&bits, 4);
 }
 
-// Hugging Face's names, and rows and columns in units of C (of wte and wpe only the columns).
+// Hugging Face's names, with rows and columns in units of C (for wte and wpe, only the columns).
 enum { MEMBERS = 16 };
 inline const struct {
     const char *name;
@@ -473,8 +474,8 @@ inline Text llmc_bytes(const M &m, int version, std::vector<std::vector<double>>
 }
 
 // -------------------------------------------------------------------------------------------------
-// What a run leaves
-// The log as JSON, checkpoints as files.
+// Output of a run
+// Reads the log as JSON and checkpoints as files.
 
 // Names in `folder` that begin with `prefix`, sorted and joined by spaces.
 inline Text names_in(const Text &folder, const Text &prefix) {
@@ -511,7 +512,7 @@ inline Text checkpoint_bytes(const Text &folder, int step, int ranks = 1) {
 }
 
 // Weights, moments and master weights of a checkpoint as one text, which does not depend on the
-// number of state files. *first receives the counters and norms, which must agree in all of them.
+// number of state files. *first receives the counters and norms, which must agree in all files.
 inline Text states_of(const Text &folder, int step, Text *first) {
     const Text at = folder + text("/step-%08d/", step);
     std::map<std::tuple<Text, int, long>, Member> ranges;
@@ -528,7 +529,7 @@ inline Text states_of(const Text &folder, int step, Text *first) {
         const size_t counters = header.find("\"step\":");
         const Text these = header.substr(counters, header.find('}') - counters) +
                            ranges[{"norms", 0, 0}].data;
-        expect(first->empty() || *first == these, "%s: other counters", name.c_str());
+        expect(first->empty() || *first == these, "%s: different counters", name.c_str());
         *first = these;
     }
     Text all = in_checkpoint(folder, step, SAVED_MODEL);
@@ -564,7 +565,7 @@ inline Words sha256_of(const Words &paths) {
     return sums;
 }
 
-// Writes a manifest for the checkpoint's current files; `more`: text inserted before their list.
+// Writes a manifest of the files now in `folder`. `more` is JSON inserted before the first file.
 inline void write_manifest(const Text &folder, const Text &more = "") {
     unlink((folder + "/manifest.json").c_str());
     const Words names = split(names_in(folder, "").c_str());
@@ -628,7 +629,7 @@ inline int utf8_size(const char *p) {
     return four && more(2) && more(3) ? 4 : 0;
 }
 
-// The end of one JSON value; NULL if malformed.
+// Returns the end of the JSON value at p, or NULL if it is malformed.
 inline const char *json_past(const char *p) {
     p += strspn(p, " \n");
     if (*p == '{' || *p == '[') {
@@ -681,7 +682,7 @@ inline int json_valid(const Text &line) {
 inline Ints log_steps(const Text &path) {
     Text all = read_file(path);
     Ints steps;
-    expect(!all.empty() && all.back() == '\n', "%s ends in a whole line", path.c_str());
+    expect(!all.empty() && all.back() == '\n', "%s: incomplete last line", path.c_str());
     for (size_t at = 0, end; (end = all.find('\n', at)) != Text::npos; at = end + 1) {
         Text line = all.substr(at, end - at);
         int step;

@@ -15,10 +15,10 @@
 //     --program PATH   the built program to drive, for tests that drive one
 // The last line is `N passed, N failed, N skipped`; the exit status is 0 only if no test failed.
 //
-// ALL and FULL (set means neither empty nor 0) select how much is run. ALL also runs the tests
-// marked REST; its values `main` and `rest` select one of the two parts. FULL also runs the tests
-// marked REST, and every case of a cartesian product that a test otherwise samples. A test named on
-// the command line runs whichever part it belongs to.
+// The environment variables ALL and FULL (set means neither empty nor 0) select how much is run.
+// ALL adds the tests marked REST, except that `main` selects only the others and `rest` only these.
+// FULL runs every case of a cartesian product that a test otherwise samples, and implies ALL if ALL
+// is not set. A test named on the command line always runs.
 //
 // The harness is strict: NaN fails every comparison, a test that crashes or hangs has failed, and a
 // skipped test prints the reason.
@@ -89,7 +89,7 @@ inline void (*prepare)();         // writes the files that tests of programs sta
 inline int failures;              // of the current test
 inline Text detail;               // text of its output line
 inline int shows_all, stays_here; // --all, --here
-inline Text (*switches)();        // environment variables that repeat the run, or NULL
+inline Text (*switches)();        // returns the variables that reproduce the run; NULL: none
 inline struct {
     double err, tol, share;
     Text where;
@@ -103,7 +103,7 @@ inline bool is_set(const char *name) {
 
 inline bool is_full() { return is_set("FULL"); }
 
-// Number of cases a test runs: `sample`, or `all` with FULL=1.
+// Returns the number of cases a test runs: `sample`, or `all` with FULL=1.
 inline int full_or(int sample, int all) { return is_full() ? all : sample; }
 
 // Time limit of a test in seconds; 0: none. FULL=1 runs more cases and needs longer.
@@ -304,10 +304,10 @@ inline pid_t start_program(const Text &path, const Text &arguments,
     });
 }
 
-// Arguments appended to every run of the program that --program names.
+// Arguments appended to every run of the program under test.
 inline Text more_arguments;
 
-// The program that --program names.
+// Starts the program under test.
 inline pid_t start(const Text &arguments, const std::function<void()> &before = nullptr) {
     const bool apart = more_arguments.empty() || arguments.empty() || arguments.back() == ' ';
     return start_program(tested, arguments + (apart ? "" : " ") + more_arguments, before);
@@ -349,7 +349,7 @@ inline void refused_at(const char *file, int line, const Outcome &o, const Text 
 #define expect_death(action, words)                                                                \
     refused_at(__FILE__, __LINE__, outcome(spawn([&] { action; })), words, #action)
 
-// Text without the line breaks of a wrapped line, whose further lines are indented.
+// Joins the lines of wrapped text: continuation lines are those indented by two spaces or more.
 inline Text flat(const Text &wrapped) {
     Text line;
     for (size_t i = 0; i < wrapped.size(); i++) {
@@ -370,7 +370,7 @@ inline void expect_success_at(const char *file, int line, const Outcome &o, cons
 #define expect_success(outcome, who) expect_success_at(__FILE__, __LINE__, outcome, who)
 
 // -------------------------------------------------------------------------------------------------
-// The table
+// Running the tests
 // Selects tests by name, lists them, runs each in its own process, and counts results.
 
 // Runs a test in its own folder and prints its line.
@@ -444,7 +444,7 @@ inline Text make_scratch() {
     return folder;
 }
 
-// Copies the program under test into that folder: next to the original there may be a data/ folder,
+// Copies the program under test into `scratch`: next to the original there may be a data/ folder,
 // which the program would find.
 inline Text copy_of_program(const Text &path) {
     const Text copy = scratch + "/" + path.substr(path.rfind('/') + 1);
@@ -474,7 +474,7 @@ inline Asked harness_options(int argc, char **argv) {
         } else if (word == "--program" && a + 1 < argc) {
             tested = argv[++a];
         } else if (word[0] == '-') {
-            fprintf(stderr, "%s: unknown option; there are --list, --all, --here NAME and "
+            fprintf(stderr, "%s: unknown option; expected --list, --all, --here NAME or "
                             "--program PATH\n", argv[a]);
             exit(1);
         } else {
@@ -537,7 +537,7 @@ inline int harness_main(int argc, char **argv, const char *by_default = "") {
     }
     remove_folder(scratch);
     if (passed + failed + skipped == 0 && !asked.names.empty()) {
-        fprintf(stderr, "%s: no test is named so; --list names them\n", argv[0]);
+        fprintf(stderr, "%s: no test has that name; --list prints the names\n", argv[0]);
         return 1;
     }
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);

@@ -25,8 +25,8 @@ TEST(adamw, ALL) {
     }
 }
 
-// Decay on matrices only; clipping by the whole norm; no change at all if the norm is not finite or
-// above the limit.
+// The update decays matrices only, clips by the norm of all gradients, and changes nothing if that
+// norm is not finite or above the limit.
 TEST(update, ALL) {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);
