@@ -68,7 +68,8 @@ def faults_of_text(text):
             with open("Makefile", encoding="utf-8") as file:
                 rules = file.read()
             for target in words[1:]:
-                if target[0] not in "-{" and not re.search(rf"^[^#\t\n]*\b{target}\b.*:", rules, re.M):
+                rule = rf"^[^#\t\n]*\b{target}\b.*:"
+                if target[0] not in "-{" and not re.search(rule, rules, re.M):
                     yield f"make has no target {target}"
         for word in words:
             named = re.match(r"(data|dev)/[\w./*{}-]+", word)

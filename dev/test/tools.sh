@@ -80,8 +80,8 @@ refuses "a huge argument is shortened" "^tokenize: --threads: 'x{200,400} ... x{
     $tokenize -o bad --threads "$(printf 'x%.0s' {1..100000})" text
 refuses "all text validates" "nothing is left" $tokenize -o bad --val-tokens 11 text
 refuses "no output folder" "cannot create absent/bad\.lock" $tokenize -o absent/bad text
-refuses "fraction of a stream" "needs a file" $tokenize -o bad --val-fraction 0.1 -
-refuses "fraction out of range" "not a number from 0" $tokenize -o bad --val-fraction 1.5 text
+refuses "fraction of a stream" "needs files, whose length" $tokenize -o bad --val-fraction 0.1 -
+refuses "fraction out of range" "not a number in .0, 1." $tokenize -o bad --val-fraction 1.5 text
 refuses "shard of no tokens" "not a whole number from 1" $tokenize -o bad --shard-tokens 0 text
 refuses "unknown option" "unknown option '--byte'" ./tokenize --byte -o bad text
 refuses "no tokenizer named" "--bpe, --bytes or --train-bpe is missing" ./tokenize -o bad text
@@ -96,7 +96,7 @@ printf '#version: 0.2\na b\nb c\na bc\n' > never    # ab is merged before bc
 refuses "a merge that is never applied" "never:4: this merge can never be applied" \
     ./tokenize --bpe --tokenizer never -o bad text
 refuses "two splits" "contradict each other" $tokenize -o bad --val-tokens 1 --val-file text text
-refuses "stream among files" "a stream is the only input" $tokenize -o bad text -
+refuses "stream among files" "it must be the only input" $tokenize -o bad text -
 refuses "no threads" "not a whole number from 1 to 1024" $tokenize -o bad --threads 0 text
 refuses "one document, split" "no document begins" $tokenize -o bad --documents text
 refuses "leftover shards" "left from an earlier run" $tokenize -o pipe --shard-tokens 4000000 text
