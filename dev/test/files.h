@@ -582,7 +582,7 @@ inline void write_manifest(const Text &folder, const Text &more = "") {
     write_file(folder + "/manifest.json", all + "}}");
 }
 
-// For program(): no file can grow beyond `bytes`, as on a full disk.
+// For program(): limits the size of files to `bytes`, as on a full disk.
 inline std::function<void()> full_disk(size_t bytes) {
     return [bytes] {
         struct rlimit r = {bytes, bytes};

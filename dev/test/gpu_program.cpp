@@ -874,8 +874,8 @@ static Text children_of(pid_t pid) {
     return read_file(text("/proc/%d/task/%d/children", (int)pid, (int)pid));
 }
 
-// A signal during a trial ends it and the run, with no verdict; so does the end of the run itself,
-// even if it is killed.
+// A signal during a trial ends the trial and the run, without a verdict. If the run ends during a
+// trial, even by SIGKILL, the trial ends too.
 TEST(gpu_kernels_stopped) {
     if (!is_emulated() || has_sanitizers()) {
         skip("needs the emulated device");

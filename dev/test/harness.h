@@ -230,7 +230,7 @@ inline void remove_folder(const Text &folder) {
 
 // -------------------------------------------------------------------------------------------------
 // Programs
-// Programs run as a user runs them; the result is an Outcome.
+// Runs programs as a user does; the result is an Outcome.
 
 struct Outcome {
     int status;  // exit status, or 256 + the signal that ended it

@@ -321,7 +321,7 @@ TEST(ranks_tcp_refused) {
         const Outcome o = start_by_tcp({variables}, TINY "-x 1 --quiet --timeout 1")[0];
         expect_refused(o, words, variables);
     };
-    // Another process uses the port: rank 0 cannot listen, and the others get no reply of a rank 0.
+    // Another process uses the port: rank 0 cannot listen, and others get no reply from a rank 0.
     one(both(taken, "2") + "0", text("rank 0 cannot listen on port %d (MASTER_PORT): Address "
                                      "already in use", taken));
     const pid_t other = fork();
