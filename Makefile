@@ -59,9 +59,10 @@ $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: C
 $(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none found (sm_75 or newer))))
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL$(if $(mpi), · MPI),✗ NCCL: one GPU only)))
 endif
-# --- Flags. No contraction outside the matmul, never -Ofast: same source, same bits ---------------
-# (but with MARCH=-march=x86-64, without fused multiply-add, its matmul rounds every product).
-# Warnings stop the build only with WERROR=-Werror, as in `make test`: a warning of an untested
+# --- Flags ----------------------------------------------------------------------------------------
+# Multiplications and additions are contracted in the matmul only, and -Ofast is never used, so the
+# same source gives the same bits. Exception: MARCH=-march=x86-64 has no fused multiply-add.
+# Warnings stop the build only with WERROR=-Werror, as in `make test`: a warning from an untested
 # compiler must not keep a user from building the program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
 OPT += -pthread -Wall -Wextra -Wundef $(WERROR)

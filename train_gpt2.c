@@ -704,7 +704,6 @@ static int options_plan(const Options *o) {
     return o->plan || o->fit || o->minimum || o->largest;
 }
 
-// Returns whether --gpu names all cards of the table.
 static int options_all_cards(const Options *o) { return strcmp(o->gpu, "all") == 0; }
 
 // Ends the run if options contradict each other or require others that are missing: an option that
@@ -2412,7 +2411,7 @@ static void plan_list(Plan *p, const Settings *s) {
     p->live_bytes = plan_peak(p, &p->peak);
 }
 
-// Assigns offsets to the listed buffers.
+// Assigns offsets to the listed buffers, in the better of two orders.
 static void plan_layout(Plan *p) {
     const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
     if (by_size > p->live_bytes) {
@@ -2518,7 +2517,6 @@ static void recompute_parse(Settings *s, const char *text) {
     }
 }
 
-// Prints the levels, as part of --help.
 static void recompute_print_help(void) {
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
         const LevelEntry *entry = &level_table[i];
@@ -3178,7 +3176,6 @@ static const GpuEntry *gpu_find(const Options *o) {
         "for any card", o->gpu, near);
 }
 
-// Prints the names of all cards, as part of --help.
 static void gpu_print_help(void) {
     char names[1024] = "";
     int n = 0;
@@ -3998,7 +3995,6 @@ static Verdict candidate_plan(PlanCandidate *c, const Search *q) {
     return verdict;
 }
 
-// Applies a candidate's steps, then plans and forecasts it.
 static Verdict candidate_try(PlanCandidate *c, const Search *q) {
     return candidate_apply(c, q) ? candidate_plan(c, q) : CHANGES_NOTHING;
 }
@@ -4474,7 +4470,6 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
 #endif
     for (int k = 0; k < K; k++) {
         const real *s = src.data + (size_t)k * src.k_step;
-        // Successive k are pages apart, which hardware prefetchers do not follow.
         for (int r = 0; r < rows; r += 64 / (int)sizeof(real)) {
             prefetch(s, 8 * src.k_step + (size_t)r);
         }
@@ -7003,7 +6998,7 @@ static void run_count_step(Run *run, const StepResult r) {
     state->pending_validation = 0;
     state->loss_scale_log2 = r.scale_log2;
     state->loss_scale_steps = r.scale_steps;
-    // Skips that lower the loss scale are expected and not counted; at its lowest value they are.
+    // Skips that lower the loss scale are expected and do not count; skips at its lowest value do.
     run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (run->o.max_skips && run->skips >= run->o.max_skips) {
         snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " consecutive steps "
@@ -7934,7 +7929,6 @@ static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, const
     free(list);
 }
 
-// Prints the settings of a plan.
 static void plan_print_settings(const Settings *s) {
     const Model *m = &s->model;
     char head[1024 + sizeof(LevelsText)];
@@ -8200,7 +8194,6 @@ static ShortText each_text(const Options *o) {
     return text;
 }
 
-// Prints a candidate as a JSON object.
 static void candidate_print_json(const PlanCandidate *c, const Options *asked,
                                  const MemoryBudget *budget) {
     printf("{");

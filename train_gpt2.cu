@@ -798,8 +798,9 @@ constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 #endif
 
 // mma_m16n8k16: d = a b + c for one warp; a is 16x16, b 16x8, c and d 16x8 in fp32.
-//   a[j] row g + 8 (j % 2), columns 2t + 8 (j / 2) and the next;  b[j] k = 2t + 8j and the next,
-//   column g;  c[i], d[i] row g + 8 (i / 2), column 2t + i % 2. Hence the accumulators of two
+// With g = lane / 4 and t = lane % 4, a lane holds
+//   a[j]: row g + 8 (j % 2), columns 2t + 8 (j / 2) and the next;  b[j]: rows 2t + 8j and the next,
+//   column g;  c[i], d[i]: row g + 8 (i / 2), column 2t + i % 2. Hence the accumulators of two
 //   neighbouring n8 tiles, packed, are the operand a of an mma that sums over their columns.
 // numerics: exact products, fp32 sums in an order chosen by the hardware (always the same).
 // source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions: mma" and "Matrix Fragments
@@ -909,7 +910,7 @@ __device__ __forceinline__ float rcp_approx(float x) {
 #define NEEDS_SM90A(...) __trap()
 #endif
 
-// The address that instructions use for shared memory.
+// Returns the address that instructions use for shared memory.
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
@@ -937,8 +938,8 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     NEEDS_SM90A("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Keeps the compiler from moving uses of accumulators before the wait that this follows: it does
-// not know that a product may still be writing them.
+// Keeps the compiler, which does not know that a product may still be writing accumulators, from
+// moving their uses before the wait that precedes this call.
 __device__ __forceinline__ void settle(float (&d)[1][8][4]) {
     UNROLL
     for (int i = 0; i < 32; i++) {
@@ -1020,11 +1021,11 @@ template <int N> __device__ __forceinline__ void copy_wait() {
     }
 }
 
-// tile_descriptor: describes to wgmma a tile in shared memory, `offset` bytes from `tile`. Its rows
-// are 128 bytes of 64 16-bit elements, swizzled like tile_offset<64>; it starts at a multiple of
-// 1024 bytes, as the swizzle does. columns64: bytes from 64 columns to the next 64, used by
-// MN-major tiles wider than that. Adding DESCRIPTOR_K moves on by 16 columns, DESCRIPTOR_MN by 16
-// rows.
+// tile_descriptor: returns wgmma's descriptor of a tile in shared memory, `offset` bytes from
+// `tile`. Its rows are 128 bytes of 64 16-bit elements, swizzled like tile_offset<64>; it starts at
+// a multiple of 1024 bytes, as the swizzle does. columns64: bytes from 64 columns to the next 64,
+// used by MN-major tiles wider than that. Adding DESCRIPTOR_K advances it by 16 columns,
+// DESCRIPTOR_MN by 16 rows.
 //   bits 0..13 start >> 4   16..29 columns64 >> 4   32..45 bytes from 8 rows to the next 8, >> 4
 //   62..63 1: 128-byte swizzle
 // source: PTX ISA, sections 9.7.15.5.1.2.2, "Matrix Descriptor Format", and "Strides"; NVIDIA's
@@ -1977,9 +1978,9 @@ static MatmulName matmul_key_text(const MatmulKey *k) {
 // Computes D = op(A) op(B) + bias (null: none) + beta C in column-major terms: D and C (m,n), op(A)
 // (m,k), op(B) (k,n), every matrix dense. C may be D. bias (m), of D's type, is added to every
 // column.
-//   A, B of E; C, D of O: E or fp32.
-// Limits: the column-major row counts of A, B and D are multiples of 16 bytes, and so therefore is
-// every leading dimension; pointers are 16-byte aligned.
+//   A and B have type E; C and D have type O, which is E or fp32.
+// Limits: a column of A, B or D (column-major) is a multiple of 16 bytes, and so is every leading
+// dimension; pointers are 16-byte aligned.
 template <class E, class O>
 static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, float beta,
                        bool transpose_a, bool transpose_b, int m, int n, int k,
@@ -3347,7 +3348,8 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
         }
         const float next_stat = load_stat(j + 1);
         if ((j + 1) * BM <= first || first >= T) {
-            wgmma_wait<0>();  // all queries precede the keys; tile j - 1 is about to be overwritten
+            // All queries precede the keys, so nothing is added; tile j - 1 is overwritten next.
+            wgmma_wait<0>();
         } else {
             // 3. Scores, one row per key, and dP^T, both under way. The wait also covers the
             //    previous step's products.
@@ -3732,10 +3734,10 @@ static_assert(TENSORS <= ROUND_MOMENT1, "a stream of random numbers for each ten
 
 // A tensor, or this rank's shard of it. Offsets and count are in elements, all multiples of 8.
 struct ParamRange {
-    size_t param;  // in the parameters
-    size_t state;  // in the master's low halves and the moments
-    size_t grad;   // in the gradients of matrices or the fp32 gradients of vectors
-    size_t index;  // of its first element in the whole tensor: counter of the random numbers
+    size_t param;  // offset in the parameters
+    size_t state;  // offset in the low halves of the master weights and in the moments
+    size_t grad;   // offset in the gradients of matrices or the fp32 gradients of vectors
+    size_t index;  // number of its first element in the whole tensor: counter of the random numbers
     size_t count;
     uint32_t stream;      // random stream of the tensor's weights
     int two_dimensional;  // weight decay applies; the gradient is of type G
@@ -4209,7 +4211,7 @@ static Link device_link(int ranks) {
     return all && ranks > 1 ? LINK_NVLINK : LINK_PCIE;
 }
 
-// Returns the bytes of this rank's GPU, 0 if there is none. Creates no CUDA context.
+// Returns the memory of this rank's GPU in bytes, or 0 if there is none. Creates no CUDA context.
 static uint64_t device_total(void) {
     cudaDeviceProp gpu;
     int count = 0;
@@ -4218,7 +4220,7 @@ static uint64_t device_total(void) {
                ? gpu.totalGlobalMem : 0;
 }
 
-// Selects this rank's GPU as the current device and returns its free bytes.
+// Selects this rank's GPU as the current device and returns its free memory in bytes.
 static size_t device_available(void) {
     size_t total_bytes;
     device_select(this_rank.local_rank);
@@ -4324,9 +4326,9 @@ static void arena_open(Plan *p, cudaStream_t stream) {
     cuda_check(cudaStreamSynchronize(stream));
 }
 
-// Between arena_lend and arena_return the device memory may be used for something else; the
-// contents of the plan's buffers there are lost. Test builds check this: no buffer of the plan may
-// be used in between, and the buffers are filled with NaN afterwards.
+// arena_lend makes the device memory available for other uses until arena_return; the contents of
+// the plan's buffers there are lost. Test builds check that no buffer of the plan is used in
+// between, and fill the buffers with NaN afterwards.
 static void arena_lend(Plan *p) {
     plan_tick(p, -1);
 #if GPT2_POISON
@@ -4632,8 +4634,8 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
     return w->still_ms;
 }
 
-// Limit on the time without progress. It is ten times --timeout while a rank is in a call known to
-// be slow, because a file server that fails over or NCCL's initialisation is not a hang.
+// Returns the limit on the time without progress: ten times --timeout while a rank is in a call
+// known to be slow, because a file server that fails over or NCCL's initialisation is not a hang.
 static double watch_limit_ms(const Child *children, int ranks) {
     int slow = 0;
     for (int r = 0; r < ranks; r++) {
@@ -4648,7 +4650,7 @@ static int row_in_warm_up(const Heartbeat *row) {
     return row->work == RANK_STARTS && row->note.call > RANK_CONNECTION;
 }
 
-// Why a rank makes no progress, most serious first.
+// Reasons why a rank makes no progress, the most serious first.
 enum { RANK_STOPPED, RANK_HANGS, RANK_WAITS, RANK_REASONS };
 
 // Prints what rank r is doing if `reason` is why it makes no progress; returns whether it printed.
@@ -5948,7 +5950,7 @@ static void gpu_await_weights(const GpuNetwork *net, int bucket) {
     }
 }
 
-// The same for all weights, for readers other than a forward pass.
+// Makes compute wait for the gathers of all weights, for readers other than a forward pass.
 static void gpu_await_all_weights(const GpuNetwork *net) {
     for (int bucket = 0; bucket < model_buckets(&net->plan->settings.model); bucket++) {
         gpu_await_weights(net, bucket);
@@ -6035,7 +6037,8 @@ static void gpu_upload(GpuPass *pass, const Token *inputs, const Token *targets)
     cuda_check(cudaEventSynchronize(net->uploaded[slot]));
     memcpy(host.inputs, inputs, N * sizeof(int));
     memcpy(host.targets, targets, N * sizeof(int));
-    if (pass->dloss != 0) {  // the host sorts while the GPU computes the previous micro-step
+    // Backward needs sorted tokens. The host sorts while the GPU computes the previous micro-step.
+    if (pass->dloss != 0) {
         pass->segments = embedding_sort(host.sorted, net->counts, inputs, N, s->model.V);
         ints = (int)batch_ints(N);
     }
@@ -6169,7 +6172,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
 
 // Engine.replica: returns a hash of the weights, master weights (or their low halves) and moments,
 // except sharded parts, so all ranks must get the same value. Buffers are in bucket order: vectors
-// first, the matrices of blocks last.
+// first, then wte and wpe, the matrices of blocks last.
 static uint64_t gpu_replica(Engine *e) {
     const GpuNetwork *net = (const GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
@@ -6206,7 +6209,7 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
-    // `first` resets the sum of losses; a step's own sum has been read by then.
+    // GpuPass.first (true) resets the sum of losses; the training step's sum has been read before.
     GpuPass pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
     gpu_upload(&pass, inputs, targets);
     run_stages(net->plan, tick_head(&s->model), 0, net->stage, &pass);
@@ -6442,7 +6445,7 @@ static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const Mat
     return sample;
 }
 
-// Element i of an array of cuBLASLt's `type`.
+// Returns element i of an array of cuBLASLt's `type`.
 static double matmul_number(const void *numbers, int type, size_t i) {
     auto number = [&](auto element) {
         memcpy((void *)&element, (const char *)numbers + i * sizeof element, sizeof element);
@@ -6789,8 +6792,8 @@ template <class F> static void each_candidate(const TrialShape &x, int capabilit
 }
 
 #if CUDA_CPU
-// Row 0 of a kernel with the mistake of EMU_KERNELS in the last token's out or dQ or in the first
-// token's dK and dV.
+// Runs row 0 of a kernel with the mistake of EMU_KERNELS in the last token's out or dQ or in the
+// first token's dK and dV.
 template <int KERNEL> static void attention_planted(const AttentionArgs<__nv_bfloat16> &a) {
     const bool forward = KERNEL == ATTENTION_FORWARD;
     const size_t C = (size_t)a.NH * a.HS, step = forward ? C : 3 * C;
@@ -6829,12 +6832,12 @@ static const TrialResult trial_results[] = {
     {"the sum of dV", ATTENTION_DKV, TRIAL_SUMS, 2, 0, 1e-2},
 };
 
-// Copies of the outputs on the host: of the default, of the candidate's first and second launch,
-// and of the CPU reference, as real.
+// Host copies of the outputs, converted to `real`: the default's, those of the candidate's first
+// and second launches, and the CPU reference's.
 enum { TRIAL_DEFAULT, TRIAL_FIRST, TRIAL_SECOND, TRIAL_CPU, TRIAL_COPIES };
 
 struct Trial {
-    TrialShape shape, now;  // as given; of the current case, with other B and T
+    TrialShape shape, now;  // now: of the current case, whose B and T may differ
     __nv_bfloat16 noise[TRIAL_NOISE], *inputs[2];  // inputs: qkv and dout on the device
     real *host[2];                                 // and on the host
     char *outputs[2][TRIAL_OUTPUTS];  // of default and candidate on the device, between two guards
@@ -6907,9 +6910,9 @@ static void trial_run(const Trial *t, int kernel, int row, int copy) {
     });
 }
 
-// Begins a case: B sequences of T tokens, with q and k multiplied by `scale`. Fills the inputs and
-// runs row 0 of the kernels up to `kernel` and, if T is at most TRIAL_LENGTH_CPU and B is 1, the
-// CPU reference.
+// Begins a case: B sequences of T tokens, with q and k multiplied by `scale`. Fills the inputs, and
+// runs the default variant (row 0) of each kernel up to and including `kernel` and, if T is at most
+// TRIAL_LENGTH_CPU and B is 1, the CPU reference.
 static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
     const size_t C = (size_t)t->shape.NH * t->shape.HS;
     t->now.B = B;
@@ -6963,7 +6966,7 @@ static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
     free(out);
 }
 
-// Number i of a copy of an output.
+// Returns number i of a copy of an output.
 static double trial_number(const Trial *t, int copy, int output, size_t i) {
     const char *bytes = t->copies[copy][output];
     if (copy == TRIAL_CPU) {
@@ -7929,9 +7932,9 @@ static int gpu_set_kernels(Engine *e, const char *kernels) {
     return taken;
 }
 
-// All ranks adopt rank 0's matmul algorithms: a checkpoint stores one rank's choices, and a run
-// resumed from it must have the bits of an uninterrupted one. Timings differ slightly between GPUs,
-// so ranks that choose for themselves may choose differently. Even if no rank has timed any,
+// Makes all ranks adopt rank 0's matmul algorithms: a checkpoint stores one rank's choices, and a
+// run resumed from it must have the bits of an uninterrupted one. Timings differ slightly between
+// GPUs, so ranks that choose for themselves may choose differently. Even if no rank has timed any,
 // choices loaded from the file have not been run yet, and each rank must first run them by itself.
 static void rank_choices_share(Engine *e) {
     GpuNetwork *net = (GpuNetwork *)e->self;
@@ -7973,7 +7976,7 @@ static void gpu_warm_up(Engine *e) {
     matmul_library.settled = true;
 }
 
-// Sets the methods of the engine and what it can do.
+// Sets the engine's methods and capabilities.
 static void gpu_methods(Engine *e, GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     e->self = net;

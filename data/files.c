@@ -53,7 +53,7 @@ static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELA
 static int slow_own, *slow_count = &slow_own;
 static void slow_begin(void) { __atomic_fetch_add(slow_count, 1, __ATOMIC_SEQ_CST); }
 static void slow_end(void) {
-    progress();  // before the longer time limit ends
+    progress();  // restarts the time limit before the shorter one applies again
     __atomic_fetch_sub(slow_count, 1, __ATOMIC_SEQ_CST);
 }
 

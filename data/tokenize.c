@@ -560,7 +560,7 @@ static void pairs_index(Learner *l) {
     }
 }
 
-// True if pair `a` is merged before pair `b`.
+// Returns whether pair `a` is merged before pair `b`.
 static int entry_before(const PairEntry *a, const PairEntry *b) {
     return a->count != b->count ? a->count > b->count : a->key < b->key;
 }
@@ -746,7 +746,7 @@ static void learner_count(const Learner *l, const uint32_t *places, uint32_t cou
     }
 }
 
-// Subtracts `lost` occurrences of a pair.
+// Subtracts `lost` occurrences of a pair; frees its list of positions when none is left.
 static void pair_lose(const Learner *l, uint32_t key, int64_t lost) {
     Pair *pair = lost ? pair_find(l, key) : NULL;
     if (pair) {
@@ -896,7 +896,6 @@ static size_t unsafe_cut(const Coder *coder, const char *text, size_t n) {
     return place;
 }
 
-// Counts the pre-tokens of a text.
 static void count_text_words(const Bpe *bpe, WordTable *words, const char *text, size_t n) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     for (const unsigned char *next; p < end; p = next) {
@@ -990,7 +989,7 @@ static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     }
 }
 
-// The lock file PREFIX.lock, which prevents other runs with the same PREFIX.
+// The lock file PREFIX.lock.
 static struct {
     int fd;  // -1: not held
     char path[PATH_BYTES];
@@ -1170,7 +1169,6 @@ static const char state_format[] = "data/tokenize was interrupted\n"
                                    "next %" PRId64 " %" PRId64 " %d\n"
                                    "train %" PRId64 " %" PRId64 " val %" PRId64 " %" PRId64 "\n";
 
-// Adds a formatted line of text to a hash.
 __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, const char *format,
                                                                 ...) {
     char line[PATH_BYTES + 128];

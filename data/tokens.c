@@ -48,7 +48,7 @@ static int tokenizers_equal(const Tokenizer *a, const Tokenizer *b) {
     return a->kind == b->kind && a->vocabulary == b->vocabulary && a->hash == b->hash;
 }
 
-// Describes a tokenizer in an error message.
+// Describes a tokenizer for error messages.
 static ShortText tokenizer_text(const Tokenizer *t) {
     ShortText text;
     if (t->kind == TOKENIZER_MERGES) {
@@ -188,7 +188,6 @@ static void bpe_begin(Bpe *bpe) {
     }
 }
 
-// Returns the fingerprint of a vocabulary.
 static uint64_t bpe_hash(const Bpe *bpe) {
     const size_t count = (size_t)bpe->count;
     return fnv1a(fnv1a(fnv1a_start, bpe->start, (count + 1) * sizeof *bpe->start), bpe->text,
@@ -612,8 +611,8 @@ static const char *shard_prefix(const char *shard) {
     return end;
 }
 
-// Finds the merges of a shard: `asked` (--tokenizer), else PREFIX_merges.txt. Returns 0 if the
-// shard has another name.
+// Finds the merges of a shard: `asked` (--tokenizer) or, if it is empty, PREFIX_merges.txt. Returns
+// 0 if neither is known, because the shard is not called PREFIX_train... or PREFIX_val...
 static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
     const char *end = shard_prefix(shard);
     path_print(path, "%s", asked);

@@ -33,7 +33,7 @@ struct Array {
     Use use;
     Fill fill;
     const int *ints;  // for INTS
-    size_t touched;   // bytes that a launch uses, if not all
+    size_t touched;   // bytes that a launch accesses; 0: all of them
 };
 
 typedef std::vector<char *> Buffers;  // one address per array

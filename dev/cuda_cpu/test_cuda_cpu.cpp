@@ -62,7 +62,7 @@ static float uniform() {  // in [-1, 1), always the same sequence
     return (float)(int32_t)(emu::random_bits(s) >> 32) / 2147483648.0f;
 }
 
-// A flag that is true until a kernel clears it.
+// Returns a flag that is true until a kernel clears it.
 static int *true_flag() { return device(std::vector<int>(1, 1)); }
 
 // -------------------------------------------------------------------------------------------------
@@ -138,7 +138,8 @@ TEST(reduce) {  // the same bits for every seed
     }
 }
 
-// All shuffles, with a whole warp and parts of one, and the result of reading outside a segment.
+// Tests all shuffles, with a whole warp and with parts of one, and the result of reading outside a
+// segment.
 static __global__ void k_shuffle(int *ok) {
     int l = (int)threadIdx.x % 32;
     unsigned all = ~0u;
@@ -416,7 +417,8 @@ TEST(shuffled) {
 // 4. Memory, streams, events, devices
 // Results of the API without errors, and its error codes.
 
-// NaN fill, EMU_GPU_MEM to the last byte, errors that stay until they are queried.
+// Tests that new memory is NaN, that EMU_GPU_MEM can be allocated to the last byte, and that errors
+// stay until they are queried.
 TEST(memory) {
     Setting limit(emu::set.gpu_mem, (long)emu::allocated_bytes + 1000);
     size_t free_bytes, total;
@@ -452,7 +454,7 @@ TEST(memory) {
     OK(cudaFreeHost(q));
 }
 
-// All directions; a direction that contradicts the pointers is an error.
+// Tests copies in all directions; a direction that contradicts the pointers is an error.
 TEST(copies) {
     std::vector<int> v = {1, 2, 3, 4};
     int *a = device(v), *b = device<int>(4), *pinned;
@@ -477,8 +479,8 @@ TEST(copies) {
 static __global__ void k_add(int *x, int y) { *x += y; }
 static __global__ void k_copy(int *to, const int *from) { *to = *from; }
 
-// Pinned memory, allocated and registered: EMU_HOST_MEM to the last byte; kernels can access it;
-// registered memory still belongs to the program.
+// Tests pinned memory, allocated and registered: EMU_HOST_MEM can be used to the last byte, kernels
+// can access it, and registered memory still belongs to the program.
 TEST(pinned) {
     Setting limit(emu::set.host_mem, (long)emu::pinned_bytes + 1000);
     size_t before = emu::pinned_bytes, on_device = emu::allocated_bytes;
@@ -646,7 +648,7 @@ static __global__ void k_big(float *out) {
     s[threadIdx.x] = 1;
     out[threadIdx.x] = s[threadIdx.x];
 }
-// All rows of the capability table, and a machine without a GPU.
+// Tests all rows of the capability table, and a machine without a GPU.
 TEST(device) {
     for (const emu::Capability &c : emu::CAPABILITIES) {
         Setting cc(emu::set.cc, c.cc);
@@ -992,7 +994,7 @@ template <> cudaDataType_t type_of<float>() { return CUDA_R_32F; }
 template <> cudaDataType_t type_of<bf16>() { return CUDA_R_16BF; }
 template <> cudaDataType_t type_of<__half>() { return CUDA_R_16F; }
 
-// Column-major, with padding in the leading dimension.
+// Creates a column-major layout, with padding in the leading dimension.
 static cublasLtMatrixLayout_t make_layout(cudaDataType_t type, int rows, int cols, const Shape &s) {
     cublasLtMatrixLayout_t l;
     OK(cublasLtMatrixLayoutCreate(&l, type, (uint64_t)rows, (uint64_t)cols, rows + s.pad));
@@ -1135,7 +1137,7 @@ template <class Run> static void lt_splits(const Lt &x, const Lt &other, Run run
     }
 }
 
-// What cuBLASLt would reject returns a status, not a result.
+// Tests that what cuBLASLt would reject returns a status, not a result.
 static void lt_refusals() {
     Shape s = {64, 8, 16, 0, 0, 0}, other = {64, 16, 16, 0, 0, 0};
     Lt x = make_lt(CUDA_R_16BF, CUDA_R_16BF, s, nullptr);
@@ -1692,7 +1694,8 @@ static void wait_in_circle() {
     emu::enqueue_wait(t, s, 1);
     OK(cudaStreamSynchronize(s));
 }
-// CUDA allows both waits; the host's returns at once, the stream's is a mistake.
+// Waits for an event that was never recorded. CUDA accepts both waits: the host's returns at once,
+// a stream's has no effect and is surely a bug, so the emulator rejects it.
 static void wait_never_recorded() {
     cudaEvent_t e;
     OK(cudaEventCreate(&e));

@@ -98,7 +98,8 @@ TEST(checkpoint_identity) {
     expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");
 }
 
-// A resume without -i and -j reads the data of its checkpoint, even if the newest one is damaged.
+// A resume without -i and -j reads the data files that its checkpoint names, even if the newest
+// checkpoint is damaged and an older one is used.
 TEST(resume_data) {
     rename("val.bin", "some_val.bin");
     rename("train.bin", "some_train.bin");
@@ -316,8 +317,8 @@ TEST(checkpoint_strangers) {
     expect(read_file("out/step-00000004.damaged/notes") == "mine");
 }
 
-// A finished run resumes to the same end with the norms it recorded. Incomplete checkpoints, and
-// those beyond --keep, are removed. A log is truncated to whole lines.
+// Resuming a finished run leaves its weights, moments and gradient norms as they are. Incomplete
+// checkpoints, and those beyond --keep, are removed. A log is truncated to whole lines.
 TEST(checkpoint_folder) {
     const Text run = eight_steps;
     expect_success(program(run), "first run");

@@ -565,7 +565,7 @@ inline Words sha256_of(const Words &paths) {
     return sums;
 }
 
-// Writes a manifest for the checkpoint's current files; `more`: JSON inserted before the first.
+// Writes a manifest of the files now in `folder`. `more` is JSON inserted before the first file.
 inline void write_manifest(const Text &folder, const Text &more = "") {
     unlink((folder + "/manifest.json").c_str());
     const Words names = split(names_in(folder, "").c_str());

@@ -89,7 +89,7 @@ inline void (*prepare)();         // writes the files that tests of programs sta
 inline int failures;              // of the current test
 inline Text detail;               // text of its output line
 inline int shows_all, stays_here; // --all, --here
-inline Text (*switches)();        // environment variables that repeat the run, or NULL
+inline Text (*switches)();        // returns the variables that reproduce the run; NULL: none
 inline struct {
     double err, tol, share;
     Text where;

@@ -76,7 +76,7 @@ static Text slow(const char *more) {
 
 // Starts a run and waits until it is in its first step.
 static pid_t start_training(const Text &arguments, const std::function<void()> &before = nullptr) {
-    remove("stdout");  // of the previous run, like its stderr
+    remove("stdout");  // both are left by the previous run
     remove("stderr");
     pid_t pid = start(arguments, before);
     wait_until([] { return has(read_file("stdout"), "\npeak "); });

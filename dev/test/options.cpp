@@ -145,7 +145,7 @@ TEST(not_regular) {
     detail = text("%zu files", sizeof table / sizeof table[0]);
 }
 
-// Invalid token files: one line that names the file, and no checkpoint is left.
+// An invalid token file is named in one line, and no checkpoint is written.
 TEST(bad_data) {
     const Text good = read_file("train.bin");
     Ids short_tokens(16, 7), outside(400, 7);
@@ -767,7 +767,7 @@ TEST(plan_signal) {
     for (const char *plan : {"--plan -e l2h2c16t16", "--fit bits -e l2h2c16t16"}) {
         const pid_t pid = start(plan, [&] {
             dup2(ends[1], 1);
-            signal(SIGINT, SIG_DFL);  // a shell ignores it for background processes
+            signal(SIGINT, SIG_DFL);  // shells start background processes with it ignored
             alarm(10);
         });
         usleep(300000);

@@ -83,7 +83,7 @@ TEST(ranks_numbers) {
                 }
             }
         }
-        // fp16: every rank multiplies by the loss scale; the sum over all ranks is divided by it.
+        // fp16: each rank scales its loss; the reported norm is that of the unscaled sum.
         run(ODD "-d 288 -x 2 -l 0 --dtype fp16 " + text("--gpus %d", n), text("fp16-%d", n));
         const auto norms = values_in(read_file(text("fp16-%d/log.jsonl", n)), "grad_norm");
         const auto alone = values_in(read_file("fp16-1/log.jsonl"), "grad_norm");
@@ -673,7 +673,8 @@ TEST(ranks_refused) {
                    "--gpus 2: several ranks are not supported: this program runs on", "CPU");
 }
 
-// If ranks differ in options, data or program, rank 0 names the first one, and none trains.
+// If ranks differ in options, data or program, rank 0 names the first rank that differs, and none
+// trains.
 TEST(ranks_mixed) {
     need_mpi();
     write_file("other.bin", read_file("val.bin"));
@@ -925,8 +926,8 @@ TEST(ranks_hang_mpirun) {
 }
 
 // A run that was stopped as a whole, as by Ctrl-Z in a shell, continues however long that lasted,
-// even if its ranks made no progress between the parent's checks around it, as during a long
-// kernel.
+// even if its ranks made no progress between the parent's checks before and after it, for example
+// because of a long kernel.
 TEST(ranks_stopped) {
     const pid_t parent = start(ODD "-d 72 --gpus 3 -x 10000 --quiet -o out --timeout 5",
                                [] { setpgid(0, 0); });

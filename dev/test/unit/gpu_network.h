@@ -370,7 +370,8 @@ static void wte_open(Engine *e, Plan *p) {
     healthy_update = e->update;
     e->micro_step = wte_micro_step;
     e->update = wte_update;
-    // With late streams, stage 1 reads weights right after the update that gathers them.
+    // At ZeRO stage 1 weights are read right after the update that gathers them: work that runs as
+    // late as allowed shows a missing wait.
     emu::set.order = settings_zero(&p->settings) == 1 ? emu::LATE : emu::AS_SUBMITTED;
 }
 
