@@ -79,7 +79,7 @@ TEST(mapping) {
     expect(mapping_open(&m, "pipe") == -1 && errno == EINVAL);
 }
 
-// The hash of `data`, added in two chunks.
+// Returns the hash of `data`, added in two chunks.
 static Text sha256_of(const Text &data, size_t cut) {
     Sha256 s;
     char out[SHA256_TEXT];
@@ -266,7 +266,7 @@ static bool same_bpe(const Bpe &a, const Bpe &b) {
            memcmp(a.text, b.text, a.start[a.count]) == 0;
 }
 
-// llm.c's tokenizer file for the open vocabulary; token `other` has the bytes `instead`.
+// Returns llm.c's tokenizer file for the open vocabulary; token `other` has the bytes `instead`.
 static Text gpt2_tokenizer_bin(int other = -1, const Text &instead = "") {
     uint32_t header[256] = {20240328, 2, 50257, 50256};
     Text all((const char *)header, sizeof header);
@@ -303,8 +303,8 @@ static Text decode(const Ids &ids) {
     return all;
 }
 
-// Encodings by tiktoken 0.14.0 (dev/check/against_tiktoken.py compares many more), and the
-// published token counts of tinyshakespeare.
+// Compares with encodings by tiktoken 0.14.0 (dev/check/against_tiktoken.py compares many more) and
+// with the published token counts of tinyshakespeare.
 TEST(bpe_known) {
     open_bpe(vocab_bpe());
     static const struct {
@@ -350,8 +350,8 @@ TEST(bpe_known) {
     }
 }
 
-// Text of difficult characters: all kinds of spaces, parts of contractions, letters, digits and
-// symbols of several lengths, and invalid UTF-8.
+// Returns text of difficult characters: all kinds of spaces, parts of contractions, letters, digits
+// and symbols of several lengths, and invalid UTF-8.
 static Text awkward_text(uint64_t seed, size_t count) {
     static const char *const parts[] = {
         " ", " ", " ", "  ", "\n", "\t", "\xe3\x80\x80", "\xc2\xa0", "\xe2\x80\x89", "\xc2\x85",
@@ -396,8 +396,8 @@ static Ids naive_merge(const Text &piece) {
     return ids;
 }
 
-// A synthetic vocabulary is read as written. Tokens worked out by hand: the merge with the lowest
-// rank is applied first, at any position; among equal ones the leftmost.
+// A synthetic vocabulary is read as written. Tokens are worked out by hand: the merge with the
+// lowest rank is applied first, at any position (ties: the leftmost).
 TEST(bpe_ties) {
     const Text merges = made_merges();
     open_bpe(merges);

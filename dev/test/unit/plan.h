@@ -568,7 +568,7 @@ TEST(stages, HOST) {
     expect(tick_update(&s) == 74);
 }
 
-// A network with random weights (also biases and LayerNorms) and its own engine.
+// A network with random weights, including biases and LayerNorms, and its own engine.
 struct Net {
     Engine e;
     Settings s;
