@@ -90,8 +90,9 @@ static Text sha256_of(const Text &data, size_t cut) {
     return out;
 }
 
-// FIPS 180-4's examples; all lengths around the padding's boundaries, in any two chunks, compared
-// with the plain C rounds on a message padded by the test; the CPU's SHA instructions likewise.
+// FIPS 180-4's examples, and all lengths around the padding's boundaries, in any two chunks. The
+// latter are compared with the plain C rounds on a message padded by the test, and so are the CPU's
+// SHA instructions.
 TEST(sha256) {
     static const char *const known[][2] = {
         {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
@@ -229,8 +230,8 @@ TEST(json_counts) {
     }
 }
 
-// All pairs of bytes, with various tails, compared with RFC 3629's table; truncated ones are
-// invalid.
+// Every pair of bytes, with various tails, is valid exactly if RFC 3629's table says so; truncated
+// characters are invalid.
 TEST(utf8) {
     static const char tails[][3] = {"\x80\x80", "\xbf\xbf", "\x7f\x80", "\xc0\x80", "\x80\x7f"};
     for (int first = 0x80; first < 256; first++) {

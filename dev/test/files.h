@@ -234,7 +234,6 @@ inline Text words_bytes(const Ints &words) {
     return Text((const char *)all.data(), all.size() * 2);
 }
 
-// Returns an evaluation file with these questions.
 inline Text eval_bytes(const std::vector<Question> &questions) {
     Text body;
     size_t longest = 0;
@@ -494,7 +493,6 @@ enum { SAVED_MODEL, SAVED_CONFIG, SAVED_STATE, SAVED_MANIFEST, SAVED_FILES };
 inline const char *const saved_files[SAVED_FILES] = {
     "model.safetensors", "config.json", "state-0-of-1.safetensors", "manifest.json"};
 
-// Returns the contents of one file of a checkpoint.
 inline Text in_checkpoint(const Text &folder, int step, int file) {
     return read_file(folder + text("/step-%08d/", step) + saved_files[file]);
 }
@@ -591,7 +589,6 @@ inline std::function<void()> full_disk(size_t bytes) {
     };
 }
 
-// For program(): sets an environment variable.
 inline std::function<void()> with(const char *name, const char *value) {
     return [=] { setenv(name, value, 1); };
 }
@@ -694,7 +691,6 @@ inline Ints log_steps(const Text &path) {
     return steps;
 }
 
-// Returns 1, 2, ... n.
 inline Ints one_to(int n) {
     Ints steps;
     for (int i = 1; i <= n; i++) {
@@ -703,7 +699,6 @@ inline Ints one_to(int n) {
     return steps;
 }
 
-// Returns all values of `key` in a log.
 inline std::vector<double> values_in(const Text &log, const char *key) {
     const Text name = Text("\"") + key + "\":";
     std::vector<double> values;
@@ -713,7 +708,6 @@ inline std::vector<double> values_in(const Text &log, const char *key) {
     return values;
 }
 
-// Returns the last value of `key` in a log.
 inline double last_value(const Text &log, const char *key) {
     size_t at = log.rfind(Text("\"") + key + "\":");
     return at == Text::npos ? (double)NAN : strtod(log.c_str() + at + strlen(key) + 3, NULL);

@@ -523,7 +523,6 @@ TEST(gpu_checkpoints) {
     }
 }
 
-// Returns the matmul algorithms stored in a checkpoint.
 static Text choices_in(const Text &folder, int step) {
     const Text state = in_checkpoint(folder, step, SAVED_STATE);
     const size_t at = state.find("\"matmul\":\"");
@@ -869,7 +868,6 @@ TEST(gpu_kernels_cache) {
                    "the CPU program");
 }
 
-// Returns the ids of the processes that process `pid` has started.
 static Text children_of(pid_t pid) {
     return read_file(text("/proc/%d/task/%d/children", (int)pid, (int)pid));
 }

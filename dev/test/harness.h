@@ -121,7 +121,6 @@ __attribute__((format(printf, 1, 2))) inline Text text(const char *format, ...) 
     return out;
 }
 
-// Returns whether `all` contains `part`.
 inline bool has(const Text &all, const Text &part) { return all.find(part) != Text::npos; }
 
 // Counts a failed expectation and prints it if it is among the first SHOWN of its test.
@@ -307,7 +306,6 @@ inline pid_t start_program(const Text &path, const Text &arguments,
 // Arguments appended to every run of the program under test.
 inline Text more_arguments;
 
-// Starts the program under test.
 inline pid_t start(const Text &arguments, const std::function<void()> &before = nullptr) {
     const bool apart = more_arguments.empty() || arguments.empty() || arguments.back() == ' ';
     return start_program(tested, arguments + (apart ? "" : " ") + more_arguments, before);

@@ -719,7 +719,6 @@ TEST(ranks_mixed) {
     }
 }
 
-// Returns the child processes of a parent, in order.
 static Ints children_of(pid_t parent) {
     Ints pids;
     const Text list = read_file(text("/proc/%d/task/%d/children", (int)parent, (int)parent));

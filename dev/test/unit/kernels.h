@@ -127,7 +127,6 @@ template <class E> static void compare_in(int line, const Reals &got, Nums want,
     (device_lacks_bf16() ? (void)test<__half>(__VA_ARGS__) : (void)test<bf16>(__VA_ARGS__))
 #define in_both_types(test, ...) (test<float>(__VA_ARGS__), in_16_bits(test, __VA_ARGS__))
 
-// Skips a test that needs bf16 on a GPU without it.
 static void need_bf16() {
     if (device_lacks_bf16()) {
         skip("this GPU has no bf16");
@@ -523,7 +522,6 @@ TEST(gpu_attention, CUDA_ALL) {
     attention_cache_bytes = 0;
 }
 
-// Skips a test of wgmma on a GPU without it.
 static void need_wgmma() {
     int major = 0;
     cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));

@@ -115,7 +115,6 @@ static const int matmul_shapes[][3] = {
     {21, 40, 1024},  // dout's rows map to one set of L1: packed before the matmul
 };
 
-// Returns inp weight^T.
 static Nums naive_matmul(const Reals &inp, const Reals &weight, int N, int C, int OC) {
     Nums out;
     for (int i = 0; i < N * OC; i++) {
@@ -356,7 +355,6 @@ struct NaiveLayerNorm {
     }
 };
 
-// Returns want + x.
 static Nums plus(Nums want, const Reals &x) {
     for (size_t i = 0; i < x.size(); i++) {
         want[i] = want[i] + x[i];
