@@ -1,9 +1,7 @@
 // test_gpt2.cu -- numeric tests of train_gpt2: every chapter that computes, tested from inside.
 //
-// One program with a table of tests (dev/test/harness.h). Each test runs in its own process and
-// folder and prints one line: the comparison closest to failing, its error and tolerance, the share
-// of the tolerance that was used, and ok or FAILED. The naive references of the fast code are here;
-// they compute in a wider type and supply the tolerance of every element.
+// One program with a table of tests; dev/test/harness.h describes its arguments and output. Naive
+// references of the fast code compute in a wider type and supply the tolerance of every element.
 //
 // Tolerances are not tuned: each is an error model (sum_error, below) or next to a comment that
 // derives it, and is never relaxed to make a test pass. NaN always fails. Tests that drive the
@@ -70,17 +68,18 @@ typedef double wide;
 static const double unit = 0x1p-24, smallest = 0x1p-126;  // unit roundoff; least normal number
 #endif
 
-// Bitwise equal; NaN equals itself.
+// True if bitwise equal; a NaN equals itself.
 static int same_bits(const Reals &a, const Reals &b) {
     return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(real)) == 0;
 }
 
-// Relative error of a sum of n rounded products, over the sum of their magnitudes. Rounding errors
-// with random signs grow with sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019); this is
-// four standard deviations, plus four roundings of inputs and output.
+// Returns a bound on the error of a sum of n rounded products, relative to the sum of their
+// magnitudes. Rounding errors with random signs grow with sqrt(n) (Higham and Mary, SIAM J. Sci.
+// Comput. 41, 2019); this is four standard deviations, plus four roundings of inputs and output.
 static double sum_error(double n) { return (4 * sqrt(n) + 4) * unit; }
 
-// Uniform numbers in (-1.7, 1.7) x scale with standard deviation `scale`, from (seed, index).
+// Returns uniform numbers in (-1.7, 1.7) x scale, whose standard deviation is `scale`; number i
+// depends only on seed and i.
 static Reals noise(size_t n, double scale, uint64_t seed) {
     Reals out(n);
     for (size_t i = 0; i < n; i++) {

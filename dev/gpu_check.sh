@@ -261,9 +261,9 @@ stage_machine() {
     context_probe
 }
 
-# An empty process on the GPU. It fails first if the driver is older than the toolkit, which no test
-# without a GPU can show. The program's reserve for a context is based on its bytes, and the limits
-# of this script on its time.
+# Runs an empty process on the GPU, which fails if the driver is older than the toolkit; no test
+# without a GPU can show that. The program's reserve for a context is based on the memory that this
+# process uses, and the time limits of this script on its time.
 context_probe() {
     local began took seconds=${limit_s[$stage]}
     cat > "$work/context.cu" << 'CUDA'
@@ -484,8 +484,8 @@ stage_sanitizer() {
         fi
         { echo "=== $tool injected"; cat "$work/$tool.injected"; echo; } >> "$LOGS/sanitizer.log"
     done
-    # Two layers, tiles with a remainder, two chunks of logits. Two programs at a time: nothing here
-    # is timed, and each needs memory for its context and the tool.
+    # Two layers, tiles with a remainder, two chunks of logits. At most two programs run at a time,
+    # because each needs memory for its context and the tool; nothing here is timed.
     for each in "${works[@]}"; do
         read -r tool dtype <<< "$each"
         sanitize "$tool" "$work/$tool.$dtype" "$GPT2CU" -e l2h2c128t96 -b 2 -x 2 -v 0 -r 1 \
@@ -542,8 +542,8 @@ stage_check() {
     first_numbers
 }
 
-# The algorithms that cuBLASLt chose for every matmul, with tile, split and workspace: its own log
-# of two steps.
+# Records cuBLASLt's own log of two steps: the algorithm chosen for every matmul, with tile, split
+# and workspace.
 library_log() {
     local T status seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -560,8 +560,8 @@ library_log() {
     fi
 }
 
-# Memory used by the libraries with one micro-step and with four; the program's reserve is based on
-# it.
+# Measures the memory used by the libraries with one micro-step and with four, on which the
+# program's reserve for libraries is based.
 first_numbers() {
     local lines T micro said most seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -628,8 +628,8 @@ stage_bits() {
 
 # --- 4 c. Kernel trials ---------------------------------------------------------------------------
 
-# The candidates for the heads of d12, each with its verdict. One that crashes or hangs ends the
-# command.
+# Tries the candidates for the heads of d12 and reports each verdict. A candidate that crashes or
+# hangs ends the command.
 stage_prove() {
     local status verdicts tried name rest seconds=${limit_s[$stage]}
     logged "$seconds" "$GPT2CU" --prove 64,1024,12,16
@@ -709,8 +709,8 @@ timed_run() {
     return $status
 }
 
-# The time of a step with each state in host memory compared with none; the bits must be equal. The
-# rates of copies and of pinning are measured by the stage bench. On a machine with two sockets,
+# Compares the time of a step with each state offloaded with that of none; the bits must be equal.
+# The rates of copies and of pinning are measured by the stage bench. On a machine with two sockets,
 # pinned memory may be on the other socket's NUMA node, and copies then take twice as long: the
 # output of `nvidia-smi topo -m` in machine.log shows the GPU's node.
 stage_offload() {
@@ -735,9 +735,9 @@ stage_offload() {
     done
 }
 
-# The largest relative differences of losses and of gradient norms, step by step. Status 0 if they
-# are at most LOSS and NORM: the order of sums differs, and bf16 has eight bits. The norm reveals
-# gradients of a GPU that are lost or counted twice.
+# Prints the largest relative differences of losses and of gradient norms, step by step. Status 0 if
+# they are at most LOSS and NORM: the order of sums differs, and bf16 has eight bits. The norm
+# reveals gradients of a GPU that are lost or counted twice.
 near_steps() {    # near_steps DIR DIR LOSS NORM
     paste -d ' ' <(steps_of "$1" "loss grad_norm") <(steps_of "$2" "loss grad_norm") |
         awk -v most_loss="$3" -v most_norm="$4" '
@@ -753,12 +753,13 @@ near_steps() {    # near_steps DIR DIR LOSS NORM
         }'
 }
 
-# One GPU: NCCL from 2.30.7 on lets ranks share it on request, so the real calls, groups and streams
-# are tested even here. Ranks take turns on the GPU unless MPS runs, and NVLink is not used, so
-# times and memory mean nothing; those need MPS or a GPU per rank.
-# fp32 and 6 steps, so that only the order of sums differs from the emulated device; the CPU
-# program, with yet another order, is within 1e-7 of it. All -z must be bitwise equal. With 96
-# channels, the shards of 2 and 4 ranks end inside matrices, and the last one is padded.
+# Runs several ranks on a single GPU, which NCCL from 2.30.7 on allows on request, so that the real
+# calls, groups and streams are tested even here. Ranks take turns on the GPU unless MPS runs, and
+# NVLink is not used, so times and memory mean nothing; those need MPS or a GPU per rank.
+# The runs are in fp32 and have 6 steps, so that only the order of sums differs from the emulated
+# device; the CPU program, with yet another order, is within 1e-7 of it. All -z must be bitwise
+# equal. With 96 channels, the shards of 2 and 4 ranks end inside matrices, and the last one is
+# padded.
 shared_gpu() {
     local ranks zero dir status apart refused seconds=${limit_s[$stage]}
     local shared=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_DEBUG=WARN)
@@ -803,8 +804,7 @@ same bits as -z 0${shared[4]:+; ${shared[4]}}"
     done
 }
 
-# Several GPUs: the same tokens per step on one and on two. Compares time, numbers and planned
-# bytes.
+# Compares time, numbers and planned bytes of one GPU and of two, with the same tokens per step.
 stage_gpus() {
     local run dir ms one='' seconds=${limit_s[$stage]} status T planned given count apart
     count=$(timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | wc -l)
@@ -881,7 +881,8 @@ speed() {
         "$ms ms, $tokens tokens/s; planned $planned MiB, measured ${measured:-not} MiB"
 }
 
-# The program's own table: planned bytes, library memory by cudaMemGetInfo, medians.
+# Runs --compare: the program's own table of planned bytes, library memory (cudaMemGetInfo) and
+# medians.
 compare() {    # compare MODEL BATCH
     local status seconds
     seconds=$(seconds_for "$1")
@@ -929,7 +930,7 @@ stage_speed() {
 
 # --- 6. PyTorch -----------------------------------------------------------------------------------
 
-# One process per model; lines printed before its time limit still count.
+# Runs PyTorch in one process per model; lines printed before its time limit still count.
 stage_torch() {
     local model level batch_0 batch_1 status seconds=${limit_s[$stage]} line
     if ! logged 60 "$PYTHON" -c 'import torch'; then
@@ -979,8 +980,9 @@ stage_bench() {
 
 # --- 8. Summary -----------------------------------------------------------------------------------
 
-# Rows: program model level batch ms tokens/s planned measured. Our rows are compared with compiled
-# PyTorch with the same recomputation and batch, or with eager PyTorch if that is missing.
+# Prints the rows (program model level batch ms tokens/s planned measured) as a table. Our rows are
+# compared with compiled PyTorch with the same recomputation and batch, or with eager PyTorch if
+# that is missing.
 table() {
     echo "| program | model | -r | B | ms/step | tokens/s | planned MiB | measured MiB |" \
         "ratio to PyTorch |"

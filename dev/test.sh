@@ -38,8 +38,8 @@ rows=()    # part | name | targets to build (+nvcc: needs nvcc) | command
 # row PART NAME "TARGETS" COMMAND...
 row() { rows+=("$1|$2|$3|${*:4}"); }
 
-# driver PART DRIVER PROGRAM [TEST...]: tests that drive a built program; without names all of them,
-# those marked REST in the second part.
+# driver PART DRIVER PROGRAM [TEST...]: adds tests that drive a built program; without names, all of
+# them, and those marked REST to the second part.
 driver() {
     row "$1" "$2 ${3#build/}${4+ $4 ...}" "build/test/$2 train_gpt2 $3" \
         "build/test/$2 --program ${*:3}"

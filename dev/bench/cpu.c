@@ -214,7 +214,7 @@ static void time_matmul(double ms[TIMES], int which, int rows, int C, int OC) {
     bf16_done(made, args);
 }
 
-// The quotient, or 0 if there is nothing to compare with.
+// Returns the quotient, or 0 if there is nothing to compare with.
 static double quotient(double a, double b) { return b > 0 ? a / b : 0; }
 
 // Prints the table of one model's matmuls at one row count, the sum over a step, and the worst
@@ -247,7 +247,7 @@ static void bench_matmuls(double sum[TIMES], const char *title, const LayerShape
            sum[OURS_BF16], sum[DNNL_BF16], quotient(sum[OURS_BF16], sum[DNNL_BF16]), worst);
 }
 
-// exp and GELU over arrays that stay in the cache, with all threads.
+// Times exp and GELU on arrays that stay in the cache, with all threads.
 static void bench_maths(void) {
     enum { COUNT = 1 << 16, REPEATS = 9, PASSES = 64 };
     double t[3][REPEATS];
@@ -316,9 +316,9 @@ static void bench_open(Engine *e, Plan *p, const Settings *s) {
     engine_initialise(e, &s->model, 1);
 }
 
-// Whole training steps of a model at B x T with its own plan. Prints tokens/s, the update's time,
+// Times training steps of a model at B x T with its own plan. Prints tokens/s, the update's time,
 // and the ratio to a lower bound, which is dnnl_ms (all matmuls in oneDNN) plus a single pass of
-// AdamW over the states. Returns ms of a step.
+// AdamW over the states. Returns the ms of a step.
 static double bench_step(const char *name, int B, int T, int bf16, double dnnl_ms) {
     enum { WARM = 1, STEPS = 5 };
     double step[STEPS], update[STEPS], adamw[STEPS];

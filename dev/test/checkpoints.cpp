@@ -135,7 +135,7 @@ TEST(model_card) {
     expect(exists("other/step-00000001/config.json") && !exists("other/step-00000001/README.md"));
 }
 
-// Lines of `out` that start with `begin`.
+// Returns the lines of `out` that start with `begin`.
 static Text lines_with(const Text &out, const Text &begin) {
     Text lines;
     for (size_t at = 0; (at = out.find("\n" + begin, at)) != Text::npos; at++) {
@@ -193,7 +193,7 @@ TEST(resume_nothing) {
 
 // If the only checkpoint has a name given by the user, or is the output folder itself, a resume
 // reports that and changes nothing, because a new run would delete the log of its steps. If another
-// checkpoint can be resumed, it is skipped; -e can load its weights.
+// checkpoint can be resumed, that one is used. -e can load the renamed checkpoint's weights.
 TEST(resume_renamed) {
     const Text run = TINY "--quiet -n 2 -y 1 -x 4 ";
     expect_success(program(run + "-o out"), "first run");
@@ -287,7 +287,7 @@ TEST(output_lock) {
 TEST(unreadable_log) {
     expect_success(program(TINY "-x 2 --quiet -o out"), "first run");
     unlink("out/log.jsonl");
-    // A regular file whose first bytes are not mapped, so that every read fails.
+    // Every read of this regular file fails, because its first bytes are not mapped.
     expect(symlink("/proc/self/mem", "out/log.jsonl") == 0);
     expect_refused(program(TINY "-x 3 --quiet -y 1 -o out", no_leaks),
                    "cannot read or truncate log out/log.jsonl: I", "a resume");
@@ -355,8 +355,8 @@ TEST(checkpoint_folder) {
            names_in("kept", "step").c_str());
 }
 
-// An available GPT-2 vocabulary is saved with a checkpoint in the files that transformers reads.
-// They are listed in the manifest; a checkpoint without them can also be resumed.
+// If GPT-2's vocabulary is available, a checkpoint contains it in the files that transformers
+// reads. They are listed in the manifest; a checkpoint without them can also be resumed.
 TEST(vocabulary_files) {
     const Text merges = vocab_bpe();
     static const char *const files[] = {"merges.txt", "vocab.json", "tokenizer_config.json"};
@@ -774,7 +774,7 @@ TEST(checkpoint_writes) {
 // every moment.
 
 #ifdef PTRACE_GET_SYSCALL_INFO
-// The string at an address in another process.
+// Returns the string at an address in another process.
 static Text text_in(pid_t pid, uint64_t address) {
     Text path(4096, 0);
     const int fd = open(text("/proc/%d/mem", (int)pid).c_str(), O_RDONLY);
@@ -783,7 +783,7 @@ static Text text_in(pid_t pid, uint64_t address) {
     return path.substr(0, n > 0 ? strlen(path.c_str()) : 0);
 }
 
-// The path of another process's file descriptor, relative to the test's folder.
+// Returns the path of another process's file descriptor, relative to the test's folder.
 static Text file_of(pid_t pid, uint64_t fd) {
     char path[4096], here[4096];
     const Text link = text("/proc/%d/fd/%d", (int)pid, (int)fd);
@@ -792,7 +792,7 @@ static Text file_of(pid_t pid, uint64_t fd) {
     return all + "/" == folder ? "." : all.find(folder) == 0 ? all.substr(folder.size()) : all;
 }
 
-// A system call that changes files, as one line; "" for any other.
+// Returns a system call that changes files as one line; "" for any other.
 static Text disk_call(pid_t pid) {
     struct __ptrace_syscall_info call = {};
     if (ptrace(PTRACE_GET_SYSCALL_INFO, pid, sizeof call, &call) <= 0 ||
@@ -816,7 +816,7 @@ static Text disk_call(pid_t pid) {
     }
 }
 
-// The traced calls of a run of the program, including all its threads, in order.
+// Returns the traced calls of a run of the program, including all its threads, in order.
 static Words disk_calls(const Text &arguments) {
     const pid_t pid = start(arguments, [] {
         setenv("ASAN_OPTIONS", "detect_leaks=0", 1);  // the leak check fails under ptrace
@@ -850,7 +850,7 @@ static Words disk_calls(const Text &arguments) {
     return calls;
 }
 
-// The index of the last matching call before index `before`; -1 if there is none.
+// Returns the index of the last matching call before index `before`; -1 if there is none.
 static long last_of(const Words &calls, const Text &call, size_t before = SIZE_MAX) {
     for (size_t i = std::min(before, calls.size()); i-- > 0;) {
         if (calls[i] == call) {

@@ -79,7 +79,7 @@ TEST(mapping) {
     expect(mapping_open(&m, "pipe") == -1 && errno == EINVAL);
 }
 
-// The hash of `data`, added in two chunks.
+// Returns the hash of `data`, added in two chunks.
 static Text sha256_of(const Text &data, size_t cut) {
     Sha256 s;
     char out[SHA256_TEXT];
@@ -90,8 +90,9 @@ static Text sha256_of(const Text &data, size_t cut) {
     return out;
 }
 
-// FIPS 180-4's examples; all lengths around the padding's boundaries, in any two chunks, compared
-// with the plain C rounds on a message padded by the test; the CPU's SHA instructions likewise.
+// FIPS 180-4's examples, and all lengths around the padding's boundaries, in any two chunks. The
+// latter are compared with the plain C rounds on a message padded by the test, and so are the CPU's
+// SHA instructions.
 TEST(sha256) {
     static const char *const known[][2] = {
         {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
@@ -229,8 +230,8 @@ TEST(json_counts) {
     }
 }
 
-// All pairs of bytes, with various tails, compared with RFC 3629's table; truncated ones are
-// invalid.
+// Every pair of bytes, with various tails, is valid exactly if RFC 3629's table says so; truncated
+// characters are invalid.
 TEST(utf8) {
     static const char tails[][3] = {"\x80\x80", "\xbf\xbf", "\x7f\x80", "\xc0\x80", "\x80\x7f"};
     for (int first = 0x80; first < 256; first++) {
@@ -266,7 +267,7 @@ static bool same_bpe(const Bpe &a, const Bpe &b) {
            memcmp(a.text, b.text, a.start[a.count]) == 0;
 }
 
-// llm.c's tokenizer file for the open vocabulary; token `other` has the bytes `instead`.
+// Returns llm.c's tokenizer file for the open vocabulary; token `other` has the bytes `instead`.
 static Text gpt2_tokenizer_bin(int other = -1, const Text &instead = "") {
     uint32_t header[256] = {20240328, 2, 50257, 50256};
     Text all((const char *)header, sizeof header);
@@ -303,8 +304,8 @@ static Text decode(const Ids &ids) {
     return all;
 }
 
-// Encodings by tiktoken 0.14.0 (dev/check/against_tiktoken.py compares many more), and the
-// published token counts of tinyshakespeare.
+// Compares with encodings by tiktoken 0.14.0 (dev/check/against_tiktoken.py compares many more) and
+// with the published token counts of tinyshakespeare.
 TEST(bpe_known) {
     open_bpe(vocab_bpe());
     static const struct {
@@ -350,8 +351,8 @@ TEST(bpe_known) {
     }
 }
 
-// Text of difficult characters: all kinds of spaces, parts of contractions, letters, digits and
-// symbols of several lengths, and invalid UTF-8.
+// Returns text of difficult characters: all kinds of spaces, parts of contractions, letters, digits
+// and symbols of several lengths, and invalid UTF-8.
 static Text awkward_text(uint64_t seed, size_t count) {
     static const char *const parts[] = {
         " ", " ", " ", "  ", "\n", "\t", "\xe3\x80\x80", "\xc2\xa0", "\xe2\x80\x89", "\xc2\x85",
@@ -396,8 +397,8 @@ static Ids naive_merge(const Text &piece) {
     return ids;
 }
 
-// A synthetic vocabulary is read as written. Tokens worked out by hand: the merge with the lowest
-// rank is applied first, at any position; among equal ones the leftmost.
+// A synthetic vocabulary is read as written. Tokens are worked out by hand: the merge with the
+// lowest rank is applied first, at any position (ties: the leftmost).
 TEST(bpe_ties) {
     const Text merges = made_merges();
     open_bpe(merges);

@@ -9,7 +9,7 @@
 static const char gpt2_run[] = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 ";
 static const char sample_begins[] = "--- sample after step 1 ---\n";
 
-// The tokens of a sample printed as numbers.
+// Returns the tokens of a sample that was printed as numbers.
 static Ids sampled_ids(const Outcome &o) {
     Ids ids;
     std::istringstream numbers(o.out.substr(o.out.find(sample_begins) + strlen(sample_begins)));

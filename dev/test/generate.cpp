@@ -18,7 +18,7 @@ static Text train(const Text &prompt) {
 }
 #define TRAINED "--generate -e out/step-00000300 " SAMPLING
 
-// For program(): the contents of stdin.
+// For program(): sets the contents of stdin.
 static std::function<void()> with_stdin(const Text &bytes) {
     write_file("stdin", bytes);
     return [] {
@@ -128,7 +128,8 @@ TEST(generate_end) {
                    "--generate: odd has a vocabulary of 300 and no merges.txt; give one with", "V");
 }
 
-// GPT-2 tokens: numbers without a vocabulary, text with the one next to the weights.
+// GPT-2 tokens are printed as numbers without a vocabulary, and as text with the one next to the
+// weights.
 TEST(generate_gpt2) {
     Ids tokens;
     for (int i = 0; i < 400; i++) {
@@ -189,7 +190,7 @@ TEST(generate_own) {
     expect_success(program("-i mine_train.bin -e l1h1c8t16v1000 -b 2 -x 1 --quiet"), "v1000");
 }
 
-// Data, tokenizer, weights and shape that disagree are refused by name.
+// Data, tokenizer, weights and shape that disagree are refused with a message that names them.
 TEST(own_refused) {
     write_own_data();
     Text other = stories_merges();
@@ -235,7 +236,8 @@ TEST(own_refused) {
     detail = text("%zu refusals", sizeof refusals / sizeof refusals[0]);
 }
 
-// Options without effect on generation are refused by name, and so is a prompt longer than T.
+// Options without effect on generation are refused with their names, and so is a prompt longer than
+// T.
 TEST(generate_refused) {
     static const Refusal refusals[] = {
         {"-y 1 -o out", "--generate neither trains nor writes files: leave --output out"},

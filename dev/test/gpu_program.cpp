@@ -8,7 +8,7 @@
 #include <map>
 #include <numeric>
 
-// The CPU program, for results on which both must agree.
+// Runs the CPU program, for results on which both programs must agree.
 static Outcome cpu_program(const Text &arguments) {
     return outcome(start_program("train_gpt2", arguments));
 }
@@ -25,7 +25,7 @@ static bool can_run(const Text &options) {
     return can;
 }
 
-// One line that names the error, exit status 1, no checkpoint.
+// Invalid options give one line that names the error, exit status 1, and no checkpoint.
 TEST(gpu_bad_input) {
     static const Refusal table[] = {
         {"--dtype fp16 -w none", "--master (-w) none: with --dtype fp16 the fp32 weights"},
@@ -146,7 +146,7 @@ TEST(gpu_driver) {
     }
 }
 
-// Timing of algorithms is announced once, in a run that prints; the next run uses its results.
+// A run that times algorithms announces it, unless --quiet; the next run uses the results.
 TEST(gpu_announced) {
     if (!is_emulated()) {
         skip("needs the emulated device");
@@ -168,7 +168,7 @@ TEST(gpu_announced) {
     }
 }
 
-// The losses in a run's log, as text.
+// Returns the losses in a run's log, as text.
 static Text losses_in(const Text &folder) {
     const Text log = read_file(folder + "/log.jsonl");
     Text losses;
@@ -178,8 +178,8 @@ static Text losses_in(const Text &folder) {
     return losses;
 }
 
-// Under WSL registered memory has a different address on the GPU. There CUDA itself allocates the
-// pinned memory; the bits are the same, whichever states are in it.
+// Under WSL, registered memory has a different address on the GPU, so CUDA allocates the pinned
+// memory instead. The bits are the same, whichever states are offloaded.
 TEST(gpu_alias) {
     if (!is_emulated()) {
         skip("needs the emulated device");
@@ -267,8 +267,8 @@ TEST(gpu_plan_host) {
     expect_success(program(run + "--plan"), "without a limit");
 }
 
-// An emulated run says at once that it is emulated and what it will do, also in a file, because its
-// start may take minutes. A second signal ends it during the start.
+// An emulated run prints at once that it is emulated and what it will do, even to a file, because
+// its start may take minutes. A second signal ends it during the start.
 TEST(gpu_header) {
     if (!is_emulated() || has_sanitizers()) {
         skip("needs the emulated device");
@@ -287,8 +287,8 @@ TEST(gpu_header) {
            "status %d, %s", o.status, o.err.c_str());
 }
 
-// A run stores the GPU's speed in the user's cache, once, and compares it with its own steps; later
-// plans use it. If nothing can be stored the run continues.
+// A run stores the GPU's speed in the user's cache once, and compares it with its own steps; later
+// plans use it. If it cannot be stored, the run continues.
 TEST(gpu_speed) {
     mkdir("cache", 0755);
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 51 ";
@@ -330,8 +330,9 @@ TEST(gpu_speed) {
     expect(!has(out, "forecast") && !exists("none/train_gpt2/speed"), "%s", out.c_str());
 }
 
-// A run keeps the library memory that it measured in the user's cache; later plans and runs on this
-// GPU reserve the most that was measured instead of an estimate. Lines of other GPUs are ignored.
+// A run stores the measured memory of the libraries in the user's cache; later plans and runs on
+// this GPU reserve the largest measured value instead of an estimate. Lines of other GPUs are
+// ignored.
 TEST(gpu_library) {
     if (!is_emulated()) {
         skip("needs the emulated device");
@@ -392,7 +393,7 @@ TEST(gpu_forecast) {
     }
 }
 
-// --check agrees in all 17 numbers, --compare lists two levels; --plan needs no GPU.
+// --check passes for all 17 numbers, --compare lists two levels, and --plan needs no GPU.
 TEST(gpu_commands) {
     for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none",
                                   "--dtype fp16",
@@ -452,7 +453,7 @@ TEST(gpu_eval) {
     }
 }
 
-// Weights of a checkpoint as numbers, without the low halves of the master weights.
+// Returns the weights of a checkpoint as numbers, without the low halves of the master weights.
 static std::vector<float> weights_of(const Text &folder, int step) {
     const auto [header, data] = header_and_data(in_checkpoint(folder, step, SAVED_MODEL));
     const size_t bytes = has(header, "\"BF16\"") ? 2 : 4;
@@ -463,7 +464,7 @@ static std::vector<float> weights_of(const Text &folder, int step) {
     return all;
 }
 
-// Norm of the difference between two checkpoints' weights over the norm of the second.
+// Returns the norm of the difference between two checkpoints' weights over the norm of the second.
 static double weights_apart(const std::vector<float> &a, const std::vector<float> &b) {
     double error = 0, size = 0;
     for (size_t i = 0; i < b.size() && a.size() == b.size(); i++) {
@@ -473,9 +474,9 @@ static double weights_apart(const std::vector<float> &a, const std::vector<float
     return size > 0 ? sqrt(error / size) : NAN;
 }
 
-// A resumed run ends with the bytes of the uninterrupted one, with other recompute levels too. Each
-// program resumes the other's checkpoints: the CPU program ends at the GPU's own result up to fp32
-// rounding.
+// A resumed run ends with the bytes of the uninterrupted one, even with another recompute level.
+// Each program resumes the other's checkpoints: the CPU program ends at the GPU's own result up to
+// fp32 rounding.
 TEST(gpu_checkpoints) {
     const Text run = "-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 "
                      "-g 4 --quiet -o ";
@@ -522,14 +523,13 @@ TEST(gpu_checkpoints) {
     }
 }
 
-// The matmul algorithms stored in a checkpoint.
 static Text choices_in(const Text &folder, int step) {
     const Text state = in_checkpoint(folder, step, SAVED_STATE);
     const size_t at = state.find("\"matmul\":\"");
     return at == Text::npos ? "" : state.substr(at, state.find('"', at + 10) - at);
 }
 
-// Number of matmuls that have the same algorithm in both texts.
+// Returns the number of matmuls that have the same algorithm in both texts.
 static int algorithms_in(const Text &choices, const Text &other) {
     int same = 0;
     for (const Text &word : split(choices.c_str())) {
@@ -589,9 +589,9 @@ TEST(gpu_choices) {
     }
 }
 
-// -b auto, the default with -d: the largest micro-batch that divides the step of each GPU and fits
-// into the card's memory without recomputation, whatever part of it is free. A resumed run keeps
-// that of its checkpoint. Without -d, and on the CPU, the default is 4.
+// -b auto, the default with -d, is the largest micro-batch that divides the step of each GPU and
+// fits into the card's memory without recomputation, however much of it is free. A resumed run
+// keeps the micro-batch of its checkpoint. Without -d, and on the CPU, the default is 4.
 TEST(gpu_batch) {
     if (!is_emulated()) {
         skip("needs the emulated device");
@@ -653,12 +653,13 @@ TEST(gpu_batch) {
     expect_refused(program(run + "-d 384 -b auto8"),
                    "--batch (-b): 'auto8' is not a whole number from 1 to 65536 or auto", "auto8");
     expect_refused(program(run + "-d 100", large), "-d): 100 is not a multiple of B x T", "-d 100");
-    // Plans have the same batch; also the CPU program's, for a card.
+    // Plans have the same batch, including the CPU program's plan for a card.
     const Outcome plan = program(run + "-d 384 --plan", small);
     expect(plan.out.find("B 8") != Text::npos, "%s", plan.out.c_str());
     const Outcome d12 = cpu_program("--plan -e d12 -d 524288 --gpu h100");
     expect(d12.out.find(" 64, T 1024") != Text::npos, "%s", d12.out.c_str());
-    // The same bits as with -b; a resume on another card, with as many ranks or others.
+    // The bits are those with -b. A resume on another card keeps the checkpoint's batch if it
+    // divides the step of each GPU.
     expect_success(program(run + "-d 384 -o auto", small), "auto");
     expect_success(program(run + "-d 384 -b 8 -o given", large), "given");
     expect(losses_in("auto") == losses_in("given"), "%s", losses_in("auto").c_str());
@@ -674,8 +675,9 @@ TEST(gpu_batch) {
 // Kernel trials use a small model with two heads.
 static const Text tried_run = "-i train.bin -e l1h2c16t64 -b 2 ";
 
-// Environment of a run whose trials find the candidate `kernels` (EMU_KERNELS) and whose caches are
-// in `cache`, plus variables such as "EMU_KERNEL_NUMBER=3 EMU_KERNEL_TIMES=35".
+// For program(): sets the environment of a run whose trials find the candidate `kernels`
+// (EMU_KERNELS) and whose caches are in `cache`, plus variables such as "EMU_KERNEL_NUMBER=3
+// EMU_KERNEL_TIMES=35".
 static std::function<void()> with_kernels(const Text &kernels, const Text &cache,
                                           const Text &more = "") {
     const Text here = cache[0] == '/' ? cache : current_folder() + "/" + cache;
@@ -691,7 +693,7 @@ static std::function<void()> with_kernels(const Text &kernels, const Text &cache
     };
 }
 
-// The line in which a run prints its kernels; "" if there is none, or more than one.
+// Returns the line in which a run prints its kernels; "" if there is none, or more than one.
 static Text kernels_in(const Text &out) {
     const Text begins = "\nkernels  ";
     const size_t at = out.find(begins);
@@ -839,7 +841,7 @@ TEST(gpu_kernels_cache) {
     expect_success(o, "a child that cannot be started");
     expect(kernels_in(o.out).find(not_tried) != Text::npos, "%s", o.out.c_str());
     expect(!exists("empty/train_gpt2/kernels"), "a verdict without a trial");
-    // The program's own candidates; a build without their instructions.
+    // --prove of the program's own candidates, also in a build without their instructions.
     for (const char *ptx : {"EMU_PTX=90", "EMU_PTX=80"}) {
         o = program("--prove 64,64,1,1", with_kernels("own", "empty", ptx));
         const bool any = !has(o.out, ": 0 candidates\n");
@@ -866,13 +868,12 @@ TEST(gpu_kernels_cache) {
                    "the CPU program");
 }
 
-// The processes that process `pid` has started.
 static Text children_of(pid_t pid) {
     return read_file(text("/proc/%d/task/%d/children", (int)pid, (int)pid));
 }
 
-// A signal during a trial ends it and the run, with no verdict; so does the end of the run itself,
-// even if it is killed.
+// A signal during a trial ends the trial and the run, without a verdict. If the run ends during a
+// trial, even by SIGKILL, the trial ends too.
 TEST(gpu_kernels_stopped) {
     if (!is_emulated() || has_sanitizers()) {
         skip("needs the emulated device");
@@ -931,7 +932,7 @@ TEST(gpu_kernels_ranks) {
                kernels_in(o.out) == "attention; rank 1 has another GPU or driver than rank 0: "
                                     "forward mma.sync; dQ mma.sync; dK and dV mma.sync",
            "%s%s", o.err.c_str(), o.out.c_str());
-    // A trial takes less than --timeout in all, for which the other ranks wait.
+    // All trials together take less than --timeout, because the other ranks wait for them.
     const double began = wall_ms();
     expect(tried("hang", "forward mma.sync (planted hung: no answer in ",
                  with_kernels("hang", "other", "EMU_KERNEL_LIMIT_S=60"),
@@ -998,8 +999,8 @@ TEST(gpu_kernels_resume) {
     }
 }
 
-// The order in which a run uploads whole batches (U), updates (A), and first waits after that (W),
-// from the emulated device's log.
+// Returns the order in which a run uploads whole batches (U), updates (A), and first waits after an
+// update (W), from the emulated device's log.
 static Text order_of(const Text &arguments, int batch_bytes) {
     const Text log = program(arguments, with("EMU_LOG", "1")).err;
     const Text upload = text("copy up of %d bytes", batch_bytes);

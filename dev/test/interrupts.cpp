@@ -40,7 +40,8 @@ TEST(kill) {
     detail = text("%d kills", kills);
 }
 
-// SIGTERM and SIGINT save and exit with 0; the resumed run is as if uninterrupted.
+// On SIGTERM and SIGINT a run saves and exits with 0; the resumed run ends like an uninterrupted
+// one.
 TEST(signals) {
     enter("whole");
     expect_success(program(resumable), "undisturbed");
@@ -210,7 +211,7 @@ TEST(nohup) {
     expect(names_in("out", "step") == "step-00000001 step-00000002");
 }
 
-// A validation that a signal interrupts is repeated once by the resumed run, and the log has the
+// A resumed run repeats once a validation that a signal interrupted, and the log has the validation
 // loss of an uninterrupted run.
 TEST(cut_validation) {
     const Text validating = slow("-j train.bin -v 1 -m 0 -b 1 -x 1 -y 1 -o out --quiet");
@@ -354,15 +355,15 @@ TEST(file_limit) {
     expect(names_in("out", "step").empty(), "%s", names_in("out", "step").c_str());
 }
 
-// A log that reaches the size limit stops the run, which is saved with a log of whole lines,
-// reports it once and fails; the resumed run ends like an uninterrupted one.
+// If the log reaches the size limit, the run saves its state and a log of whole lines, reports the
+// failure once and ends with status 1; the resumed run ends like an uninterrupted one.
 TEST(full_log) {
     enum { LIMIT = 400000 };  // in bytes; larger than any file of the checkpoint
     const Text part = TINY "-j val.bin -v 7 -x 30 -k constant --quiet -y 1 -o ";
     expect_success(program(part + "whole"), "undisturbed");
     const Text want = tensors_of("whole", 30), log = read_file("whole/log.jsonl");
     const size_t starts = log.find('\n') + 1, end = log.rfind("{\"event\":\"end\"");
-    // Space for the first line and some of the next ones, or for all but the last.
+    // There is space for the first line and some of the next ones, or for all but the last.
     for (const size_t space : {starts + 500, (starts + end) / 2, end + 10}) {
         remove_folder("full");
         mkdir("full", 0755);

@@ -1,5 +1,5 @@
-// model_files.cpp -- foreign models that the program must refuse: in one line that names the file
-// and the error, and with little memory, whatever the file claims.
+// model_files.cpp -- invalid and unsupported models, which the program must refuse with one line
+// that names the file and the error, and with little memory, whatever the file claims.
 //
 // Run:    build/test/model_files [--program build/train_gpt2_asan] [NAME...]
 
@@ -17,7 +17,7 @@ static Outcome open_model(const Text &path) {
 }
 #define expect_model_refused(path, words) expect_refused(open_model(path), words, words)
 
-// llm.c files with one word of the header changed, or truncated.
+// llm.c files that are truncated, or have one changed word in the header, are refused.
 TEST(llmc_refused) {
     const Shape m = {2, 2, 20, 7, 257};
     std::vector<std::vector<double>> ignored;
@@ -150,7 +150,7 @@ TEST(model_refused) {
     detail = text("%zu files", sizeof files / sizeof *files);
 }
 
-// One tensor changed, missing, duplicated, or unknown.
+// Files in which one tensor is changed, missing, duplicated or unknown are refused.
 TEST(tensor_refused) {
     const Members good = small_model();
     for (auto &row : changes) {
@@ -203,7 +203,7 @@ TEST(metadata_refused) {
     }
 }
 
-// config.json with one change.
+// Models whose config.json has one unsupported or invalid entry are refused.
 TEST(config_refused) {
     const Shape m = {2, 2, 4, 3, 5};
     const Text bytes = safetensors_bytes(hugging_face(m, {"F32"}, ""));
@@ -259,7 +259,7 @@ TEST(config_refused) {
     detail = text("%zu changes", sizeof table / sizeof *table);
 }
 
-// A non-finite number is reported by its tensor and its index in the file's order.
+// A non-finite number is reported with its tensor and its index in the file's order.
 TEST(not_finite) {
     const Shape m = {2, 2, 4, 3, 257};
     static const struct {

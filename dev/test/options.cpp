@@ -228,7 +228,7 @@ TEST(bad_output) {
                    "closed/out: Permission denied", "unwritable folder");
 }
 
-// Output and exit status of --plan for GPUs, for this machine, and as JSON.
+// The output and exit status of --plan for GPUs, for this machine, and as JSON.
 TEST(plan_command) {
     Outcome o = program("--plan -e d48 --gpu h200");
     expect_success(o, "--plan -e d48 --gpu h200");
@@ -240,7 +240,7 @@ TEST(plan_command) {
     expect(o.status == 3 && has(o.out, "DOES NOT FIT, ") &&
                has(o.out, "\nit fits with --offload moments,master: "),
            "status %d: %s", o.status, o.out.c_str());
-    // One card of 16 GB: what does not fit otherwise is offloaded, and reported.
+    // On a card with 16 GB, states that do not fit otherwise are offloaded, and this is reported.
     o = program("--plan -e gpt2-xl --gpu 4080");
     expect_success(o, "gpt2-xl on a 4080");
     expect(flat(o.out).find("; --offload moments,master") != Text::npos &&
@@ -368,8 +368,8 @@ TEST(fit_gpus) {
     expect(has(two, "; predicted for these cards "), "16 GPUs are two machines");
 }
 
-// The command that --fit recommends contains the user's options and can be pasted; it contains
-// nothing that a program would not accept.
+// The command that --fit recommends contains the user's options, can be pasted, and contains no
+// option that the program would refuse.
 TEST(fit_given) {
     static const struct {
         const char *options, *in, *not_in;
@@ -413,7 +413,7 @@ TEST(fit_given) {
            "%s", moved.out.c_str());
 }
 
-// The first number after `words` in a text, with its commas removed; -1 if there is none.
+// Returns the first number after `words` in a text, ignoring its commas; -1 if there is none.
 static double number_after(const Text &out, const Text &words) {
     const size_t at = out.find(words);
     const size_t from = at == Text::npos ? at : out.find_first_of("0123456789", at + words.size());
@@ -843,7 +843,7 @@ TEST(command) {
     }
 }
 
-// Step lines are printed every --log-every steps, and for the last step; also after a resume.
+// Step lines are printed every --log-every steps and for the last step, after a resume too.
 TEST(log_every) {
     const Outcome o = program(TINY "-x 10 -n 5 --log-every 4 -y 1 -o out");
     expect_success(o, "--log-every 4");
@@ -869,8 +869,8 @@ TEST(log_every) {
            "%zu lines: %s", last.size(), cut.out.c_str());
 }
 
-// Output of a program on a terminal of `columns` columns; `each` receives the output so far and may
-// resize the terminal.
+// Returns the output of a program on a terminal of `columns` columns; `each` receives the output so
+// far and may resize the terminal.
 static Text on_terminal(const Text &arguments, int columns,
                         const std::function<void(int, const Text &)> &each = nullptr) {
     const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
@@ -896,7 +896,8 @@ static Text on_terminal(const Text &arguments, int columns,
     return all;
 }
 
-// Lines that are rewritten in place; each byte of the clearing sequence is replaced by a space.
+// Returns the lines that are rewritten in place; each byte of the clearing sequence is replaced by
+// a space.
 static Words live_lines(const Text &all) {
     Words lines;
     for (size_t at = 0, end; (at = all.find("\r\033[K", at)) != Text::npos; at = end) {
@@ -907,7 +908,7 @@ static Words live_lines(const Text &all) {
     return lines;
 }
 
-// A line rewritten in place fits the terminal at any width, also after it is resized; on a narrow
+// A line rewritten in place fits the terminal at any width, even after it is resized; on a narrow
 // terminal the least useful parts are omitted first, and no step is missing.
 TEST(live_line) {
     for (int columns : {200, 80, 56, 20}) {

@@ -33,7 +33,7 @@ static void need_mpi() {
     }
 }
 
-// Losses, norms and validations of a run as in its log; empty if it failed.
+// Returns the losses, norms and validations in a run's log; empty if the run failed.
 static Text numbers(const Text &log) {
     Text all;
     for (const char *key : {"loss", "grad_norm", "val_loss"}) {
@@ -46,7 +46,7 @@ static Text numbers(const Text &log) {
 
 static Text numbers_of(const Text &folder) { return numbers(read_file(folder + "/log.jsonl")); }
 
-// Runs with an output folder and expects success.
+// Runs the program with an output folder and expects success.
 static void run(const Text &arguments, const Text &folder,
                 const std::function<void()> &before = nullptr) {
     expect_success(program("--quiet -o " + folder + " " + arguments, before), arguments.c_str());
@@ -208,7 +208,7 @@ TEST(ranks_mpirun, REST) {
     }
 }
 
-// A socket of the loopback interface listening on *port; 0 selects a free port.
+// Returns a socket of the loopback interface that listens on *port; 0 selects a free port.
 static int listen_on(int *port) {
     const int yes = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     struct sockaddr_in at = {};
@@ -226,7 +226,7 @@ static int listen_on(int *port) {
     return fd;
 }
 
-// A free port whose successor is also free.
+// Returns a free port whose successor is also free.
 static int free_port() {
     for (int tries = 0; tries < 100; tries++) {
         int port = 0, next;
@@ -261,8 +261,8 @@ static std::vector<Outcome> start_by_tcp(const Words &variables, const Text &lin
 static Text master(int port) { return text("MASTER_ADDR=localhost MASTER_PORT=%d ", port); }
 
 // Ranks started by torchrun and srun give the same bits as with --gpus, without MPI: with
-// torchrun's variables while its own store listens on MASTER_PORT, and with srun's, which are not
-// affected by sbatch's. A port scanner is not taken for a rank.
+// torchrun's variables while its own store listens on MASTER_PORT, and with srun's, whatever those
+// of sbatch say. A port scanner is not taken for a rank.
 TEST(ranks_tcp) {
     const Text part = TINY "-x 2 --clip 0.5 -z 1 ", line = part + "--quiet -o ";
     run(part + "--gpus 3", "gpus");
@@ -321,7 +321,7 @@ TEST(ranks_tcp_refused) {
         const Outcome o = start_by_tcp({variables}, TINY "-x 1 --quiet --timeout 1")[0];
         expect_refused(o, words, variables);
     };
-    // Another process uses the port: rank 0 cannot listen, and the others get no reply of a rank 0.
+    // Another process uses the port: rank 0 cannot listen, and others get no reply from a rank 0.
     one(both(taken, "2") + "0", text("rank 0 cannot listen on port %d (MASTER_PORT): Address "
                                      "already in use", taken));
     const pid_t other = fork();
@@ -365,7 +365,7 @@ TEST(ranks_tcp_refused) {
     }
 }
 
-// Contradictory variables of launchers.
+// Contradictory or incomplete variables of launchers are refused.
 TEST(ranks_variables) {
     static const Refusal words[] = {
         {"WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0", "but MASTER_PORT is not set: "},
@@ -673,7 +673,8 @@ TEST(ranks_refused) {
                    "--gpus 2: several ranks are not supported: this program runs on", "CPU");
 }
 
-// If ranks differ in options, data or program, rank 0 names the first one, and none trains.
+// If ranks differ in options, data or program, rank 0 names the first rank that differs, and none
+// trains.
 TEST(ranks_mixed) {
     need_mpi();
     write_file("other.bin", read_file("val.bin"));
@@ -718,7 +719,6 @@ TEST(ranks_mixed) {
     }
 }
 
-// The child processes of a parent, in order.
 static Ints children_of(pid_t parent) {
     Ints pids;
     const Text list = read_file(text("/proc/%d/task/%d/children", (int)parent, (int)parent));
@@ -760,8 +760,8 @@ static void expect_none_left(const Ints &ranks, const char *who) {
     }
 }
 
-// A rank that is killed ends the run in one line that names it, although on GPUs the others would
-// wait for it forever; if the parent is killed, its ranks end too.
+// If a rank is killed, the run ends with one line that names it, although on GPUs the others would
+// wait for it forever. If the parent is killed, its ranks end too.
 TEST(ranks_die) {
     for (size_t victim : {2, 0}) {
         pid_t parent;
@@ -783,10 +783,10 @@ TEST(ranks_die) {
     expect_none_left(ranks, "a killed parent");
 }
 
-// A rank that is stopped or hangs ends the run in one line that names it; after a rank skipped a
-// collective, the line says what each rank waits in. On an idle machine this takes at most
-// --timeout and 5 seconds; here 30 are allowed, and the timeouts tolerate a machine that stalls for
-// a second or two.
+// If a rank is stopped or hangs, the run ends with one line that names it; if a rank skipped a
+// collective, the line tells in which call each rank waits. On an idle machine this takes at most
+// --timeout plus 5 seconds; here 30 are allowed, and the timeouts tolerate a machine that stalls
+// for a second or two.
 TEST(ranks_hang) {
     enum { WITHIN_MS = 30000 };
     pid_t parent;
@@ -797,8 +797,8 @@ TEST(ranks_hang) {
                    "19", "a stopped rank");
     longest = wall_ms() - began;
     expect_none_left(ranks, "a stopped rank");
-    // A process held by a debugger does not end with its parent; one whose GPU hangs may not
-    // either.
+    // A process held by a debugger does not end with its parent, and neither may one whose GPU
+    // hangs.
     remove_folder("out");
     const Ints held = start_ranks(&parent, "--timeout 4");
     const pid_t last = held.size() == 3 ? held[1] : parent;
@@ -881,7 +881,7 @@ TEST(ranks_slow, REST) {
     }
 }
 
-// Hints for NCCL's errors: too little shared memory, or one visible GPU for each rank.
+// NCCL's errors come with hints: too little shared memory, or a single visible GPU per rank.
 TEST(ranks_hints) {
     const Text faults = " EMU_FAULT_RANK=1 EMU_FAULT_INIT=1 ";
     const Text part = TINY "-x 1 --quiet --timeout 2 ";
@@ -925,8 +925,8 @@ TEST(ranks_hang_mpirun) {
 }
 
 // A run that was stopped as a whole, as by Ctrl-Z in a shell, continues however long that lasted,
-// even if its ranks made no progress between the parent's checks around it, as during a long
-// kernel.
+// even if its ranks made no progress between the parent's checks before and after it, for example
+// because of a long kernel.
 TEST(ranks_stopped) {
     const pid_t parent = start(ODD "-d 72 --gpus 3 -x 10000 --quiet -o out --timeout 5",
                                [] { setpgid(0, 0); });
@@ -1190,7 +1190,7 @@ TEST(ranks_eval) {
     }
 }
 
-// The log lines of one rank, from the emulator's log of a run.
+// Returns the log lines of one rank, from the emulator's log of a run.
 static Words log_of_rank(const Text &log) {
     // The parent logs too, but only ranks log collectives.
     const size_t collective = log.find("] AllGather"), begin = log.rfind('\n', collective) + 1;
@@ -1213,14 +1213,15 @@ static Text logged(const Text &arguments) {
 
 static int starts(const Text &line, const char *with) { return line.rfind(with, 0) == 0; }
 
-// The number of the stream after the text `before`.
+// Returns the number of the stream after the text `before`.
 static int stream_in(const Text &line, const char *before) {
     const size_t at = line.find(before);
     return at == Text::npos ? -1 : atoi(&line[at + strlen(before)]);
 }
 
-// A block's exchange waits only for the kernels before it. It is followed by the kernels of the
-// next block's backward pass, on a stream that waits for the exchange only after all blocks.
+// Expects that a block's exchange waits only for the kernels before it, and is followed by the
+// kernels of the next block's backward pass, whose stream waits for the exchange only after all
+// blocks.
 // (Streamed buffers are ordered by ticks instead: see TEST(transfers).)
 static void check_overlap(int z) {
     enum { BLOCKS = 3 };
@@ -1288,7 +1289,7 @@ TEST(ranks_gathers) {
             }
         }
         expect(updates.size() > 3 * (BUCKETS + 1), "%s: %zu updates", options, updates.size());
-        // The last update but one; vectors are updated first and not gathered.
+        // Looks at the last update but one. Vectors are updated first and are not gathered.
         const size_t begin = updates[updates.size() - 2 * (BUCKETS + 1)];
         const size_t end = updates[updates.size() - (BUCKETS + 1)];
         const int compute = stream_in(lines[begin], " on stream ");
@@ -1405,7 +1406,7 @@ TEST(ranks_first) {
     expect_success(program("-e l1h1c16t16 --eval e.bin --json -b 3 --gpus 2"), "--eval");
 }
 
-// Bytes that a rank of a logged run sends, without the ranks' statuses (64 bytes each).
+// Returns the bytes that a rank of a logged run sends, without the ranks' statuses (64 bytes each).
 static long sent_bytes(const Text &arguments, int ranks) {
     long sum = 0;
     for (const Text &line : log_of_rank(logged(arguments))) {
@@ -1512,10 +1513,10 @@ TEST(ranks_replicas) {
                    "ranks 0, 1: weights or moments differ", "a block's gradient");
 }
 
-// A NaN that one rank sends to another makes all skip the step, and a norm just above --clip makes
-// all clip equally: their replicas agree in the next save, the counters equal the log's, and all
-// stages have the same bits. In fp16 all ranks halve the loss scale, which each stores itself: if
-// one did not, its part of the next step's gradients would be wrong by that factor.
+// If one rank sends a NaN to another, all ranks skip the step, and if the norm is just above
+// --clip, all clip equally: their replicas agree in the next save, the counters equal the log's,
+// and all stages have the same bits. In fp16 all ranks halve the loss scale, of which each stores a
+// copy: if one did not, its part of the next step's gradients would be wrong by that factor.
 TEST(ranks_skip_and_clip, REST) {
     static const struct {
         const char *options;

@@ -1,5 +1,5 @@
-// sass.cpp -- compares the machine code of the kernels with their budgets: what can be said about
-// speed without a GPU.
+// sass.cpp -- compares the machine code of the kernels with their budgets, which is what can be
+// checked about speed without a GPU.
 //
 // Every kernel's contract in train_gpt2.cu ends with one or more lines of this form,
 //
@@ -110,7 +110,7 @@ static void fault(Source *source, int line, const Text &what) {
     source->faults.push_back("train_gpt2.cu:" + std::to_string(line) + ": " + what);
 }
 
-// The name before "(" if a kernel begins here, else empty. `declared`: __global__ was seen.
+// Returns the name before "(" if a kernel begins here, else "". *declared: __global__ was seen.
 static Text kernel_name(const Text &code, bool *declared) {
     *declared |= !starts(code, "//") && !starts(code, "#") &&
                  code.find("__global__") != Text::npos;
@@ -126,8 +126,8 @@ static Text kernel_name(const Text &code, bool *declared) {
     return code.substr(at, end - at) + "_kernel";
 }
 
-// Reads a budget with its continuation lines, after which `line` is the next line; false if none
-// begins here. `tests`: text that names each test.
+// Reads a budget with its continuation lines, after which `line` is the next line; false if no
+// budget begins here. `tests`: source text that contains every test's name.
 static bool budget_lines(std::istream *in, Text *line, int *number, const Text &tests, Source *to) {
     const char opening[] = "// budget:";
     if (!starts(*line, opening)) {
@@ -162,7 +162,7 @@ static bool approximates(const Text &line) {
            });
 }
 
-// The budgets of every kernel, and the kernels that have none.
+// Returns the budgets of every kernel, and as faults the kernels that have none.
 static Source source_read(const Text &text, const Text &tests) {
     Source source;
     std::istringstream in(text);
@@ -188,7 +188,7 @@ static Source source_read(const Text &text, const Text &tests) {
 
 // -------------------------------------------------------------------------------------------------
 // Compiled kernels
-// The output of ptxas for each, and its instructions.
+// Reads the output of ptxas for each kernel, and its instructions.
 
 struct Gpu {
     const char *arch;
@@ -244,7 +244,7 @@ static void name_read(const Text &mangled, Compiled *c) {
     }
 }
 
-// Output of ptxas -v: three lines per kernel.
+// Reads the output of ptxas -v: three lines per kernel.
 static Kernels log_read(const Text &log) {
     Kernels kernels;
     std::istringstream in(log);
@@ -358,9 +358,9 @@ static void sass_read(const Text &sass, Kernels *kernels) {
     close();
 }
 
-// Blocks per SM, limited by threads, blocks, shared memory including the system's part of each
-// block, and 65536 registers: allocated to warps in units of 256, each quarter of the SM holds
-// whole warps.
+// Returns the blocks per SM, limited by threads, blocks, shared memory including the system's part
+// of each block, and 65536 registers, which are allocated to warps in units of 256; each quarter of
+// the SM holds whole warps.
 static int blocks_per_sm(const Gpu &gpu, const Compiled &c, const Budget &b) {
     const int warps = (b.threads + 31) / 32, warp_regs = (c.regs * 32 + 255) / 256 * 256;
     const int by_regs = 65536 / 4 / std::max(warp_regs, 1) * 4 / warps;
@@ -413,7 +413,7 @@ static Text figure(const char *name, double is, double bound, bool good) {
     return text;
 }
 
-// The numbers of an instance next to its limits; *good: whether it stays within them.
+// Returns the numbers of an instance next to its limits; *good: whether it stays within them.
 static Text compare(const Gpu &gpu, const Compiled &c, const Budget &b, bool *good) {
     const int blocks = blocks_per_sm(gpu, c, b);
     const bool regs = c.regs <= b.regs, spills = c.spills <= b.spills, enough = blocks >= b.blocks;
@@ -549,7 +549,7 @@ static Text file_text(const Text &path) {
     return text.str();
 }
 
-// Output of a command; empty if it cannot be run.
+// Returns the output of a command; empty if it cannot be run.
 static Text command_text(const Text &command) {
     Text text;
     FILE *pipe = popen(command.c_str(), "r");

@@ -21,8 +21,9 @@ TEST(overfit) {
     detail = text("loss %.4f after 240 steps", loss);
 }
 
-// The words of a text in lower case, the number of sentences, and how many of them end properly:
-// before a capital letter, at the end of the text or, at the end of a quotation, before anything.
+// Returns the words of a text in lower case. *sentences receives the number of sentences, *ended
+// how many of them end properly: before a capital letter, at the end of the text or, at the end of
+// a quotation, before anything.
 static Words words_of(const Text &all, int *sentences, int *ended) {
     Words words(1);
     *sentences = *ended = 0;
@@ -95,8 +96,8 @@ static Text in_fp32() {
 // program: 2.4e-7 of a loss, 4.7e-7 of a norm.
 static const double LOSS_TOL = 1e-6, NORM_TOL = 1e-5;
 
-// A batch of four equals two micro-steps of two and four of one: the same sequences in every step,
-// also past the end of the data, and the same mean over them, in loss, gradient and update.
+// A batch of four equals two micro-steps of two and four of one: every step has the same sequences,
+// even past the end of the data, and the same mean over them in loss, gradient and update.
 TEST(micro_batches) {
     const Text run = "-i train.bin -e l2h2c16t16 -d 64 -x 60 -u 5 -l 3e-3 --clip 0.5 --quiet" +
                      in_fp32();
@@ -160,7 +161,7 @@ TEST(validation) {
     expect(validate("val", 1, 0) != validate("val", 1, 10), "the last sequence is left out");
 }
 
-// Number of step lines in a log, which may end within one.
+// Returns the number of step lines in a log, which may end within a line.
 static int log_steps_of(const Text &folder) {
     const Text log = read_file(folder + "/log.jsonl");
     int steps = 0;
@@ -275,7 +276,7 @@ TEST(loader) {
 }
 
 // The loss of each of 200 steps with bf16 matmuls is within 2 % of that in fp32; a resume without
-// them reports it.
+// bf16 matmuls reports the change.
 TEST(bf16_matmuls) {
     const Text run = training_files() + " -e l2h2c64t64 -b 2 -l 1e-3 -u 20 -v 0 -o ";
     const Outcome exact = program(run + "exact -x 200"),

@@ -157,7 +157,6 @@ TEST(gpu_gradients_16, CUDA_ALL) {
     check_gradients<__half>();
 }
 
-// Returns the Euclidean norm of a - b.
 static double distance(const Reals &a, const Reals &b) {
     double squares = 0;
     for (size_t i = 0; i < a.size(); i++) {

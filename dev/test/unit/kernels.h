@@ -127,7 +127,6 @@ template <class E> static void compare_in(int line, const Reals &got, Nums want,
     (device_lacks_bf16() ? (void)test<__half>(__VA_ARGS__) : (void)test<bf16>(__VA_ARGS__))
 #define in_both_types(test, ...) (test<float>(__VA_ARGS__), in_16_bits(test, __VA_ARGS__))
 
-// Skips a test that needs bf16 on a GPU without it.
 static void need_bf16() {
     if (device_lacks_bf16()) {
         skip("this GPU has no bf16");
@@ -180,7 +179,8 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     compare_as(G, got[3], first, who + " dwpe, written");
 }
 
-// Frequent tokens and positions beyond T; gradients are added or, the first time, written.
+// Embedding forward and backward, with frequent tokens and with positions beyond T; backward adds
+// to the gradients or, the first time, writes them.
 TEST(gpu_embedding, CUDA_ALL) {
     static const int shapes[][5] = {
         {1, 1, 48, 257, 1}, {2, 65, 80, 257, 70}, {3, 17, 16, 50257, 17}, {1, 130, 1600, 257, 256}};
@@ -244,7 +244,7 @@ template <class E> static void check_layernorm(int N, int C) {
     compare_as(float, got[7], column_sums_of(got[4], before), who + " bias of inp");
 }
 
-// Rows handled by one warp and by several; more rows than partial sums.
+// LayerNorm with rows handled by one warp and by several, and with more rows than partial sums.
 TEST(gpu_layernorm, CUDA_ALL) {
     for (int N : {1, 65, 130}) {
         for (int C : {16, 80, 192, 768, 1600}) {
@@ -299,7 +299,8 @@ template <class E> static void check_gelu(int N, int OC) {
                who + " dbias alone");
 }
 
-// Both directions and both column sums; far from zero the results are exactly x, dout or 0.
+// GELU forward and backward, and both column sums; far from zero the results are exactly x, dout or
+// 0.
 TEST(gpu_gelu, CUDA_ALL) {
     static const int shapes[][2] = {{1, 64}, {65, 80}, {130, 768}, {1500, 48}, {2100, 264}};
     for (auto &s : shapes) {
@@ -349,7 +350,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     compare_as(G, got[4], zero, who + " dweight, written");
 }
 
-// Widths of C, 3 C and 4 C; few and many rows.
+// Matmuls with widths of C, 3 C and 4 C, and with few and many rows.
 TEST(gpu_matmul, CUDA_ALL) {
     static const int shapes[][3] = {{1, 48, 144},  {65, 80, 240}, {130, 16, 64}, {7, 192, 64},
                                     {33, 64, 384}, {3, 1600, 40}, {257, 32, 24}};
@@ -485,7 +486,8 @@ TEST(gpu_cached, CUDA_ALL) {
     check_cached<float>(70, 60, 2, 5, 8);
 }
 
-// Lengths around the tile size, heads of 8 to 128 channels, flat and sharp scores.
+// Attention with lengths around the tile size, heads of 8 to 128 channels, and flat and sharp
+// scores.
 TEST(gpu_attention, CUDA_ALL) {
     static const int shapes[][4] = {
         {1, 1, 16, 5},  {2, 1, 64, 3},   {3, 2, 80, 1},   {1, 63, 64, 3},  {2, 64, 32, 2},
@@ -520,7 +522,6 @@ TEST(gpu_attention, CUDA_ALL) {
     attention_cache_bytes = 0;
 }
 
-// Skips a test of wgmma on a GPU without it.
 static void need_wgmma() {
     int major = 0;
     cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
@@ -679,7 +680,8 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
     compare_as(E, got[1], want_d, who + " dlogits");
 }
 
-// Vocabularies from one pack to the largest; padding that would dominate every softmax.
+// The classifier with vocabularies from one pack to the largest, and with padding that would
+// dominate every softmax.
 TEST(gpu_classifier, CUDA_ALL) {
     static const int shapes[][2] = {{1, 2}, {2, 5}, {1, 257}, {65, 257}, {3, 1000}, {2, 50257},
                                     {1, 65536}};

@@ -88,7 +88,8 @@ static real fast_tanh(real x) {
     return tanh_end(r, n, x);
 }
 
-// exp and tanh over their whole range, and at points where a polynomial or a shift could be wrong.
+// exp and tanh are accurate over their whole range and at points where a polynomial or a shift
+// could be wrong.
 TEST(fast_maths, ALL) {
     const double low = GPT2_DOUBLE ? -800 : -120, range = GPT2_DOUBLE ? 1500 : 208;
     for (int i = 0; i <= 400000; i++) {
@@ -114,7 +115,6 @@ static const int matmul_shapes[][3] = {
     {21, 40, 1024},  // dout's rows map to one set of L1: packed before the matmul
 };
 
-// Returns inp weight^T.
 static Nums naive_matmul(const Reals &inp, const Reals &weight, int N, int C, int OC) {
     Nums out;
     for (int i = 0; i < N * OC; i++) {
@@ -355,7 +355,6 @@ struct NaiveLayerNorm {
     }
 };
 
-// Returns want + x.
 static Nums plus(Nums want, const Reals &x) {
     for (size_t i = 0; i < x.size(); i++) {
         want[i] = want[i] + x[i];
@@ -445,7 +444,8 @@ static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, 
     }
 }
 
-// Sequences of one key, of whole tiles, one more and one less; heads of 1 to 128 channels.
+// Attention over one key, over whole tiles and one key more and less, with heads of 1 to 128
+// channels.
 TEST(attention, ALL) {
     static const int shapes[][4] = {{1, 1, 8, 1},   {2, 1, 48, 3},   {1, 2, 3, 3},
                                     {2, 7, 48, 3},  {1, 65, 192, 3}, {2, 64, 64, 1},

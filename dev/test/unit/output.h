@@ -1,7 +1,7 @@
 // output.h -- tests of sampling, evaluation, the log, and of failures that users cannot cause.
 
-// The most likely token, top-k, top-p, and frequencies: at n evenly spaced random numbers,
-// sample_token returns a token of probability p n p times, within two.
+// The most likely token, top-k, top-p, and frequencies: for n evenly spaced random numbers, a token
+// of probability p is returned n p times, within two.
 TEST(sampling, ALL) {
     enum { V = 6, DRAWS = 20000 };
     static const double p[V] = {0.05, 0.4, 0.1, 0.25, 0.15, 0.05};
@@ -396,7 +396,7 @@ TEST(eval_learnt, ALL) {
 }
 
 // Failures from inside.
-// Situations that cannot be produced from outside the built program: a failing engine, a machine
+// These situations cannot be produced from outside the built program: a failing engine, a machine
 // with very little memory. Failures that a user can cause are tested by dev/test/*.cpp.
 
 static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int accum_step,

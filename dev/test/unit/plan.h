@@ -122,7 +122,6 @@ static Settings planned(const Text &options) {
     return s;
 }
 
-// Describes the settings, for failure messages.
 static Text settings_text(const Settings &s) {
     return text("L%d NH%d C%d V%d B%d T%d logit rows %d -r %s gpu %d dtype %d threads %d",
                 s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows,
@@ -568,7 +567,7 @@ TEST(stages, HOST) {
     expect(tick_update(&s) == 74);
 }
 
-// A network with random weights (also biases and LayerNorms) and its own engine.
+// A network with random weights, including biases and LayerNorms, and its own engine.
 struct Net {
     Engine e;
     Settings s;
