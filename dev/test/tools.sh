@@ -182,7 +182,9 @@ if [ -f again.state ]; then
 else
     skip "states" "runs end before they can be interrupted"
 fi
-(cat long; sleep 20) | $tokenize -o held --shard-tokens 1000000 - > said 2>&1 &
+# Its input never ends; a stream that only pauses could leave the first shard unfinished.
+while cat long; do sleep 0.2; done 2> /dev/null |
+    $tokenize -o held --shard-tokens 1000000 - > said 2>&1 &
 holder=$!
 until [ -e held_train_000000.bin ] || ! kill -0 $holder 2> /dev/null; do sleep 0.002; done
 said=$($tokenize -o held text 2>&1 > /dev/null)
