@@ -681,6 +681,14 @@ options=$(cd root/usr && bin/train_gpt2 --help | grep -oE '^  (-[a-zA-Z],|   ) -
 page=root/usr/share/man/man1/train_gpt2.1
 equal "make install: options of the manual page" "$options" \
     "$(sed 's/\\-/-/g' $page | grep -oE '^(\\fB-.\\fR, )?\\fB--[a-z0-9-]+' | grep -o -- '--.*')"
+version=$(root/usr/bin/train_gpt2 --version | sed -n '1s/train_gpt2 //p')
+root/usr/bin/train_gpt2 -e l1h1c16t16 -i one_train.bin -t 4 -b 1 -x 1 -o versioned --quiet
+equal "one version: manual page, log, README, changelog" \
+    "$(sed -n 's/^.TH .*train_gpt2 \(.*\)"/\1/p' $page;
+       sed -n 's/.*"version":"\([^"]*\)".*/\1/p' versioned/log.jsonl
+       sed -n 's/.*To cite:.*train_gpt2 \([0-9.]*[0-9]\).*/\1/p' "$root/README.md"
+       sed -n 's/^## \([0-9.]*\).*/\1/p' "$root/dev/CHANGELOG.md" | head -n 1)" \
+    "$(printf '%s\n' "$version" "$version" "$version" "$version")"
 if command -v groff > /dev/null; then
     equal "make install: a manual page without warnings" \
         "$(groff -man -ww -Tutf8 $page 2>&1 > /dev/null)" ""
