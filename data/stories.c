@@ -3,8 +3,8 @@
 //     data/stories > data/stories.txt
 //
 // Writes 2 MB, the same bytes on every machine, because it uses only integers, no locale and its
-// own random number generator. A test has the SHA-256 of the text, and the Makefile a loss measured
-// on it; both must be updated after any change to the words. `<|endoftext|>` separates two stories.
+// own random number generator. A test has the SHA-256 of the text, and dev/train.sh a loss on it;
+// both must be updated after any change to the words. `<|endoftext|>` separates two stories.
 //
 // The notation of words and plots:
 //
