@@ -19,8 +19,7 @@ fi
 set -- "$program" -i data/${text}_train.bin -j data/${text}_val.bin -x $steps "${recipe[@]}" \
     -n 500 -o $folder -y 1
 printf '\n$ %s\n' "$*"
-trap : INT TERM    # the program then saves and ends; this script says how to go on
-"$@" || exit
+"$@" || exit    # after Ctrl-C the program saves, its status is 0, and so this script goes on
 
 for saved in $folder/step-????????; do :; done    # the newest
 [ -d "$saved" ] || saved=
