@@ -77,7 +77,8 @@ TEST(checkpoint_foreign) {
                    "it has shape l2h2c16t16; this run: shape l2h2c32t16\n", "another shape");
     write_file("gpt2.bin", shard_bytes(Ids(3000, 995), GPT2_TOKENS));
     expect_refused(program("-i gpt2.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "it was trained on train.bin; gpt2.bin has different tokens", "another vocabulary");
+                   "it was trained on train.bin; gpt2.bin has different tokens",
+                   "another vocabulary");
     expect_refused(program("-i train.bin -e out"), "use one of its step-NNNNNNNN", "-e RUN");
     Text other = read_file("train.bin");  // same length, different tokens
     other.replace(SHARD_BYTES, 2000, other.substr(SHARD_BYTES + 1000, 2000));

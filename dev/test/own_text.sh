@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs dev/recipes/own_text.sh to its end on tinyshakespeare, as `make test FULL=1` does: five to ten
-# minutes on two cores. The last validation loss, per byte of the text, must be at most BOUND. One
-# line per test, last line `N passed, N failed, N skipped`.
+# Runs dev/recipes/own_text.sh to its end on tinyshakespeare, as `make test FULL=1` does: five to
+# ten minutes on two cores. The last validation loss, per byte of the text, must be at most BOUND.
+# One line per test, last line `N passed, N failed, N skipped`.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 BOUND=1.6    # nats per byte; dev/manual.md has the loss that was reached
