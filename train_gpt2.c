@@ -1758,7 +1758,7 @@ static void line_fit(char line[256], char *parts, const int *spare, int width) {
 // The build: information that a bug report should contain. The version number is defined here and
 // not taken from git, because the program may be built from an archive or from a single file.
 
-#define PROGRAM_VERSION "0.9"
+#define PROGRAM_VERSION "1.0"
 
 // Prints the text of --version; `more` lists further features that are built in.
 static void version_print(const char *name, const char *more) {
@@ -6663,7 +6663,7 @@ static void log_open(Run *run, int64_t resume_step) {
     if (!f) {
         die("cannot open log %s: %s", path, strerror(errno));
     }
-    fprintf(f, "{\"event\":\"start\",\"options\":{");
+    fprintf(f, "{\"event\":\"start\",\"version\":\"" PROGRAM_VERSION "\",\"options\":{");
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
         OptionType type = option_rows[i].type;
