@@ -248,6 +248,10 @@ static void launch_at(const char *file, int line, const char *name, void (*kerne
 #define UNROLL _Pragma("unroll")
 #define FORGET(word) asm volatile("" : "+r"(word))
 #else
+#undef launch
+#define launch(kernel, ...)                                                                        \
+    (cuda_check_at(emu_launch_error(__LINE__), "launch of " #kernel, __FILE__, __LINE__),          \
+     emu::launch_kernel(#kernel ", " #__VA_ARGS__, kernel, __VA_ARGS__))
 #define DYN_TILES DYN_SHARED
 #define UNROLL
 #define FORGET(word) (void)(word)
@@ -1787,7 +1791,7 @@ static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
 static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasStatus_t *status,
                              const MatmulPlan *plan, size_t workspace_bytes) {
     int found = 0;
-    cublasLtMatmulPreference_t preference;
+    cublasLtMatmulPreference_t preference = NULL;
     memset((void *)results, 0, MATMUL_ALGORITHMS * sizeof *results);  // unset bytes are hashed
     if (plan->key.has_bias) {
         // The heuristic derives an alignment from this address. Always pass an address with 16-byte

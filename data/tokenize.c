@@ -976,10 +976,13 @@ typedef struct {
     Place full;                  // the end of the open shard, once it is full
     int64_t held_count;          // tokens after a full shard: for the next one, or its own rest
     uint16_t held[REST_TOKENS];
+    Sha256 sha;                  // of the tokens in the open shard
 } Sink;
 
-static Sink train = {NULL, "train", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
-static Sink val = {NULL, "val", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
+static Sink train = {NULL, "train", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0},
+                     {{0}, 0, {0}}};
+static Sink val = {NULL, "val", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0},
+                   {{0}, 0, {0}}};
 
 // Name of the shard with this index; it has a number if --shard-tokens is given.
 static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
@@ -1050,6 +1053,7 @@ static void sink_open(Sink *s) {
         die("cannot create %s: %s", s->part, strerror(errno));
     }
     s->shard_tokens = 0;
+    sha256_start(&s->sha);
     sink_write(s, header, sizeof header);
 }
 
@@ -1058,10 +1062,12 @@ static void sink_finish(Sink *s) {
         return;
     }
     const Tokenizer *t = &s->tokenizer;
-    const int32_t header[LLMC_HEADER_BYTES / 4] = {
+    char hash[SHA256_TEXT];
+    int32_t header[LLMC_HEADER_BYTES / 4] = {
         llmc_files[LLMC_TOKENS].magic, 1, (int32_t)s->shard_tokens, t->vocabulary, t->kind,
         (int32_t)__builtin_bswap32((uint32_t)(t->hash >> 32)),
         (int32_t)__builtin_bswap32((uint32_t)t->hash)};
+    shard_seal(&s->sha, header, hash);
     if (lseek(s->fd, 0, SEEK_SET) != 0) {
         die("cannot rewind %s: %s", s->part, strerror(errno));
     }
@@ -1076,6 +1082,7 @@ static void sink_finish(Sink *s) {
 
 static void sink_add(Sink *s, const uint16_t *tokens, int64_t count) {
     sink_write(s, tokens, (size_t)count * sizeof *tokens);
+    sha256_add(&s->sha, tokens, (size_t)count * sizeof *tokens);
     s->shard_tokens += count;
 }
 
