@@ -524,7 +524,8 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
 static ncclComm_t nccl_open;  // null: this process has no communicator
 template <class Query> static void nccl_look(Query query) {
     double asked_ms = now_ms();
-    while (nccl_open && query() == cudaErrorNotReady) {
+    cudaError_t result = cudaSuccess;
+    while (nccl_open && (result = query()) == cudaErrorNotReady) {
         (void)cudaGetLastError();  // clear cudaErrorNotReady, which CUDA records as an error
         if (now_ms() - asked_ms > 100) {
             nccl_ask(nccl_open);
@@ -532,6 +533,7 @@ template <class Query> static void nccl_look(Query query) {
         }
         sched_yield();
     }
+    cuda_check_at(result, "cudaStreamQuery or cudaEventQuery", __FILE__, __LINE__);
 }
 
 // Waits until all work on the stream has completed.
@@ -4190,7 +4192,8 @@ static int device_lacks_bf16(void) {
 // device. Ends the run if the machine has no driver or no GPU.
 static void device_select(int local_rank) {
     int driver = 0, count = 0;
-    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+    cuda_check(cudaDriverGetVersion(&driver));  // 0: no driver
+    if (driver == 0) {
         die("no NVIDIA driver found; train_gpt2 runs on the CPU");
     }
     cuda_check(cudaGetDeviceCount(&count));

@@ -83,7 +83,8 @@ inline cudaError_t emu_launch_error(int line) {
 #define cudaMemcpy(...) EMU_CUDA(cudaMemcpy, __VA_ARGS__)
 #define cudaMemsetAsync(...) EMU_CUDA(cudaMemsetAsync, __VA_ARGS__)
 #define cudaMemset(...) EMU_CUDA(cudaMemset, __VA_ARGS__)
-#define cudaDeviceGetStreamPriorityRange(...) EMU_CUDA(cudaDeviceGetStreamPriorityRange, __VA_ARGS__)
+#define cudaDeviceGetStreamPriorityRange(...) \
+    EMU_CUDA(cudaDeviceGetStreamPriorityRange, __VA_ARGS__)
 #define cudaStreamCreateWithPriority(...) EMU_CUDA(cudaStreamCreateWithPriority, __VA_ARGS__)
 #define cudaStreamCreateWithFlags(...) EMU_CUDA(cudaStreamCreateWithFlags, __VA_ARGS__)
 #define cudaStreamSynchronize(...) EMU_CUDA(cudaStreamSynchronize, __VA_ARGS__)
