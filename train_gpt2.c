@@ -9358,7 +9358,10 @@ static void run_fit(Run *run, const Program *program) {
         program->refuse(&run->s);
     }
     if (program->try_kernels) {
-        program->try_kernels(&run->s);
+        Settings s = run->s;  // with the most sequences that -b auto may choose
+        const int64_t most = run->o.tokens_per_step / s.ranks / s.T;
+        s.B = options_auto_batch(&run->o) ? (int)max_i64(min_i64(most, 65536), s.B) : s.B;
+        program->try_kernels(&s);
     }
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
