@@ -3040,9 +3040,9 @@ __global__ void __launch_bounds__(AttentionTiles<E, HD, false>::WARPS *WARP)
 }
 
 // attention_backward_dkv_wgmma_kernel: as attention_backward_dkv_kernel; E is bf16 and HS 64.
-// It is a kernel of its own because in a common one ptxas would give the mma.sync instances more
-// registers. grid B NH ceil(T / BN), BN = OWN_ROWS keys, first (longest) rows first; block 32 WARPS;
-// dynamic shared memory DKV_BYTES: K, V, and Q, dO, LSE2 and D in PLACES places.
+// It is a kernel of its own because in a common one ptxas gives the mma.sync instances more
+// registers. grid B NH ceil(T / BN), BN = OWN_ROWS keys, first (longest) rows first; block 32
+// WARPS; dynamic shared memory DKV_BYTES: K, V, and Q, dO, LSE2 and D in PLACES places.
 // stages: as above, but 5 starts before 4: P^T is computed while dP^T is still under way. The
 // products of stages 6 and 7 run until the first wait of the next step.
 // numerics: as above: bf16: dK 3.1e-3, dV 2.4e-3.
@@ -3369,8 +3369,8 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
                ROW_WARPS * (HS + WARP) * sizeof(float), stream, out, lse, qkv, T, NH, HS);
     } else {
         check_rows(E, HS, out, qkv);
-        attention_run<ATTENTION_FORWARD, E>({qkv, nullptr, out, nullptr, lse, nullptr, nullptr, B, T,
-                                             NH, HS, stream});
+        attention_run<ATTENTION_FORWARD, E>({qkv, nullptr, out, nullptr, lse, nullptr, nullptr, B,
+                                             T, NH, HS, stream});
     }
 }
 
@@ -6542,7 +6542,7 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 // 4. On the emulated device nothing is tried unless EMU_KERNELS is set.
 
 constexpr int TRIAL_ROWS = 4;            // rows of the table, at most
-constexpr int TRIAL_TOKENS = 65536;      // of all sequences, at most: 2 GB at 124M
+constexpr int TRIAL_TOKENS = CUDA_CPU ? 1024 : 65536;  // of all sequences, at most: 2 GB at 124M
 constexpr int TRIAL_LENGTH_MIN = 16;     // shorter sequences are not worth a trial
 constexpr int TRIAL_LENGTH_CPU = 1024;   // longer ones are not computed on the CPU
 constexpr int TRIAL_NOISE = 8 * 8191;    // numbers; 8191 is prime, so rows differ
@@ -6633,9 +6633,9 @@ static const TrialResult trial_results[] = {
 };
 
 // The cases. `whole`: the run's sequences, else one whose length is no multiple of the tile size;
-// q and k are multiplied by `scale` (4: softmax close to one-hot; 8: scores that overflow 2^x unless
-// the maximum is subtracted), dO by `gradient`; `lost`: the last of several sequences is NaN, which
-// must not reach the others and must not vanish. Times are measured in the last case.
+// q and k are multiplied by `scale` (4: softmax close to one-hot; 8: scores that overflow 2^x
+// unless the maximum is subtracted), dO by `gradient`; `lost`: the last of several sequences is
+// NaN, which must not reach the others and must not vanish. Times are measured in the last case.
 struct TrialCase {
     bool whole;
     float scale, gradient;
@@ -6681,7 +6681,7 @@ static size_t trial_bytes(const Trial *t, const TrialShape &x, int output) {
 
 // differ_kernel: *count += the number of words in which a and b, n words each, differ. Grid up to
 // 1024, block 256: each thread compares every gridDim.x blockDim.x-th word. Exact.
-// budget: threads 256 regs 32 blocks 8 test gpu_differ
+// budget: threads 256 regs 16 blocks 8 test gpu_differ
 static __global__ void differ_kernel(unsigned *count, const unsigned *a, const unsigned *b,
                                      size_t n) {
     unsigned differ = 0;
@@ -7187,7 +7187,7 @@ static bool trial_supervise(KernelVerdicts *verdicts, const TrialShape &x, int c
 }
 
 // Reads or, with `before`, writes the cache of verdicts. It has one line per candidate,
-//   GPU, 132 SMs, driver 13000 580.65.06, build 0123456789abcdef| dq:64,1024,12,64=wgmma right 1.432
+//   GPU, 132 SMs, driver 13000 580.65, build 0123456789abcdef| dq:64,1024,12,64=wgmma right 1.432
 // A line that cannot be parsed is ignored; of two for the same candidate, the first counts. Writes
 // those that `before` lacks.
 static void trial_cache(KernelVerdicts *verdicts, const KernelVerdicts *before, const char *where,
@@ -7286,6 +7286,45 @@ static void kernels_try(const Settings *s) {
         *v = v->s[0] ? *v : KernelVerdict{"not tried"};
     });
     memcpy(rank_info.kernels, &verdicts, sizeof verdicts);
+}
+
+// Program.predict: the rates of the GPU's entry in the table of cards, with the gains that earlier
+// trials have cached.
+static const char *kernels_predict(Speed *speed, const Settings *s) {
+    static const double tiles[] = {2, 3, 4};  // matmuls of a tile in each kernel
+    KernelVerdicts verdicts = {};
+    TrialPlace place;
+    cudaDeviceProp gpu;
+    double gain[ATTENTION_KERNELS] = {};  // 0: not tried
+    const GpuEntry *card = nullptr;
+    int device;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&gpu, device));
+    for (const GpuEntry &entry : gpu_table) {
+        const bool named = strstr(card_key(gpu.name).s, card_key(entry.name).s) != nullptr;
+        const double share = (double)gpu.totalGlobalMem / 0x1p30 / entry.gib;
+        card = named && gpu.multiProcessorCount == (int)entry.sms && fabs(share - 1) < 0.05
+                   ? &entry : card;
+    }
+    if (!card || s->dtype == TYPE_FP32) {
+        return nullptr;
+    }
+    const bool tries = trial_place(&place, s);
+    if (tries) {
+        trial_cache(&verdicts, nullptr, place.where, place.shape, place.capability);
+    }
+    for (int i = 0; i < ATTENTION_KERNELS * ATTENTION_VARIANTS; i++) {
+        const char *verdict = verdicts[i / ATTENTION_VARIANTS][i % ATTENTION_VARIANTS].s;
+        const double ratio = verdict_ratio(verdict), used = ratio > 1 / TUNE_GAIN ? ratio : 1;
+        double *to = &gain[i / ATTENTION_VARIANTS];
+        *to = verdict[0] || !tries ? fmax(*to, used) : *to;
+    }
+    const double back = tiles[1] / gain[1] + tiles[2] / gain[2];  // infinite if one is not tried
+    const double gains[] = {gain[0], (tiles[1] + tiles[2]) / back};
+    Rates rates = card_rates(card);
+    const int unproved = rates_prove(&rates, card, s, gains);
+    *speed = speed_predict(&rates, s);
+    return unproved ? to_prove : "predicted for this GPU, not measured";
 }
 
 // Chooses each kernel's row: the fastest that is right or, if `wanted` is not null, the one that a
@@ -8206,6 +8245,7 @@ int train_gpt2cu_main(int argc, char **argv) {
         .command = gpu_command,
         .prove = kernels_prove,
         .try_kernels = kernels_try,
+        .predict = kernels_predict,
         .refuse = gpu_settings_check,
         .built = built,
         .device = device_name,
