@@ -6926,7 +6926,6 @@ static bool trial_is_right(Trial *t, const TrialCase &c, int kernel, int row, ch
     cuda_check(cudaMemsetAsync(t->differ, 0, sizeof differ, t->stream));
     trial_clear(t, TRIAL_CANDIDATE);
     trial_launch(t, kernel, row, TRIAL_CANDIDATE, t->stream);
-    trial_copy(t, TRIAL_CANDIDATE);
     for (int i = 0; i < TRIAL_REPEATS; i++) {
         trial_launch(t, kernel, 0, TRIAL_BESIDE, t->beside);
         trial_clear(t, TRIAL_AGAIN);
