@@ -6550,7 +6550,7 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 // 4. On the emulated device nothing is tried unless EMU_KERNELS is set.
 
 constexpr int TRIAL_ROWS = 4;            // rows of the table, at most
-constexpr int TRIAL_TOKENS = CUDA_CPU ? 1024 : 65536;  // of all sequences, at most: 2 GB at 124M
+constexpr int TRIAL_TOKENS = CUDA_CPU ? 256 : 65536;  // of all sequences, at most: 2 GB at 124M
 constexpr int TRIAL_LENGTH_MIN = 16;     // shorter sequences are not worth a trial
 constexpr int TRIAL_LENGTH_CPU = 1024;   // longer ones are not computed on the CPU
 constexpr int TRIAL_NOISE = 8 * 8191;    // numbers; 8191 is prime, so rows differ
