@@ -237,6 +237,7 @@ typedef struct {
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t generate, samples;
     int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, workspace, tune;
+    int64_t check_data;
     int64_t gpus, zero, timeout, gpu_mem;
     int64_t plan, fit, minimum, largest, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
@@ -313,6 +314,9 @@ static const OptionRow option_rows[] = {
     {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, GENERATES, "Data",
      "the tokenizer's merges: GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt; "
      "default: in data/ for GPT-2's tokens, else PREFIX_merges.txt next to the shards"},
+    {"check-data", 0, OPT_FLAG, FIELD(check_data), "0", 0, 1, NULL, OWN, 0, "Data",
+     "read all data before training: a token outside the vocabulary, or a shard whose SHA-256 is "
+     "not the one in its header or in the checkpoint, ends the run"},
     {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, 0, "Data",
      "read the windows of an epoch in random order"},
     {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, "auto", ANY, LEAST, "Batch",
@@ -723,6 +727,9 @@ static void options_contradict(const Options *o) {
     }
     if (o->eval && o->zero == 3) {  // all-gathers need all ranks in the same batch
         die("--eval: each GPU scores its own examples; --zero (-z) 3 is for training");
+    }
+    if (o->check_data && (options_plan(o) || o->eval)) {
+        die("--check-data reads the data of a training run: leave it out");
     }
     if (o->samples > 1 && !o->generate) {
         die("--samples needs --generate");
@@ -1338,11 +1345,11 @@ static void cgroup_memory(void *out, int version, const char *folder, const char
                  "total_inactive_file "},
                 {{"memory.max", "memory.high"}, "memory.current", "inactive_file "}};
     const int row = version - 1;
-    const int64_t used = folder_number(folder, rows[row].used, "", 0) -
-                         folder_number(folder, "memory.stat", rows[row].cached, 0);
-    for (int k = 0; k < 2; k++) {
+    const int64_t used = folder_number(folder, rows[row].used, "", -1);
+    const int64_t cached = folder_number(folder, "memory.stat", rows[row].cached, -1);
+    for (int k = 0; k < 2 && used >= 0 && cached >= 0; k++) {  // else the limit is unknown
         int64_t limit = folder_number(folder, rows[row].limits[k], "", INT64_MAX);
-        limit_memory((HostMemory *)out, limit - used, "%s of cgroup %.90s",
+        limit_memory((HostMemory *)out, limit - (used - cached), "%s of cgroup %.90s",
                      rows[row].limits[k], group);
     }
 }
@@ -3215,6 +3222,38 @@ static Rates card_rates(const GpuEntry *card) {
     return r;
 }
 
+// Attention kernels that a GPU uses once it has proved them (train_gpt2.cu, chapter Kernel trials):
+// the cards and the heads in bf16 that they are for, and the predicted shares of the dense rate,
+// forward and backward. wgmma: 285 TFLOP/s (250 to 330) and 245 (200 to 290) on an H100 at T =
+// 1024, estimated from the machine code; no GPU has run it. Source: dev/notes/hopper.md, "Predicted
+// rates".
+static const struct {
+    int line, HS;
+    double share[2];
+} proved_attention[] = {{LINE_H100, 64, {0.288, 0.248}}};
+
+// Sets the attention rates of a card, those of the default kernels, to those that a run with these
+// settings has: multiplied by gain[0] forward and gain[1] backward, as found in trials on this
+// machine, or for a gain of 0 (not tried) as predicted. Returns whether a rate is still to be
+// proved.
+static int rates_prove(Rates *r, const GpuEntry *card, const Settings *s, const double gain[2]) {
+    const size_t rows = sizeof proved_attention / sizeof proved_attention[0];
+    double *const rates[] = {&r->attention, &r->attention_back};
+    int unproved = 0;
+    for (size_t i = 0; i < 2 * rows; i++) {
+        const int k = (int)(i % 2);
+        if (card && card->line == proved_attention[i / 2].line && s->tune &&
+            s->dtype == TYPE_BF16 && s->model.C == proved_attention[i / 2].HS * s->model.NH) {
+            *rates[k] = gain[k] > 0 ? gain[k] * *rates[k]
+                                    : 1e12 * card->tflops * proved_attention[i / 2].share[k];
+            unproved |= !(gain[k] > 0);
+        }
+    }
+    return unproved;
+}
+static const double untried[2] = {0, 0};
+static const char to_prove[] = "predicted, if this GPU proves the kernels";
+
 // Rates used to compare settings if the card is not named: those of a 4090 and of two CPU cores.
 static Rates rates_usual(int gpu) {
     static const Rates cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
@@ -4109,11 +4148,13 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
     budget.device = bytes > reserved ? bytes - reserved : bytes > 0;  // 0 would mean unknown
     budget.host = UINT64_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
-    const Rates rates = card ? card_rates(card) : rates_usual(1);
+    Rates rates = card ? card_rates(card) : rates_usual(1);
+    const int unproved = rates_prove(&rates, card, s, untried);
     budget.speed = speed_predict(&rates, s);
     // Beyond one machine of eight GPUs the exchange is slower than these rates predict.
     budget.from = !card || s->dtype == TYPE_FP32 || card_is_too_old(card) ? NULL
                 : s->ranks > NCCL_PEERS + 1     ? "predicted for these cards in one machine"
+                : unproved                      ? to_prove
                                                 : "predicted for this card, not measured";
     return budget;
 }
@@ -6116,6 +6157,7 @@ typedef struct {
     uint64_t seed;
     int64_t tokens, windows;
     char problem[PATH_BYTES + 128];  // why the last batch failed
+    int problem_shard;               // dataset_hash: the first shard with a problem
 } Dataset;
 
 // Opens every shard that matches `pattern`, sorted by name, and splits it into sequences of T
@@ -6166,6 +6208,30 @@ static void dataset_close(Dataset *d) {
     free(d->shards);
     free(d->window);
     memset(d, 0, sizeof *d);
+}
+
+// Hashes the edges of every shard; if `all`, also reads every shard and checks its tokens and its
+// SHA-256. The first problem ends the run.
+static void dataset_hash(Dataset *d, int all) {
+    #pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < d->shard_count; i++) {
+        char problem[PATH_BYTES + 128];
+        const char *fault = shard_hash_edges(&d->shards[i]);
+        const int whole = fault || !all || shard_check(&d->shards[i], problem);
+        #pragma omp critical
+        if ((fault || !whole) && (!d->problem[0] || i < d->problem_shard)) {
+            d->problem_shard = i;
+            if (fault) {
+                snprintf(d->problem, sizeof d->problem, "cannot read token file %s: %s",
+                         d->shards[i].path, fault);
+            } else {
+                memcpy(d->problem, problem, sizeof problem);
+            }
+        }
+    }
+    if (d->problem[0]) {
+        die("%s", d->problem);
+    }
 }
 
 // Copies window `window` of `epoch` into T inputs and T targets. Returns 1, or 0 with the reason in
@@ -6540,6 +6606,9 @@ typedef struct Program {
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     int (*prove)(const char *shape);                          // --prove; NULL: none
     void (*try_kernels)(const Settings *s);                   // before memory is measured; or NULL
+    // Sets the speed that the table of cards and the kernel trials give this GPU; returns how it is
+    // known, or NULL if the table does not have the GPU.
+    const char *(*predict)(Speed *speed, const Settings *s);
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
     const char *built;                                        // optional features built in
     // Stores the device's name in `name`. Returns 0 if no device is usable; `name` is then the
@@ -6857,7 +6926,7 @@ static void run_save(Run *run) {
     rank_phase("saving", RANK_RUNS);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe,
-                         run->train.tokenizer.kind == TOKENIZER_BYTES};
+                         run->train.tokenizer.kind == TOKENIZER_BYTES, {&run->train, &run->val}};
     alarm_enable(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
@@ -7863,10 +7932,8 @@ static ShortText span_text(double seconds) {
     return text;
 }
 
-// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x. Hopper
-// has faster attention kernels for heads of 64 channels in bf16, which a run uses only if its GPU
-// has proved them (train_gpt2.cu, chapter Kernel trials): estimated at 285 TFLOP/s forward and 245
-// backward on an H100 at T = 1024, 0.288 and 0.248 of its dense rate.
+// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x; also the
+// speed with the default kernels if a card has faster ones to prove.
 static void forecast_print(const Settings *s, const MemoryBudget *budget, const Options *o) {
     const int64_t micros = step_micros(o, s);
     if (budget->from && micros > 0 && !s->forward) {
@@ -7875,15 +7942,12 @@ static void forecast_print(const Settings *s, const MemoryBudget *budget, const 
         const int64_t tokens = run ? run : 1000000000;
         print_wrapped(4, "forecast: %s tokens/s, %s tokens in %s; %s", count_text((int64_t)rate).s,
                       count_text(tokens).s, span_text((double)tokens / rate).s, budget->from);
-        if (budget->card && budget->card->line == LINE_H100 && s->dtype == TYPE_BF16 &&
-            s->model.C == 64 * s->model.NH) {
-            Rates rates = card_rates(budget->card);
-            rates.attention = 0.288e12 * budget->card->tflops;
-            rates.attention_back = 0.248e12 * budget->card->tflops;
-            const Speed speed = speed_predict(&rates, s);
-            const double proved = forecast_tokens_per_s(&speed, s, micros);
-            print_wrapped(4, "with wgmma attention: %s tokens/s; predicted, if this GPU proves the "
-                          "kernels", count_text((int64_t)proved).s);
+        Rates rates = card_rates(budget->card ? budget->card : gpu_table);
+        const Speed speed = speed_predict(&rates, s);
+        if (rates_prove(&rates, budget->card, s, untried)) {
+            const double usual = forecast_tokens_per_s(&speed, s, micros);
+            print_wrapped(4, "with the default kernels: %s tokens/s; predicted",
+                          count_text((int64_t)usual).s);
         }
     }
 }
@@ -8713,7 +8777,7 @@ static void speed_save(const Speed *v, const char *key) {
 // Fills in the speed of this machine for a plan, if it can be measured or is cached. The CPU's
 // speed is measured, which may take no longer than three steps, or than 15 % of a run of `steps`
 // steps (0: unknown); half of that limit is for the FLOPs that calibration_flops() counts. A GPU's
-// speed is read from the cache.
+// speed is read from the cache or, without a measured one, predicted.
 static void budget_measure(MemoryBudget *budget, const Program *program, const Settings *s,
                            int64_t micros, int64_t steps) {
     const double step = model_flops_per_token(&s->model, s->T) * s->B * s->T * (double)micros;
@@ -8725,7 +8789,8 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     if (program->device) {
         if (program->device(device)) {
             speed_key(key, device, s);
-            budget->from = speed_load(&budget->speed, key) ? "measured on this GPU" : NULL;
+            budget->from = speed_load(&budget->speed, key) ? "measured on this GPU"
+                                                           : program->predict(&budget->speed, s);
         }
         return;
     }
@@ -9268,7 +9333,8 @@ static int64_t run_resume(Run *run) {
     const ResumeChoice choice = choices[0];
     free(choices);
     if (choice.step >= 0) {
-        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL, 0};
+        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL, 0,
+                                  {&run->train, &run->val}};
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
         run_say(run, "loading %s", path);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
@@ -9368,7 +9434,10 @@ static void run_fit(Run *run, const Program *program) {
         program->refuse(&run->s);
     }
     if (program->try_kernels) {
-        program->try_kernels(&run->s);
+        Settings s = run->s;  // with the most sequences that -b auto may choose
+        const int64_t most = run->o.tokens_per_step / s.ranks / s.T;
+        s.B = options_auto_batch(&run->o) ? (int)max_i64(min_i64(most, 65536), s.B) : s.B;
+        program->try_kernels(&s);
     }
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
@@ -9403,6 +9472,25 @@ static void run_open_validation(Run *run) {
             die("--val-data (-j): %s has %s; %s has %s", o->val_data,
                 tokenizer_text(&run->val.tokenizer).s, o->train_data,
                 tokenizer_text(&run->train.tokenizer).s);
+        }
+    }
+}
+
+// Hashes the data for checkpoints, which record it, and checks all of it if --check-data asks for
+// that. The hash that ranks compare covers it too: each machine may have its own copy.
+static void run_hash_data(Run *run) {
+    const Options *o = &run->o;
+    Dataset *const sets[] = {&run->train, &run->val};
+    rank_info.data = fnv1a(run->val.windows, run->identity, strlen(run->identity));
+    for (int k = 0; k < 2 && (o->output[0] || o->check_data); k++) {
+        Dataset *d = sets[k];
+        if (o->check_data && d->shard_count) {
+            run_say(run, "checking all %s tokens of %s", count_text(d->tokens).s,
+                    k ? o->val_data : o->train_data);
+        }
+        dataset_hash(d, (int)o->check_data);
+        for (int i = 0; i < d->shard_count; i++) {
+            rank_info.data = fnv1a(rank_info.data, d->shards[i].edges, SHA256_TEXT);
         }
     }
 }
@@ -9736,7 +9824,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
     run_open_validation(run);
     run_identity(run->identity, &run->s, o, &run->train);
-    rank_info.data = fnv1a(run->val.windows, run->identity, strlen(run->identity));
+    run_hash_data(run);
     run_fit(run, program);                          // 5 micro-batch and steps; 6 memory
     run_prepare_samples(run);
     if (program->command && (o->check || o->compare)) {

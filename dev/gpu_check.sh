@@ -58,7 +58,7 @@ machine     20    5
 build      150  100
 check       60   50
 bits        40   20
-prove       60   10
+prove       90   15
 speed       60  130
 test       180  120
 sanitizer   75   90
@@ -632,7 +632,7 @@ stage_bits() {
 # hangs ends the command.
 stage_prove() {
     local status verdicts tried name rest seconds=${limit_s[$stage]}
-    logged "$seconds" "$GPT2CU" --prove 64,1024,12,16
+    logged "$seconds" "$GPT2CU" --prove 64,1024,12,64
     status=$?
     if grep -q '^gpu .*: 0 candidates$' "$work/last"; then
         report candidates skipped "this GPU has only the default kernels"
