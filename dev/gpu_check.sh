@@ -675,7 +675,7 @@ largest_batch() {
 # log, which is flushed after every line, the run is killed: the final checkpoint would have 19 GB
 # at 1558M.
 timed_run() {
-    local dir=$1 seconds most lines began=$SECONDS status
+    local dir=$1 seconds most lines began=$SECONDS status ended
     seconds=$(limit "$2")
     shift 2
     measured=
@@ -698,7 +698,8 @@ timed_run() {
     most=$(most_memory "$lines")
     kill -KILL $child 2> /dev/null
     wait $child 2> /dev/null
-    [ $status -ne 1 ] || status=$?
+    ended=$?
+    [ $status -ne 1 ] || [ $ended -eq 0 ] || status=$ended
     child=
     # A run may write its last step and end between two checks.
     [ "$(steps_of "$dir" step | tail -n 1)" != "$STEPS" ] || status=0
