@@ -484,7 +484,9 @@ def bits_case(work, number, command, draw, flips):
             with open(path, "wb") as f:
                 f.write(shard)
             done = place.run(command)
-        elif f"skipped out/{newest}: {name}" not in done.stderr or done.stderr.count("\n") != 1:
+        # A bit of the manifest may be in the entry of another file, which is then named.
+        elif f"skipped out/{newest}: {name if name != 'manifest.json' else ''}" not in done.stderr \
+                or done.stderr.count("\n") != 1:
             violation(what, command, f"status {done.returncode}, {done.stderr[:300]!r}")
         if done.returncode or not whole.items() <= digest(place.out()).items():
             violation(what, command, f"the run does not end with its bytes: {done.stderr[:300]!r}")
