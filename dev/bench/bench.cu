@@ -374,9 +374,8 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
          }},
     };
     // The rows above are row 0; these are the other variants for this GPU and head size.
-    int capability[2];
-    cuda_check(cudaDeviceGetAttribute(&capability[0], cudaDevAttrComputeCapabilityMajor, 0));
-    cuda_check(cudaDeviceGetAttribute(&capability[1], cudaDevAttrComputeCapabilityMinor, 0));
+    cudaDeviceProp gpu;
+    cuda_check(cudaGetDeviceProperties(&gpu, 0));
     for (int row = 1; row < ATTENTION_VARIANTS && std::is_same_v<E, __nv_bfloat16>; row++) {
         const AttentionVariant &v = attention_variants[row];
         for (int i = 0; i < 2; i++) {
@@ -388,7 +387,7 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
                 run(p);
                 std::fill(attention_choice, std::end(attention_choice), 0);
             };
-            if (v.capability == 10 * capability[0] + capability[1] && v.HS == C / NH) {
+            if (v.capability == 10 * gpu.major + gpu.minor && v.HS == C / NH) {
                 cases.push_back(c);
             }
         }
