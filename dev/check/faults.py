@@ -6,6 +6,8 @@
     dev/check/faults.py power [COUNT]    power loss: what was written and not synced may be missing
     dev/check/faults.py calls            each system call on the run's files fails once in each of
                                          its ways, or is the last one before SIGKILL
+    dev/check/faults.py long [STEPS]     no fault: a run of many steps under a memory limit, whose
+                                         memory, descriptors, threads and files must not grow
 
 Options: --seed N draws other moments and settings; --program PATH tests one program only; --jobs N
 runs at once (2). `kill` and `power` draw settings from `train_gpt2` and, if it is built,
@@ -17,12 +19,13 @@ saved, and end with the bytes of an undisturbed run; a run that sees a fault mus
 and one line. Prints a line per violation, then `N <what was tried>, K violations`; status 1 if K
 is not 0. Files are written to a temporary folder only.
 """
-import argparse, concurrent.futures, hashlib, os, random, re, shutil, signal, subprocess, sys
-import tempfile, time
+import argparse, collections, concurrent.futures, glob, hashlib, json, os, random, re, resource
+import shutil, signal, subprocess, sys, tempfile, time
 
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 RUN = ("-i t_train.bin -e l2h2c16t16 -b 1 -d 192 -x 9 -v 0 -s 4 -g 3 --tune 0 -y 1 -o out").split()
 violations = []
+tally = collections.Counter()    # faults by the part of a run they hit, and by its configuration
 
 
 def settings(programs):
@@ -40,6 +43,17 @@ def settings(programs):
                     extra += [line, line + ["--offload", "moments,master,residuals"]]
         every += [[program] + RUN + some + more for some in kept for more in extra]
     return every
+
+
+def count(command, number, where=None):
+    """Adds faults to the tally."""
+    value = dict(zip(command, command[1:]))
+    words = [os.path.basename(command[0])]
+    words += [f"{value['--gpus']} ranks -z {value['-z']}"] if "--gpus" in value else []
+    words += ["offload"] if "--offload" in value else []
+    tally["in " + " ".join(words)] += number
+    if where:
+        tally["while " + where] += number
 
 
 def saved_step(text):
@@ -121,6 +135,32 @@ def children(pid):
         return []
 
 
+def kill_moment(out, process, seconds, draw):
+    """Waits for a random time, which may be short, or for a checkpoint that is being written or
+    removed."""
+    if draw.random() < 0.5:
+        return time.sleep(draw.uniform(0, seconds * draw.choice((0.1, 0.9, 0.9))))
+    seen, wanted, end = set(glob.glob(out + "/*.tmp")), draw.randint(1, 6), time.time() + seconds
+    wanted += len(seen)
+    while len(seen) < wanted and time.time() < end and process.poll() is None:
+        seen.update(glob.glob(out + "/*.tmp"))
+        time.sleep(0.0003)
+    time.sleep(draw.uniform(0, 0.004))
+
+
+def kill_place(out, stdout):
+    """What a killed run was doing, from the folder it left."""
+    steps = [int(path[-8:]) for path in glob.glob(out + "/step-" + "[0-9]" * 8)]
+    unfinished = [int(path[-12:-4]) for path in glob.glob(out + "/*.tmp")]
+    if any(step < max(steps, default=0) for step in unfinished):
+        return "removing a checkpoint"
+    if unfinished:
+        return "writing a checkpoint"
+    if re.search(r"^step ", stdout, re.M):
+        return "training"
+    return "resuming" if steps else "starting"
+
+
 def kill_case(work, number, command, draw):
     """Kills a run several times in a row and lets the last one end. Returns the number of kills."""
     whole, seconds = undisturbed(work, command)
@@ -129,7 +169,7 @@ def kill_case(work, number, command, draw):
         process = subprocess.Popen(command, cwd=place.path, env=place.env, encoding="latin-1",
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                    start_new_session=True)
-        time.sleep(draw.uniform(0.02, seconds * 0.9))
+        kill_moment(place.out(), process, seconds, draw)
         ranks = children(process.pid)
         try:
             if ranks and draw.random() < 0.5:
@@ -142,6 +182,7 @@ def kill_case(work, number, command, draw):
         if process.returncode == 0:
             break    # it ended before the signal
         kills += 1
+        count(command, 1, kill_place(place.out(), stdout))
         saved = max(saved, saved_step(stdout))
     place.ends_as(whole, command, f"kill {number}", saved)
     shutil.rmtree(place.path)
@@ -369,6 +410,7 @@ def power_case(work, number, command, draw, losses):
         shutil.rmtree(place.out(), ignore_errors=True)
         disk.store(place.path, durable=draw)
         place.ends_as(whole, command, f"power loss {number} after call {cut}", saved_step(said))
+    count(command, losses)
     shutil.rmtree(place.path)
     return losses
 
@@ -440,15 +482,93 @@ def calls_case(work, command):
     return tried
 
 
+# --- Long runs ------------------------------------------------------------------------------------
+
+KEEP, SLACK = 2, 96 << 10    # KiB; the plan leaves space for the stacks of threads
+
+
+def usage(pid, out):
+    """Memory in KiB, descriptors and threads of a run's processes, and the files in its folder."""
+    used = collections.Counter(files=sum(len(names) for _, _, names in os.walk(out)))
+    for process in [pid, *children(pid)]:
+        try:
+            with open(f"/proc/{process}/status") as f:
+                for name, value in re.findall(r"^(VmSize|VmRSS|VmPeak|Threads):\s+(\d+)", f.read(),
+                                              re.M):
+                    used[name] = max(used[name], int(value)) if name == "VmPeak" else \
+                        used[name] + int(value)
+            used["descriptors"] += len(os.listdir(f"/proc/{process}/fd"))
+        except OSError:
+            return None    # it has just ended
+    return used
+
+
+def watched(place, command, limit):
+    """Runs a command with a limit of address space in KiB per process; samples what it uses."""
+    def limits():
+        if limit:
+            resource.setrlimit(resource.RLIMIT_AS, (limit << 10, limit << 10))
+    samples = []
+    with open(os.path.join(place.path, "said"), "w+", encoding="latin-1") as said:
+        process = subprocess.Popen(command, cwd=place.path, env=place.env, preexec_fn=limits,
+                                   stdout=said, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            samples.append(usage(process.pid, place.out()))
+            time.sleep(min(0.5, 0.005 + 0.01 * len(samples)))
+        said.seek(0)
+        text = said.read()
+    if process.returncode:
+        sys.exit(f"faults.py: {' '.join(command)}: {text[-500:]}")
+    return [sample for sample in samples if sample]
+
+
+def long_case(work, command, steps):
+    """Compares what a run uses early and late, and reads its log."""
+    every = max(1, steps // 2000)
+    saves = ["-n", str(steps // 20), "--keep", str(KEEP), "-v", str(steps // 20), "-m", "2",
+             "-s", str(steps // 20), "-g", "4", "--log-every", str(every), "-o", "out"]
+
+    def run(name, number, limit):
+        place = Place(work, name)
+        began = time.monotonic()
+        samples = watched(place, command + ["-x", str(number)] + saves, limit)
+        return place, samples, time.monotonic() - began
+    _, samples, _ = run("short", steps // 20 + 1, 0)
+    limit = SLACK + samples[-1]["VmPeak"]
+    place, samples, seconds = run("long", steps, limit)
+    quarter = len(samples) // 4
+    for name, more in [("VmSize", 0), ("VmRSS", 256), ("descriptors", 0), ("Threads", 0),
+                       ("files", 0)]:    # the least: a save needs more for a moment
+        first, last = (min(sample[name] for sample in part)
+                       for part in (samples[quarter:2 * quarter], samples[-quarter:]))
+        print(f"{name}: {first} in the second quarter, {last} in the last")
+        if last > first + more:
+            violation("a long run", command, f"{name} grew from {first} to {last}")
+    with open(os.path.join(place.out(), "log.jsonl")) as f:
+        rows = [json.loads(line) for line in f]
+    logged = [row["step"] for row in rows if "loss" in row]
+    if logged != [*range(every, steps + 1, every)] + [steps] * (steps % every != 0):
+        violation("a long run", command, f"its log has {len(logged)} steps")
+    began = time.monotonic()
+    subprocess.run([os.path.join(TOP, "dev/report.py"), place.out()], check=True,
+                   stdout=subprocess.DEVNULL)
+    log = os.path.getsize(os.path.join(place.out(), "log.jsonl"))
+    print(f"{seconds:.1f} s with at most {limit} KiB of address space per process, "
+          f"{len(samples)} samples; log of {len(rows)} lines, {log} bytes, drawn in "
+          f"{time.monotonic() - began:.2f} s")
+    return steps
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["kill", "power", "calls"])
+    parser.add_argument("what", choices=["kill", "power", "calls", "long"])
     parser.add_argument("count", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--program", action="append")
+    parser.add_argument("--options", help="more options of a long run")
     given = parser.parse_args()
-    if given.what != "kill" and not shutil.which("strace"):
+    if given.what in ("power", "calls") and not shutil.which("strace"):
         sys.exit("faults.py: needs strace")
     programs = given.program or [p for p in ("train_gpt2", "train_gpt2cu_cpu")
                                  if os.path.exists(os.path.join(TOP, p))]
@@ -465,6 +585,10 @@ def main():
         every = settings(programs)
         if given.what == "calls":
             tried = calls_case(work, [programs[0]] + RUN + ["-n", "2"])
+        elif given.what == "long":
+            shape = "-i t_train.bin -e l1h1c8t8 -b 1 --tune 0".split()
+            tried = long_case(work, [programs[0]] + shape + (given.options or "").split(),
+                              given.count)
         else:
             cases, left = [], given.count
             while left > 0:
@@ -478,7 +602,9 @@ def main():
                     cases.append(pool.submit(power_case, work, len(cases), command, draw, losses))
                     left -= losses
             tried = sum(case.result() for case in cases)
-    noun = {"kill": "kills", "power": "losses of power", "calls": "faults"}[given.what]
+    noun = {"kill": "kills", "power": "losses of power", "calls": "faults", "long": "steps"}[given.what]
+    for name, number in sorted(tally.items()):
+        print(f"{number:6} {name}")
     print(f"{tried} {noun}, {len(violations)} violations")
     return 1 if violations else 0
 
