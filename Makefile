@@ -2,7 +2,7 @@
 # Detected settings can be overridden: make CC=clang OMP= MARCH=-march=x86-64
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-# --- Detection. try(compiler and flags, libraries): does an empty program link? -------------------
+# --- Detection. try(compiler and flags, libraries): yes if an empty program links -----------------
 on_path = $(shell command -v $(1) 2>/dev/null)
 try = $(shell mkdir -p build && echo 'int main(void) { return 0; }' | \
         $(1) - -o build/try.$$$$ $(2) 2>/dev/null && echo yes; rm -f build/try.$$$$)
@@ -13,7 +13,7 @@ CXX := $(if $(call is_default,CXX),$(if $(findstring clang,$(CC)),clang++,g++),$
 building := $(filter-out help clean deps,$(MAKECMDGOALS))
 ifneq ($(if $(call on_path,$(firstword $(CC))),,$(building)),)
 $(shell dev/deps.sh build >&2)
-$(if $(call on_path,$(firstword $(CC))),,$(error $(CC) is not there; `make deps` says what is))
+$(if $(call on_path,$(firstword $(CC))),,$(error $(CC) not found; `make deps` says what to install))
 endif
 MARCH := $(firstword $(foreach f,-march=native -mcpu=native,$(if $(call try,$(CC) $(f) -xc),$(f))))
 OMP := $(if $(call try,$(CC) -fopenmp -include omp.h -x c),-fopenmp)
@@ -59,18 +59,19 @@ $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: C
 $(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none found (sm_75 or newer))))
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL$(if $(mpi), · MPI),✗ NCCL: one GPU only)))
 endif
-# --- Flags. No contraction outside the matmul, never -Ofast: same source, same bits ---------------
-# (but with MARCH=-march=x86-64, without fused multiply-add, its matmul rounds every product).
-# Warnings stop the build only with WERROR=-Werror, as in `make test`: a warning of a compiler that
-# was never tried must not keep a user from building the program.
+# --- Flags ----------------------------------------------------------------------------------------
+# Multiplications and additions are contracted in the matmul only, and -Ofast is never used, so the
+# same source gives the same bits. Exception: MARCH=-march=x86-64 has no fused multiply-add.
+# Warnings stop the build only with WERROR=-Werror, as in `make test`: a warning from an untested
+# compiler must not keep a user from building the program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
 OPT += -pthread -Wall -Wextra -Wundef $(WERROR)
 C := $(CC) -std=c11 $(OPT) -Wc++-compat
-# AROUND: for programs that include train_gpt2.c, none of which uses all its functions. CPP: g++
-# warns about C's partial initialisers.
+# AROUND: for programs that include train_gpt2.c but do not use all its functions. CPP: g++ warns
+# about C's partial initialisers.
 AROUND := -Wno-unused-function
 CPP := $(CXX) -std=c++17 $(OPT) -Wno-missing-field-initializers $(AROUND) -x c++
-# Line tables only, and no checks that repeat ASan's: halves the time to compile.
+# Line tables only, and no checks that duplicate ASan's: halves the compile time.
 ASAN := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
         -fno-sanitize=null,object-size,vptr
 NO_HEADERS = $@ needs CUDA's headers: a toolkit, or the wheels dev/cuda_cpu/cuda_runtime.h names
@@ -210,8 +211,8 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 	[ -f data/$${text}_train.bin ] || { text=stories_bytes steps=4000 loss=0.25; }; \
 	set -- ./$(PROGRAM) -i data/$${text}_train.bin -j data/$${text}_val.bin -x $$steps $(RECIPE); \
 	printf '\n$$ %s\n' "$$*"; "$$@"; printf '\nExpected: a validation loss of %s or less.\n' $$loss; \
-	echo 'Next: ./$(PROGRAM) --help lists the options; -x 9000 trains longer; -o runs/one keeps it;'; \
-	echo '      -e d12 --plan shows what GPT-2 needs; data/tokenize --help: a text of yours.'
+	echo 'Next: ./$(PROGRAM) --help lists the options; -x 9000 trains longer; -o runs/one saves it;'; \
+	echo '      -e d12 --plan shows what GPT-2 needs; data/tokenize --help: your own text.'
 
 FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \
         M32='$(M32)' NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' \
@@ -240,6 +241,6 @@ install: $(PROGRAM) ## program, manual page and bash completion, in PREFIX=/usr/
 	$(call from_help,bash,share/bash-completion/completions/$(PROGRAM))
 deps: ## install, or name, the packages that tests and benchmarks need
 	@dev/deps.sh build test lint bench
-clean: ## remove what was built; data/*.bin and runs/ stay
+clean: ## remove everything built; data/*.bin and runs/ stay
 	rm -rf build train_gpt2 train_gpt2cu train_gpt2cu_cpu data/tokenize data/stories
 -include $(wildcard build/*.d)

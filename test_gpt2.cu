@@ -1,17 +1,14 @@
 // test_gpt2.cu -- numeric tests of train_gpt2: every chapter that computes, tested from inside.
 //
-// One program with a table of tests (dev/test/harness.h). Each test runs in its own process and
-// folder and prints one line: the comparison closest to failing, its error and tolerance, the share
-// of the tolerance that was used, and ok or FAILED. The naive references of the fast code are here;
-// they compute in a wider type and supply the tolerance of every element.
+// One program with a table of tests; dev/test/harness.h describes its arguments and output. Naive
+// references of the fast code compute in a wider type and supply the tolerance of every element.
 //
 // Tolerances are not tuned: each is an error model (sum_error, below) or next to a comment that
 // derives it, and is never relaxed to make a test pass. NaN always fails. Tests that drive the
 // built programs as a user does are in dev/test/*.cpp.
 //
 // Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            train_gpt2.c
-//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu, part Kernels and
-//         after
+//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu
 //
 // Run:    build/test_gpt2             all tests, or those whose names start with an argument
 //         build/test_gpt2 --list      the names; the exit status is 0 only if no test failed
@@ -29,7 +26,7 @@
 #else
 #include "train_gpt2.c"
 #endif
-// The builds, one bit each: a test that one build leaves out runs in another with the same input.
+// The builds, one bit each. A test that one build skips runs in another with the same input.
 // THIS_BUILD is a macro because harness.h reads it. EMULATED: needs the emulated device.
 enum {
     FLOAT = 1,
@@ -60,7 +57,7 @@ enum { EMULATED = CUDA_CPU ? CUDA : NO_BUILD, EMULATED_ALL = CUDA_CPU ? CUDA_ALL
 // -------------------------------------------------------------------------------------------------
 // 1. Harness
 // Additions to dev/test/harness.h: the type that the program computes in, and the whole program as
-// a function, for situations that a built program cannot be brought into.
+// a function, for situations that cannot be produced from outside a built program.
 
 typedef std::vector<real> Reals;
 #if GPT2_DOUBLE
@@ -68,20 +65,21 @@ typedef long double wide;  // type of the naive references
 static const double unit = 0x1p-53, smallest = 0x1p-1022;
 #else
 typedef double wide;
-static const double unit = 0x1p-24, smallest = 0x1p-126;  // of rounding; least normal number
+static const double unit = 0x1p-24, smallest = 0x1p-126;  // unit roundoff; least normal number
 #endif
 
-// Bitwise equal; NaN equals itself.
+// True if bitwise equal; a NaN equals itself.
 static int same_bits(const Reals &a, const Reals &b) {
     return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(real)) == 0;
 }
 
-// Relative error of a sum of n rounded products, over the sum of their magnitudes. Rounding errors
-// with random signs grow with sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019); this is
-// four standard deviations, plus four roundings of inputs and output.
+// Returns a bound on the error of a sum of n rounded products, relative to the sum of their
+// magnitudes. Rounding errors with random signs grow with sqrt(n) (Higham and Mary, SIAM J. Sci.
+// Comput. 41, 2019); this is four standard deviations, plus four roundings of inputs and output.
 static double sum_error(double n) { return (4 * sqrt(n) + 4) * unit; }
 
-// Uniform numbers in (-1.7, 1.7) x scale with standard deviation `scale`, from (seed, index).
+// Returns uniform numbers in (-1.7, 1.7) x scale, whose standard deviation is `scale`; number i
+// depends only on seed and i.
 static Reals noise(size_t n, double scale, uint64_t seed) {
     Reals out(n);
     for (size_t i = 0; i < n; i++) {
@@ -90,7 +88,7 @@ static Reals noise(size_t n, double scale, uint64_t seed) {
     return out;
 }
 
-// Like harness.h's near_at, for this file's lines.
+// Like harness.h's near_at, with this file's name.
 static void near_at(int line, wide got, wide want, double tol, const Text &where) {
     near_at(__FILE__, line, got, want, tol, where);
 }

@@ -12,14 +12,14 @@
 // To see how GPT-2 trains, read The model, part C, Data, and Training and output; parts B and E can
 // be skipped.
 //
-// Build:  make train_gpt2   (the Makefile gives the reasons for its flags)
+// Build:  make train_gpt2   (the Makefile explains its flags)
 // Run:    ./train_gpt2      trains a small character model;  ./train_gpt2 --help lists every option
 //
 // This file is also C++17 and is read by nvcc: no restrict, no VLA, casts on malloc, designators in
 // order.
 //
 // Contents
-// Part A. Ground
+// Part A. Foundations
 //   1  Prelude
 //   2  Random numbers
 //   3  Options
@@ -96,12 +96,11 @@
 #endif
 
 // =================================================================================================
-// Part A. Ground
+// Part A. Foundations
 
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
-// Two of the four files of data/ that this program includes, and the number type of the CPU
-// reference.
+// Includes two of the four files of data/ and defines the number type of the CPU reference.
 
 // Errors, checked memory, hashes, JSON, the tokenizer and file formats do not depend on the model,
 // so they are in files of their own, which data/tokenize.c also includes. Everything is static: the
@@ -226,7 +225,8 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 // 1. A value outside its range or choices, an unknown option and a repeated option each end the
 //    run; nothing is clamped.
 // 2. Options that contradict each other are rejected by name (options_contradict).
-// 3. Letters that llm.c uses keep its meaning, except -h (help) and -r (1 is the whole block).
+// 3. Letters that llm.c uses keep its meaning, except -h (help) and -r (level 1 recomputes the
+//    whole block).
 
 typedef struct {
     const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
@@ -275,8 +275,8 @@ typedef enum {
 // command and not to the run.
 typedef enum { ANY, SAME, OWN } OptionOnResume;
 
-// Commands for which a row is special. GENERATES: --generate uses it; any other option is one of
-// training and a mistake there. LEAST: --minimum decides it itself, or does not depend on it.
+// Flags of a row. GENERATES: --generate uses the option; it rejects options without this flag.
+// LEAST: --minimum rejects the option, because it chooses the value or does not depend on it.
 enum { GENERATES = 1, LEAST = 2 };
 
 typedef struct {
@@ -286,7 +286,7 @@ typedef struct {
     size_t offset;        // of the field in Options
     const char *value;    // default, as a user would type it; NULL: the program or model decides
     double low, high;     // allowed range of a number; for a text, low 1 means not empty
-    const char *choices;  // for OPT_CHOICE and OPT_SET
+    const char *choices;  // OPT_CHOICE and OPT_SET: the list; OPT_INT: a word that means 0, or NULL
     OptionOnResume on_resume;
     int commands;  // GENERATES, LEAST
     const char *subject, *help;
@@ -300,7 +300,7 @@ static const OptionRow option_rows[] = {
     {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, GENERATES, "Model",
      "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
      "weights: a folder with model.safetensors and config.json, or an llm.c .bin; "
-     "l4h4c128t64v8192 also names the vocabulary, by default the data's"},
+     "l4h4c128t64v8192 also sets the vocabulary size, by default the data's"},
     {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, GENERATES, "Model",
      "tokens in a sequence, T; default: the model's"},
     {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, GENERATES, "Model",
@@ -311,19 +311,19 @@ static const OptionRow option_rows[] = {
     {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, 0, "Data",
      "token shards to validate on"},
     {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, GENERATES, "Data",
-     "merges of the tokens: GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt; "
-     "default: in data/ for GPT-2's, PREFIX_merges.txt next to other shards"},
+     "the tokenizer's merges: GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt; "
+     "default: in data/ for GPT-2's tokens, else PREFIX_merges.txt next to the shards"},
     {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, 0, "Data",
      "read the windows of an epoch in random order"},
     {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, "auto", ANY, LEAST, "Batch",
-     "sequences in a micro-batch, B; auto, on a GPU the default with -d: the most that divide the "
+     "sequences in a micro-batch, B; auto (the default with -d on a GPU): the most that divide the "
      "step and fit without recomputation, at most 65,536 tokens"},
     {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, ANY, 0, "Batch",
      "tokens in an optimizer step, a multiple of B x T; default: B x T"},
     {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, ANY, 0, "Batch",
      "optimizer steps; default: one epoch"},
     {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, ANY, 0, "Batch",
-     "train on the first batch only, again and again"},
+     "train on the first batch only, repeatedly"},
     {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, 0, "Optimizer",
      "peak learning rate"},
     {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, schedules, ANY, 0, "Optimizer",
@@ -353,7 +353,7 @@ static const OptionRow option_rows[] = {
     {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, 0, "Validation",
      "batches per validation, at most as many as the data has; 0: all"},
     {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, ANY, 0, "Samples",
-     "steps between samples; the last step is also followed by one; 0: never"},
+     "steps between samples, with one more after the last step; 0: never"},
     {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, GENERATES,
      "Samples", "tokens in a sample"},
     {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, GENERATES, "Samples",
@@ -366,8 +366,8 @@ static const OptionRow option_rows[] = {
     {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, GENERATES, "Samples",
      "sample from the most likely tokens whose probabilities sum to p"},
     {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, OWN, GENERATES, "Samples",
-     "print the prompt and the model's continuation, at most -g tokens or up to its end of "
-     "text, and exit; needs memory for the weights and a KV cache only. Beyond T positions the "
+     "print the prompt and the model's continuation, up to its end-of-text token or at most -g "
+     "tokens, and exit; needs memory for the weights and a KV cache only. Beyond T positions the "
      "window slides, as in samples of a training run, and each token recomputes the window"},
     {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, OWN, GENERATES, "Samples",
      "with --generate: samples per prompt, separated by a line ---"},
@@ -386,15 +386,15 @@ static const OptionRow option_rows[] = {
      "print only errors and the score of --eval; log.jsonl is written as usual"},
     {"recompute", 'r', OPT_TEXT, FIELD(recompute), "auto", 0, 0, NULL, ANY, LEAST, "Memory",
      "activation checkpointing: what backward recomputes, one of the levels below. LEVEL:K: in "
-     "the first K blocks only; LEVEL:K,LEVEL: and another level in the others; auto: the least "
+     "the first K blocks only; LEVEL:K,LEVEL: a second level in the other blocks; auto: the least "
      "that fits"},
     {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, LEAST, "Memory",
-     "rows of logits in memory at a time (changes rounding); 0: as many as take 64 MiB, on a GPU "
+     "rows of logits in memory at a time (changes rounding); 0: as many as fit in 64 MiB, on a GPU "
      "one eighth of the micro-batch's rows, at least 2560 and at most 8192"},
     {"matmul", 0, OPT_CHOICE, FIELD(matmul), "fp32", 0, 0, matmul_types, ANY, 0, "Memory",
      "CPU: number type of matmul operands; sums and everything else stay fp32"},
     {"workspace", 0, OPT_BYTES, FIELD(workspace), "0", 0, 0, NULL, ANY, 0, "Memory",
-     "device memory that cuBLASLt may use for partial sums (changes rounding); 0: 128MiB, 32MiB "
+     "device memory that cuBLASLt may use for partial sums (changes rounding); 0: 128MiB, or 32MiB "
      "for small models"},
     {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, GENERATES, "Memory",
      "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU that "
@@ -434,8 +434,8 @@ static const OptionRow option_rows[] = {
      "print the largest --batch or --seq-len that fits, and exit; other options as given, by "
      "default -r auto --offload none"},
     {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, GENERATES, "Plan and checks",
-     "with --plan, --fit, --minimum, --largest: plan for this card, one of those below; with "
-     "--plan, all: one line for each card"},
+     "with --plan, --fit, --minimum, --largest: plan for this card, one of those below; all, with "
+     "--plan: print one line for each card"},
     {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, GENERATES | LEAST,
      "Plan and checks",
      "with --plan, --fit, --largest: plan for this much device memory (16GiB); a run on a GPU uses "
@@ -446,8 +446,8 @@ static const OptionRow option_rows[] = {
      "GPU program: compare memory and time of a step with and without recomputation"},
     {"prove", 0, OPT_TEXT, FIELD(prove), NULL, 1, 0, NULL, OWN, 0, "Plan and checks",
      "GPU program: try each faster kernel on this GPU for HS,T,NH,B (head size, tokens, heads, "
-     "sequences), as a run does once by itself, print whether it is right and its speed-up, and "
-     "exit"},
+     "sequences), as a run does once by itself, print whether its results are correct and its "
+     "speed-up, and exit"},
     {"tune", 0, OPT_SWITCH, FIELD(tune), "1", 0, 1, NULL, OWN, GENERATES, "Plan and checks",
      "GPU program: time cuBLASLt's algorithms and try faster kernels at start-up, and cache the "
      "choice for this GPU in ~/.cache/train_gpt2; 0: use the heuristic's first algorithm and the "
@@ -459,10 +459,11 @@ static const OptionRow option_rows[] = {
 };
 #undef FIELD
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
-static_assert(OPTION_ROWS <= sizeof ((Options *)NULL)->given, "each row has its place in `given`");
+static_assert(OPTION_ROWS <= sizeof ((Options *)NULL)->given, "`given` has one entry per row");
 
 // Parses a size such as "16GiB", "512M", "1e9" or "38000000" into bytes; -1 if it is not a size.
-// Units are powers of 1024 in every spelling, because GPUs are sold and drivers count that way.
+// Units are powers of 1024 in every spelling, because that is how the memory of GPUs is sold and
+// reported.
 static int64_t parse_bytes(const char *text) {
     char *end;
     errno = 0;
@@ -581,7 +582,7 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
         return value ? value : "";
     }
     memset(text, 0, 64);
-    if (row->type == OPT_REAL) {  // with the fewest digits that are exact
+    if (row->type == OPT_REAL) {  // the fewest digits that parse to the same value
         const double value = *(const double *)(const void *)field;
         int digits = 6;
         do {
@@ -612,9 +613,9 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
 static void recompute_print_help(void);  // chapter Memory plan
 static void gpu_print_help(void);        // chapter Step time
 
-// Prints the words of `text` from column `column` on, in lines of at most 80 columns. All but the
-// first begin at column `indent`; the last one is ended. No line ends at UNBROKEN, which is printed
-// as a space.
+// Prints `text` and a newline, wrapped at spaces to 80 columns. The first line continues at column
+// `column`; the others are indented by `indent`. UNBROKEN is printed as a space but is never a line
+// break.
 #define UNBROKEN '\037'
 static void text_wrap(const char *text, int column, int indent) {
     enum { WIDTH = 80 };
@@ -703,7 +704,6 @@ static int options_plan(const Options *o) {
     return o->plan || o->fit || o->minimum || o->largest;
 }
 
-// Returns whether --gpu names all cards of the table.
 static int options_all_cards(const Options *o) { return strcmp(o->gpu, "all") == 0; }
 
 // Ends the run if options contradict each other or require others that are missing: an option that
@@ -721,22 +721,22 @@ static void options_contradict(const Options *o) {
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
     }
-    if (o->eval && o->zero == 3) {  // GPUs are not at the same batch, as gathering weights requires
-        die("--eval: each GPU scores examples by itself: --zero (-z) 3 is for training");
+    if (o->eval && o->zero == 3) {  // all-gathers need all ranks in the same batch
+        die("--eval: each GPU scores its own examples; --zero (-z) 3 is for training");
     }
     if (o->samples > 1 && !o->generate) {
         die("--samples needs --generate");
     }
     if (o->generate && options_plan(o) && !o->plan) {
-        die("--generate: --plan prints what memory it takes; --fit, --minimum and --largest are "
-            "for training");
+        die("--generate: --plan prints the memory that it takes; --fit, --minimum and --largest "
+            "are for training");
     }
     if (o->gpu[0] && !options_plan(o)) {
-        die("--gpu needs --plan, --fit, --minimum or --largest: it plans for a card that is not "
-            "here");
+        die("--gpu needs --plan, --fit, --minimum or --largest: it only plans for the card that "
+            "it names");
     }
     if (options_all_cards(o) && (!o->plan || o->generate)) {
-        die("--gpu all needs --plan of training: it prints one line for each card");
+        die("--gpu all needs --plan, for training: it prints one line for each card");
     }
     if (o->gpu_mem > 0 && o->gpu_mem < 1 << 20) {
         die("--gpu-mem: %" PRId64 " bytes are less than 1 MiB; did you mean %" PRId64 "GiB?",
@@ -756,7 +756,7 @@ static void options_contradict(const Options *o) {
             o->resume ? "--resume (-y)" : o->save_every ? "--save-every (-n)" : "--keep", wants);
     }
     if (o->val_data && !o->train_data) {
-        die("--val-data (-j) needs --train-data (-i): the default data brings its own");
+        die("--val-data (-j) needs --train-data (-i): the default data includes validation data");
     }
 }
 
@@ -822,7 +822,7 @@ static void options_parse(Options *o, int argc, char **argv) {
             value = argv[++a];
         }
         if (row->type == OPT_TEXT && row->low > 0 && !value[0]) {
-            die("--%s: '' names nothing", row->name);
+            die("--%s: the value is empty", row->name);
         }
         option_set(o, row, value);
     }
@@ -930,7 +930,8 @@ static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
 // for wte, wpe, lnfw and lnfb. With `tensor` = TENSORS, returns the size of the buffer, in
 // elements.
 static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) {
-    // Elements before the tensor: outside the blocks, and inside its block; elements of a block.
+    // Elements before the tensor that are outside the blocks; those inside its block; the size of a
+    // block.
     int64_t outside = 0, inside = 0, block = 0;
     for (int i = 0; i < TENSORS; i++) {
         int64_t size = tensor_padded_size(m, i, subset), before = i < tensor ? size : 0;
@@ -1211,7 +1212,8 @@ static void stop_on_signals(void) {
         sigaction(SIGHUP, &action, NULL);
     }
     // Launchers and batch systems send SIGUSR1 to ask for "save and stop", and so does a parent to
-    // its ranks, because a terminal's signals reach both. It only asks, even if sent repeatedly.
+    // its ranks, because a terminal's signals reach both. It only requests a stop, even if sent
+    // repeatedly.
     sigaction(SIGUSR1, &action, NULL);
 }
 
@@ -1238,8 +1240,8 @@ static ssize_t read_or_stop(int fd, char *out, size_t budget) {
 }
 
 // Host memory. The memory still available to the process is the minimum of free memory, its cgroup
-// limits and `ulimit`. A process that exceeds one of them is killed or its allocations
-// fail, so a plan is checked against all of them first.
+// limits and `ulimit`. A process that exceeds one of them is killed or its allocations fail, so a
+// plan is checked against all of them first.
 
 // Returns the number after `key` on the first line of the file `path` that starts with `key` and a
 // number, or `otherwise` if there is none.
@@ -1345,8 +1347,8 @@ static void cgroup_memory(void *out, int version, const char *folder, const char
     }
 }
 
-// Returns the bytes of the stacks of the threads that OpenMP will start in addition to the
-// `running` ones, up to a total of at least two, because saving a checkpoint uses two. Each stack
+// Returns the bytes of the stacks of the threads that are still to be started: OpenMP's, but at
+// least two in all because saving a checkpoint uses two, minus those that are `running`. Each stack
 // takes as much address space as `ulimit -s` allows.
 static int64_t stacks_to_come(int64_t running) {
     struct rlimit r;
@@ -1483,16 +1485,16 @@ static Ranks this_rank = {0, 1, 0, 1, 0, 0, 0, 0};
 // The last collective that a rank has started. The GPU writes this record in stream order, because
 // the host is ahead of the stream.
 typedef struct {
-    uint64_t begun, done;  // last one started, last one finished; equal: none is pending
-    int call;              // which one: RANK_HANDSHAKE ... RANK_BROADCAST
+    uint64_t begun, done;  // the last one started, the last one finished; equal: none pending
+    int call;              // its kind: RANK_HANDSHAKE ... RANK_BROADCAST
 } CollectiveState;
 
-// Maximum length of a GPU's name, and size of an id (NCCL's), in bytes.
+// Bytes of a GPU's name, of NCCL's id and of the verdicts on kernels.
 enum { RANK_TEXT = 96, RANK_ID = 128, RANK_KERNELS = 1024 };
 
-// Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
-// memory, thread blocks, GPU and id must be equal on all ranks: with different options or data,
-// ranks would train different models and wait forever for data of other sizes.
+// Sent to the other ranks in the handshake, before any rank builds its plan. The four fingerprints
+// must be equal on all ranks: with different options or data, ranks would train different models
+// and wait forever for data of other sizes.
 typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
     uint64_t device, host;                      // bytes available for a plan
@@ -1507,7 +1509,7 @@ typedef struct {
     char kernels[RANK_KERNELS];
     int kernels_unlike;
 } RankInfo;
-static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least of all
+static RankInfo rank_info;  // this rank's; updated by the handshake
 
 // The phase of a run. RANK_STARTS: engines are opened; a driver may compile kernels for minutes, so
 // that CPU time is the only sign of life. RANK_LOADS: weights and optimizer state are loaded; the
@@ -1527,7 +1529,7 @@ typedef struct {
 static Heartbeat heartbeat_alone, *heartbeat = &heartbeat_alone;  // this rank's
 static double rank_timeout_ms = 60e3;
 
-// Records in the heartbeat that this process begins another phase of the run.
+// Records in the heartbeat that a new phase of the run begins.
 static void rank_phase(const char *doing, int work) {
     heartbeat->doing = doing;
     heartbeat->work = work;
@@ -1608,7 +1610,7 @@ static Launcher launcher_find(void) {
         return l;
     }
     if (l.rank < 0 || l.rank >= l.copies) {
-        die("%s is %d, but %s: it is to be a number below that", l.variable, l.copies,
+        die("%s is %d, but %s: ranks are numbered from 0", l.variable, l.copies,
             l.rank < 0 ? "RANK is not set" : "this process has a higher rank");
     }
     // torchrun sets this variable to "True" if its own store listens on MASTER_PORT; PyTorch's rank
@@ -1832,8 +1834,8 @@ static const char *const group_names[GROUPS] = {
 };
 
 // Where a buffer is stored (Placement), and the states (weights, gradients, moments, master copy,
-// residuals) whose placement the settings choose (Kind). A buffer is of one of these states or,
-// from KINDS on, of a kind with a fixed placement. A state's placement is a set of flags;
+// residuals) whose placement the settings choose (Kind). A buffer belongs to one of these states
+// or, from KINDS on, to a kind with a fixed placement. A state's placement is a set of flags;
 // PLACE_SHARD means that each rank stores only its shard (chapter Sharding and offload).
 typedef enum { PLACE_DEVICE, PLACE_HOST, PLACE_SHARD } Placement;
 typedef enum {
@@ -2055,9 +2057,9 @@ static int64_t batch_ints(int64_t N) { return 5 * N + 1; }
 
 static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
 
+enum { SLOTS = 2 };  // device buffers of one block each, per kind of streamed data
 // Buffers that exist once, in the order of the table that single_buffers() fills. The others are
 // found by (activation, layer) and (gradient, layer).
-enum { SLOTS = 2 };  // device buffers of one block each, per kind of streamed data
 enum {
     BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_STORE,
     BUF_GRADS_STORE, BUF_X_STORE, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
@@ -2147,7 +2149,7 @@ static const struct {
                              {-1, -1, -1},
                              {BUF_X_SLOT, BUF_X_STORE, ACT_X}};
 
-// Returns the kind as which these settings stream an activation, or KINDS if they do not.
+// Returns the kind under which these settings stream an activation, or KINDS if they do not.
 static Kind act_streamed(const Settings *s, int act) {
     int kind = 0;
     while (kind < KINDS && (transfer_buffers[kind].act != act || !s->placement[kind])) {
@@ -2164,7 +2166,7 @@ struct Plan {
     int single[SINGLES];                // index of the buffer; -1: not in this plan
     int *act;                           // [phase 0 forward, 1 backward][ACTS][L]
     int *grad;                          // [GRADS][L]
-    uint64_t device_bytes, host_bytes;  // the allocations; 64 bits also if pointers have 32
+    uint64_t device_bytes, host_bytes;  // of the allocations; may exceed a 32-bit address space
     uint64_t live_bytes;                // peak of the bytes alive at once: no layout needs less
     int peak;                           // the first tick at that peak
     Transfer *transfers;                // of one micro-step
@@ -2192,7 +2194,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     if (!entry->count || (s->forward && (learns || entry->first > tick_head(&s->model)))) {
         return -1;
     }
-    Buffer *b = &p->buffers[p->buffer_count];  // zero, also padding: equal plans are equal bytes
+    Buffer *b = &p->buffers[p->buffer_count];  // zeroed with its padding, so memcmp finds equality
     if (layer < 0) {
         snprintf(b->name, sizeof b->name, "%s", entry->name);
     } else {
@@ -2319,8 +2321,8 @@ static void place_insert(const Plan *p, int *placed, int *count, int id) {
 // Assigns every buffer an offset; host buffers are laid out back to back. Returns the bytes of the
 // device allocation. Most buffers live for less than a block, so the placed ones are listed by
 // time: list w has those alive at some tick of [WINDOW w, WINDOW (w + 2)). A buffer whose lifetime
-// is in one of these ranges is compared with that list only, another one with the list of all,
-// which is brought up to date only then.
+// fits in one of these ranges is compared with that list only, any other with the list of all
+// buffers, which is updated only when it is needed.
 static uint64_t plan_place(Plan *p, int by_size) {
     enum { WINDOW = 16 };
     const int n = p->buffer_count, all = p->ticks / WINDOW + 1;
@@ -2409,7 +2411,7 @@ static void plan_list(Plan *p, const Settings *s) {
     p->live_bytes = plan_peak(p, &p->peak);
 }
 
-// Assigns offsets to the listed buffers.
+// Assigns offsets to the listed buffers, in the better of two orders.
 static void plan_layout(Plan *p) {
     const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
     if (by_size > p->live_bytes) {
@@ -2456,7 +2458,7 @@ static uint64_t plan_taken(const Plan *p) {
     return p->device_bytes + (p->settings.gpu ? 0 : p->host_bytes);
 }
 
-// Returns plan_taken() for settings that are only considered, as in suggested changes and tables.
+// Returns plan_taken() for settings that will not be run, for suggested changes and tables.
 static uint64_t plan_bytes(const Settings *s) {
     Plan p;
     plan_list(&p, s);
@@ -2496,8 +2498,8 @@ static void recompute_parse(Settings *s, const char *text) {
         const int level = level_find(word, length, names), left = s->model.L - block;
         char *end = (char *)word + length;
         if (level < 0) {
-            die("--recompute (-r): '%s' is not one of%s auto, nor one of these for the first K "
-                "blocks, as in block:K", text, names);
+            die("--recompute (-r): '%s' is not one of%s auto, or LEVEL:K for the first K blocks, "
+                "as in block:K", text, names);
         }
         if (left == 0) {
             die("--recompute (-r): '%s': no block is left for %s", text, level_table[level].name);
@@ -2505,7 +2507,7 @@ static void recompute_parse(Settings *s, const char *text) {
         const char *number = end + 1;
         const long blocks = *end == ':' ? strtol(number, &end, 10) : left;
         if (end == number || (*end != 0 && *end != ',') || blocks < 0 || blocks > left) {
-            die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the blocks left", text,
+            die("--recompute (-r): '%s': K of %s:K must be from 0 to %d, the blocks left", text,
                 level_table[level].name, left);
         }
         memset(s->level + block, level, (size_t)blocks);
@@ -2515,7 +2517,6 @@ static void recompute_parse(Settings *s, const char *text) {
     }
 }
 
-// Prints the levels, as part of --help.
 static void recompute_print_help(void) {
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
         const LevelEntry *entry = &level_table[i];
@@ -2606,7 +2607,7 @@ static char *plan_map(uint64_t bytes) {
     if ((size_t)bytes == bytes) {
         memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     } else {
-        errno = ENOMEM;  // more than an address of this machine can reach
+        errno = ENOMEM;  // exceeds the address space
     }
     if (memory == MAP_FAILED) {
         die("cannot allocate %s for the plan: %s", bytes_text((double)bytes).s, strerror(errno));
@@ -2648,7 +2649,7 @@ static void plan_close(Plan *p) {
 // A state (weights, gradients, moments, master copy or residuals) need not be stored whole on the
 // device: with PLACE_SHARD each of N ranks stores one Nth of it; with PLACE_HOST it is stored in
 // host memory. This chapter is pure arithmetic with the same result on every rank, so a run with
-// 1,024 ranks can be planned without having any of them.
+// 1,024 ranks can be planned without any of them.
 // 1. Ranks exchange buckets: one for all vectors, one each for wte and wpe, and one for the four
 //    matrices of each block. A bucket is padded to a multiple of 64 N elements, so that its N
 //    shards have equal sizes and a tensor's alignment. One rank needs no padding. Padding is zero
@@ -2714,7 +2715,8 @@ static TensorRange tensor_range(const Settings *s, int tensor, int layer, int wh
     const int matrix = tensor_is_matrix(tensor);
     int64_t at;
     const Bucket b = bucket_at(m, s->ranks, tensor_bucket(m, tensor, layer, &at));
-    const int64_t size = tensor_size(m, tensor), part = s->rank * b.part - at;  // in the tensor
+    // The rank's shard begins at element `part` of the tensor; negative: before it.
+    const int64_t size = tensor_size(m, tensor), part = s->rank * b.part - at;
     TensorRange r = {0, size, 0, 0};
     if (!whole) {
         r.first = min_i64(max_i64(part, 0), size);
@@ -2812,9 +2814,9 @@ static int group_members(int ranks, int group) {
     return min_int(RANK_GROUP, ranks - group * RANK_GROUP);
 }
 
-// Returns the number of parts of a bucket that a rank adds for its group. Member i adds those of
-// the ranks q with q % RANK_GROUP = i, and in a last group of fewer members also those of the
-// members that are missing there (part_adder). One group: each rank adds its own part.
+// Returns the number of parts of a bucket that a rank adds for its group. Member i adds the parts
+// of the ranks q with q % RANK_GROUP = i. If the last group has fewer members, these also add the
+// parts of the missing ones (part_adder). With one group, each rank adds its own part.
 static int parts_added(int ranks, int rank) {
     const int members = group_members(ranks, rank / RANK_GROUP);
     int parts = 0;
@@ -2824,8 +2826,8 @@ static int parts_added(int ranks, int rank) {
     return parts;
 }
 
-// Returns the bytes that a rank sends to add up a bucket of `count` elements of `bytes` bytes: the
-// most of all ranks, which a member of the first or of the last group sends.
+// Returns the bytes that a rank sends to add up a bucket of `count` elements of `bytes` bytes, for
+// the rank that sends the most, which is the first member of the first or of the last group.
 static double reduce_bytes(int ranks, double count, double bytes) {
     double most = 0;
     for (int i = 0; i < 2; i++) {
@@ -2845,8 +2847,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
     const int64_t stay = bucket_at(m, s->ranks, BUCKET_BLOCKS).offset;
     const int64_t block = bucket_at(m, s->ranks, BUCKET_BLOCKS).count, blocks = m->L * block;
     const int64_t NC = (int64_t)s->B * s->T * m->C, has_second = m->L > 1;
-    // 1 if the state is streamed, 0 if it is whole on the device; the counts below are multiplied
-    // by these.
+    // 1 if the state is streamed, 0 if it is whole on the device; factors of the counts below.
     const int64_t W = s->placement[KIND_WEIGHTS] != 0, G = s->placement[KIND_GRADIENTS] != 0;
     const int64_t X = s->placement[KIND_RESIDUALS] != 0;
     const int64_t weights = own_count(s, KIND_WEIGHTS, W * blocks);
@@ -2901,9 +2902,9 @@ enum { BLOCK_TRANSFERS = 5 };  // at most, per block
 // Lists the transfers of a micro-step in the order of their fetch ticks; returns their number, at
 // most BLOCK_TRANSFERS L. A forward-only pass makes those whose fetch tick is not after the head,
 // and stores nothing. The last two blocks stay in their slots from forward to backward. Weights
-// that are still in their slot, as those of blocks 0 and 1 are from the second micro-step on, are
-// not fetched again. Gradients stored on the host are fetched from the second micro-step on,
-// because that micro-step adds to them.
+// that are still in their slot are not fetched again; from the second micro-step on this applies to
+// blocks 0 and 1. Gradients stored on the host are fetched from the second micro-step on, because
+// that micro-step adds to them.
 static int transfers_build(Transfer *transfers, const Settings *s) {
     const Model *m = &s->model;
     const int L = m->L, weights = s->placement[KIND_WEIGHTS];
@@ -2916,7 +2917,7 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
         const int d_qkv = tick_backward(m, l, B_QKV), d_ln1 = tick_backward(m, l, B_LN1);
         const int early = l < SLOTS ? 0 : tick_forward(l - 1, F_LN1), qkv = tick_forward(l, F_QKV);
         const int made = tick_forward(l - 1, F_FCPROJ);  // when x is computed
-        const int over = tick_forward(l + 1, F_FCPROJ);  // when x of block l + 2 is, in this slot
+        const int over = tick_forward(l + 1, F_FCPROJ);  // when x of block l + 2 fills this slot
         const int fcproj = stays ? d_qkv : tick_forward(l, F_FCPROJ);
         const int attproj = stays ? d_ln1 : tick_forward(l, F_ATTPROJ);
         const int reused = l < SLOTS ? tick_join(s) : tick_backward(m, l - SLOTS, 0);
@@ -3020,14 +3021,14 @@ static void transfers_forget_weights(Plan *p) {
 // 2. If the rates are unknown, those of a typical card are used to compare settings, and no
 //    forecast is printed.
 
-// What the forecast knows of a line of cards, stated once: the compute capability; the share of the
-// dense 16-bit rate that matmuls reach in the limit of many channels, and the number of channels at
-// which they reach half of it; the share of that rate in attention, forward and backward, under
-// the causal mask; the share of the memory bandwidth in copies of large arrays. The published
-// throughputs that they reproduce, and how far they miss them: dev/notes/forecast.md.
-// The last two columns are the memory that libraries take, in MiB: that of the CUDA context for
-// each SM, 2 KiB for each thread that it holds; and the context's rest with cuBLASLt's kernels, the
-// power of two above the known figures (dev/notes/forecast.md).
+// Constants of the forecast for a line of cards: the compute capability; the share of the dense
+// 16-bit rate that matmuls reach in the limit of many channels, and the number of channels at which
+// they reach half of it; the share of that rate in attention, forward and backward, under the
+// causal mask; the share of the memory bandwidth in copies of large arrays. The last two columns
+// are library memory in MiB: of the CUDA context per SM, at 2 KiB per resident thread; and of the
+// rest of the context and cuBLASLt's kernels, the power of two above the known figures.
+// dev/notes/forecast.md gives those figures, and compares the resulting throughputs with published
+// ones.
 typedef struct {
     int capability;
     double matmuls, half, attention, attention_back, memory;
@@ -3058,10 +3059,10 @@ static const CardLine card_lines[] = {
 // of 31.34 GiB" is a 5090; the driver reserves some of the nominal capacity); then from NVIDIA's
 // data sheets and architecture whitepapers the dense 16-bit rate of tensor cores that accumulate in
 // fp32, in TFLOP/s; the memory bandwidth in GB/s; the number of SMs and their boost clock in MHz;
-// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and,
-// if the GPUs of one machine are connected by NVLink, what all links of one carry per direction:
-// 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200 twice that.
-// Sources: dev/notes/forecast.md.
+// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and, if
+// the GPUs of one machine are connected by NVLink, the bandwidth of all links of one GPU per
+// direction: 6, 12 or 18 times 20 to 20.6 GB/s (NVIDIA/nccl-tests#149, NVIDIA/nccl#1397), on B200
+// twice that. Sources: dev/notes/forecast.md.
 typedef struct {
     const char *name;
     int line;
@@ -3111,8 +3112,8 @@ enum { LEAST_CAPABILITY = 75, BF16_CAPABILITY = 80 };  // of this program, and o
 
 static int card_capability(const GpuEntry *card) { return card_lines[card->line].capability; }
 
-// Returns whether a card is in the table only because people ask about it: the GPU program does not
-// run there. `card` may be NULL.
+// Returns whether the GPU program does not run on a card, which is in the table for plans only.
+// `card` may be NULL.
 static int card_is_too_old(const GpuEntry *card) {
     return card && card_capability(card) < LEAST_CAPABILITY;
 }
@@ -3152,8 +3153,8 @@ static int key_distance(const char *a, const char *b) {
     return row[strlen(b)];
 }
 
-// Returns the entry of the card that --gpu names, or NULL without that option. Ends the run at an
-// unknown name, with the cards whose names are nearest.
+// Returns the entry of the card that --gpu names, or NULL without that option. Ends the run if the
+// name is unknown; the message lists the cards with the nearest names.
 static const GpuEntry *gpu_find(const Options *o) {
     const ShortText key = card_key(o->gpu);
     char near[256] = "";
@@ -3175,7 +3176,6 @@ static const GpuEntry *gpu_find(const Options *o) {
         "for any card", o->gpu, near);
 }
 
-// Prints the names of all cards, as part of --help.
 static void gpu_print_help(void) {
     char names[1024] = "";
     int n = 0;
@@ -3433,8 +3433,8 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 
 // -------------------------------------------------------------------------------------------------
 // 9. Settings
-// From options to settings, for the named card or the one present, including the levels of
-// recomputation and the offload that the program chooses itself.
+// Turns options into settings, for the named card or the one present, and chooses recomputation
+// levels and offload if they are left to the program.
 
 // Library memory (CUDA context, cuBLASLt) that a plan leaves free if only the GPU's memory size is
 // known (--gpu-mem).
@@ -3462,12 +3462,12 @@ static uint64_t nccl_estimate_bytes(const Settings *s) {
     return s->ranks > 1 ? (mib + (s->nvlink ? NVLS_MIB : 0)) << 20 : 0;
 }
 
-// How the GPUs of this machine are connected. LINK_UNKNOWN: there is none to ask, or a launcher
-// shows each rank only one.
+// How the GPUs of this machine are connected. LINK_UNKNOWN: there is no GPU, or a launcher shows
+// each rank only one.
 typedef enum { LINK_UNKNOWN, LINK_PCIE, LINK_NVLINK } Link;
 static Link machine_link;
 
-// Sets the link between GPUs, this machine's or that of the card named by --gpu, and the number of
+// Sets the link between GPUs (this machine's, or that of the card named by --gpu) and the number of
 // thread blocks that NCCL may run. Its buffers, and the SMs that it takes from the matmuls that
 // hide the exchange, grow with them: two suffice over PCIe, and sixteen use nearly half of NVLink.
 // NCCL_MAX_CTAS takes precedence, as in NCCL (NCCL user guide, Environment Variables).
@@ -3491,7 +3491,7 @@ static void settings_nccl(Settings *s, const Options *o) {
 // a batch, if that is less. The logits of a whole batch would be the largest buffer of most plans.
 // The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk packs all of wte again, and 256
 // rows are enough to amortize that. On a GPU, matmuls of few rows are slow, and each chunk rounds
-// wte's bf16 gradient once more: at most eight times for batches of up to 65,536 tokens.
+// wte's bf16 gradient once more: at most eight times if the batch has at most 65,536 tokens.
 static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
     if (gpu) {
         return min_i64(min_i64(max_i64((N + 1023) / 1024 * 128, 2560), 8192), N);
@@ -3503,8 +3503,8 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
 // Returns the size in bytes of the workspace for cuBLASLt's split-k partial sums. The gradients of
 // weights need it: they have few output tiles, so the sum over tokens is split to fill the GPU. The
 // size is sixteen parts of a block's largest matrix in fp32. The lower bound is the 32 MiB that
-// cuBLAS's manual recommends on Hopper; the upper bound, 128 MiB, keeps a small model's plan from
-// being mostly workspace.
+// cuBLAS's manual recommends on Hopper; the upper bound, 128 MiB, limits its share of a small
+// model's plan.
 static int64_t default_workspace(const Model *m) {
     const int64_t parts = (int64_t)16 * 4 * m->C * m->C * (int64_t)sizeof(float);
     return min_i64(max_i64(parts, 32 << 20), 128 << 20);
@@ -3517,7 +3517,7 @@ static const int shard_stage[KINDS] = {3, 2, 1, 1, 0};
 // that a launcher started), --zero and --offload. Ends the run if these are incompatible.
 static void settings_placements(Settings *s, const Options *o) {
     if (o->zero && o->gpus == 1) {
-        die("--zero (-z) %" PRId64 " divides states among GPUs: --gpus N or mpirun asks for some",
+        die("--zero (-z) %" PRId64 " shards states across GPUs: it needs --gpus N or mpirun",
             o->zero);
     }
     s->ranks = (int)o->gpus;
@@ -3528,8 +3528,8 @@ static void settings_placements(Settings *s, const Options *o) {
         s->placement[state] = (uint8_t)((hosted ? PLACE_HOST : 0) | (sharded ? PLACE_SHARD : 0));
     }
     if (s->ranks > 1 && s->placement[KIND_GRADIENTS] & PLACE_HOST) {
-        die("--offload gradients: that is for one GPU; of %d, each keeps its part of them with "
-            "--zero (-z) 2, and the other states may be offloaded", s->ranks);
+        die("--offload gradients works on one GPU only; on %d GPUs, --zero (-z) 2 shards the "
+            "gradients, and the other states can be offloaded", s->ranks);
     }
 }
 
@@ -3544,7 +3544,7 @@ static int64_t gpu_dtype(const Options *o) {
 }
 
 // Sets the number types of weights, gradients, moments and matmul operands, and the kind of master
-// copy. Ends the run at a combination that the card, the program or another setting rules out.
+// copy. Ends the run if the card, the program or another setting rules the combination out.
 static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int64_t dtype = s->gpu || o->dtype ? gpu_dtype(o) : (int64_t)DTYPE_FP32;
@@ -3557,7 +3557,7 @@ static void settings_types(Settings *s, const Options *o) {
     s->moment_dtype = o->moments == MOMENTS_BF16 ? TYPE_BF16 : fp32;
     s->split_master = s->dtype == TYPE_BF16 && o->master == MASTER_SPLIT;
     s->matmul_bf16 = o->matmul == MATMUL_BF16;
-    const char *problem = s->gpu ? "a GPU multiplies in --dtype" : bf16_missing();
+    const char *problem = s->gpu ? "on a GPU, --dtype sets the type" : bf16_missing();
     if (s->matmul_bf16 && problem) {
         die("--matmul bf16: %s", problem);
     }
@@ -3579,7 +3579,7 @@ static void settings_types(Settings *s, const Options *o) {
     }
 }
 
-enum { USUAL_BATCH = 4 };  // sequences in a micro-batch, if nothing is known
+enum { USUAL_BATCH = 4 };  // sequences in a micro-batch by default
 
 // Fills *s with the settings of a run from its options; the model, including its vocabulary, is
 // already known. Ends the run at settings that this program does not support.
@@ -3610,15 +3610,15 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
     // The CPU's matmuls use a workspace too, but its size is fixed by their implementation.
     if (o->workspace && !gpu) {
-        die("--workspace is for a GPU's products; with --plan --gpu NAME this program plans them");
+        die("--workspace is for matmuls on a GPU; with --plan --gpu NAME this program plans it");
     }
     s->workspace = o->workspace ? o->workspace : default_workspace(m);
     s->tune = (int)o->tune;
     s->quiet = o->quiet || o->json;
 }
 
-// Turns a training run's settings into those of a forward-only run. The plan keeps the weights and
-// what one forward pass needs; no block's input is kept for a backward pass.
+// Turns a training run's settings into those of a forward-only run, whose plan keeps no activations
+// for a backward pass.
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
@@ -3646,8 +3646,8 @@ enum {
 static const int offload_tiers[] = {0, HOST_MOMENTS, HOST_RESIDUALS, HOST_GRADIENTS, HOST_ALL};
 enum { OFFLOAD_TIERS = sizeof offload_tiers / sizeof offload_tiers[0] };
 
-// Places in host memory those of `states` (bits 1 << KIND_*) that this run has and can offload, in
-// addition to those already there. Returns the bits of all states now in host memory.
+// Moves to host memory those of `states` (bits 1 << KIND_*) that this run has and can offload.
+// Returns the bits of all states now in host memory.
 static int64_t settings_offload(Settings *s, int states) {
     int64_t all = 0;
     for (int state = 0; state < KINDS; state++) {
@@ -3679,10 +3679,10 @@ static const char *offload_text(char text[64], const Settings *s) {
     return text;
 }
 
-// Finds the recomputation levels worth mixing (applying to different blocks of one run), from
-// `none` to `block`: the lower convex hull of seconds over elements kept. Each next level frees
-// memory at the lowest cost in time per element; a level between two levels of the hull is no
-// cheaper than a mix of both. Returns the number of levels.
+// Finds the recomputation levels, from `none` to `block`, that are worth mixing (using for
+// different blocks of one run): the lower convex hull of seconds over elements kept. Each next
+// level frees memory at the lowest cost in time per element; a level that is not on the hull is no
+// cheaper than a mix of its two neighbours on it. Returns the number of levels.
 static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
     double seconds[RECOMPUTE_LEVELS] = {0}, kept[RECOMPUTE_LEVELS] = {0};
     int n = 1;
@@ -3752,9 +3752,9 @@ static uint64_t settings_fit_levels(Settings *s, const Speed *v, uint64_t bytes)
     return best;
 }
 
-// Resources available to a run: bytes of device memory (0: unknown) and of host memory; device
-// memory that libraries take; the device's name in messages and its speed, with `from` saying how
-// the speed is known (NULL: unknown); and the sequences available in the data.
+// Resources available to a run: bytes of device memory (0: unknown), of host memory, and of device
+// memory that libraries take; the device's name in messages; and how its speed is known (NULL: it
+// is not).
 typedef struct {
     uint64_t device, host, library;
     int64_t windows;  // sequences in the data, 0: unknown
@@ -3803,7 +3803,7 @@ static int64_t step_whole_micros(const Options *o, const Settings *s) {
 }
 
 // The levels in the syntax of -r: runs of blocks, such as "block:20,qkv:8", without the last blocks
-// if these recompute nothing. "block:1," is the longest text that one block can take.
+// if these recompute nothing. One block takes at most the eight characters of "block:1,".
 typedef struct {
     char s[8 * MAX_LAYERS + 1];
 } LevelsText;
@@ -3838,8 +3838,8 @@ static void settings_batch(Settings *s, int B) {
                                 : min_i64(s->logit_rows, changed));
 }
 
-// Appends to `text` the options that turn settings `from` into `to`, as a user would type them, for
-// everything that a search may change.
+// Writes to `text` the options, as a user would type them, that turn settings `from` into `to`.
+// Covers everything that a search may change.
 static void changes_text(char text[256], const Settings *from, const Settings *to) {
     char offload[64];
     const Model *m = &to->model;
@@ -3871,10 +3871,10 @@ static void changes_text(char text[256], const Settings *from, const Settings *t
     memmove(text, text + (text[0] == ' '), strlen(text) + 1 - (text[0] == ' '));
 }
 
-// Candidates. Whatever chooses settings walks along the same axes: `-r auto` and `--offload auto`,
-// suggested changes, --fit, --minimum, --largest, and the batch that unused memory would buy. Step
-// 0 of an axis keeps what the base settings have; each step frees more memory than the one before
-// it, except along BY_BATCH, whose steps are batches of the search's choice.
+// Candidates. Every choice of settings varies them along the same axes: `-r auto` and `--offload
+// auto`, suggested changes, --fit, --minimum, --largest, and the batch that unused memory would
+// buy. Step 0 of an axis keeps what the base settings have; each step frees more memory than the
+// one before it, except along BY_BATCH, whose steps are batches of the search's choice.
 // 1. BY_LEVEL: a recomputation level in all blocks. BY_TYPE: bf16 moments, then also no low halves
 //    of master weights, which alone free less than the moments do. BY_OFFLOAD: an offload tier.
 //    BY_SCRATCH: few rows of logits and no workspace. BY_BATCH: another micro-batch.
@@ -3905,7 +3905,7 @@ typedef enum { CHANGES_NOTHING, DIVIDES_NOT, BEATEN, TOO_LARGE, FITS } Verdict;
 // Returns the micro-batch that a search tries after B: 1, 2, 3, 4, 6, 8, 12, 16, ...
 static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : B / 2 * 3; }
 
-// Begins a search that changes nothing yet, for the memory and speed of `budget`.
+// Begins a search with the memory and speed of `budget`, in which every axis has only step 0.
 static void search_begin(Search *q, const Settings *base, const MemoryBudget *budget) {
     memset(q, 0, sizeof *q);
     q->base = *base;
@@ -3961,8 +3961,9 @@ static int candidate_is_simpler(const PlanCandidate *a, const PlanCandidate *b) 
                                       : a->settings.B < b->settings.B;
 }
 
-// Plans and forecasts a candidate, whose settings are set. A plan is not laid out, which takes most
-// of the time, if its live bytes are too many or if a simpler candidate is at least as good.
+// Plans and forecasts a candidate, whose settings are set. Skips the layout, which takes most of
+// the time, if the live bytes exceed the memory, or if an earlier candidate is at least as good and
+// this one is not simpler.
 static Verdict candidate_plan(PlanCandidate *c, const Search *q) {
     Plan p;
     Settings *s = &c->settings;
@@ -3994,13 +3995,12 @@ static Verdict candidate_plan(PlanCandidate *c, const Search *q) {
     return verdict;
 }
 
-// Applies a candidate's steps, then plans and forecasts it.
 static Verdict candidate_try(PlanCandidate *c, const Search *q) {
     return candidate_apply(c, q) ? candidate_plan(c, q) : CHANGES_NOTHING;
 }
 
-// Advances `steps` to the next combination, in which BY_BATCH changes fastest; `skip` leaves out
-// its larger steps. Returns 0 after the last combination.
+// Advances `steps` to the next combination, in which BY_BATCH changes fastest; with `skip`, the
+// rest of its steps are left out. Returns 0 after the last combination.
 static int search_next(const Search *q, int steps[AXES], int skip) {
     int axis = AXES - 1;
     steps[BY_BATCH] = skip ? q->last[BY_BATCH] : steps[BY_BATCH];
@@ -4011,9 +4011,9 @@ static int search_next(const Search *q, int steps[AXES], int skip) {
     return axis >= 0;
 }
 
-// Returns the largest micro-batch that divides a step's `sequences` of each rank, has at most
-// `tokens` tokens and whose plan, with the levels and placements of `s`, takes at most `bytes` of
-// device memory; 0 if there is none.
+// Returns the largest micro-batch that divides `sequences`, the sequences of a rank in a step, has
+// at most `tokens` tokens and fits in `bytes` of device memory with the levels and placements of
+// `s`; 0 if there is none.
 static int settings_largest_batch(const Settings *s, int64_t sequences, int64_t tokens,
                                   uint64_t bytes) {
     int64_t B = min_i64(sequences, tokens / s->T);
@@ -4180,7 +4180,7 @@ typedef int64_t Lanes __attribute__((vector_size(VECTOR_BYTES)));  // indices of
 typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
-// Multiply-adds are fused in functions marked FUSED and null_fd else. GCC uses the attribute (and
+// Multiply-adds are fused in functions marked FUSED and nowhere else. GCC uses the attribute (and
 // then inlines nothing that lacks it), clang the pragma at the start of the body.
 #if defined(__clang__)
 // clang's expansion of a taskloop compares an int with an unsigned long. GCC still checks signs.
@@ -4377,8 +4377,8 @@ static inline void load_square(real *x, const real *row, size_t row_step, int ro
     }
 }
 
-// pack(), below, for operands whose rows are contiguous in k. Transposes squares of VL rows by VL
-// packed steps of k; a square that extends past the operand is padded with zeros.
+// Implements pack(), below, for operands whose rows are contiguous in k. Transposes squares of VL
+// rows by VL packed steps of k; a square that extends past the operand is padded with zeros.
 static inline void pack_transposed(real *packed, int width, Operand src, int rows, int K) {
     // A transposed row is stored in segments that never straddle two panels.
     const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
@@ -4416,8 +4416,8 @@ static inline void pack_transposed(real *packed, int width, Operand src, int row
 }
 
 #if BF16_DOTS
-// pack(), below, in bf16, for operands whose rows are adjacent at each k (row_step is 1). Packs VL
-// rows and two steps of k at once.
+// Implements pack(), below, in bf16, for operands whose rows are adjacent at each k (row_step is
+// 1). Packs VL rows and two steps of k at once.
 static inline void pack_pairs(real *packed, int width, Operand src, int rows, int K) {
     const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
     const int padded = ceil_div(rows, width) * width, depth = packed_depth(K);
@@ -4470,7 +4470,6 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
 #endif
     for (int k = 0; k < K; k++) {
         const real *s = src.data + (size_t)k * src.k_step;
-        // Successive k are pages apart, which hardware prefetchers do not follow.
         for (int r = 0; r < rows; r += 64 / (int)sizeof(real)) {
             prefetch(s, 8 * src.k_step + (size_t)r);
         }
@@ -5409,10 +5408,9 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 // including `end`: advances the plan to each tick, starts and awaits the transfers of streamed
 // buffers, skips stages that need no recomputation and calls `stage` for the others. A forward-only
 // pass ends earlier and stores no streamed buffer. If `adds` is nonzero, gradients are added to
-// those of the previous micro-step. Everything that happens around the stages of a tick, on any
-// engine, happens here. Memory passes from one buffer to another only on the compute stream, which
-// therefore waits for a store to complete before new buffers reuse its memory, and for a fetch
-// before the fetched buffer is used.
+// those of the previous micro-step. Every engine uses this loop. Memory passes from one buffer to
+// another only on the compute stream, which therefore waits for a store to complete before new
+// buffers reuse its memory, and for a fetch before the fetched buffer is used.
 static void run_stages(Plan *p, int end, int adds, void (*stage)(void *self, int stage, int layer),
                  void *self) {
     const int stores = end > tick_head(&p->settings.model);
@@ -5690,7 +5688,7 @@ typedef struct {
     real lr, beta1, beta2, correction1, correction2, eps, weight_decay, grad_scale;
 } AdamW;
 
-// One update of n elements: g = grad_scale * grad; m and v are the moments;
+// Updates n elements: g = grad_scale * grad; m and v are the moments;
 // p -= lr * (m / correction1 / (sqrt(v / correction2) + eps) + weight_decay * p).
 // Work is shared among the threads of the calling team, without a barrier at the end.
 static void adamw_update(real *p, real *m, real *v, const real *grad, const AdamW *a,
@@ -5792,8 +5790,8 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 // 14. The engine
 // The interface between the network and all code above it, a struct of function pointers:
 // micro_step, update, forward_loss, logits, and reading and writing of weights and moments. The
-// CPU's engine is defined here, the GPU's in train_gpt2.cu. The chapters that follow depend on
-// neither.
+// CPU's engine is defined here, the GPU's in train_gpt2.cu. The chapters that follow work with
+// either.
 
 // A run trains three flat states (weights and AdamW's two moments), laid out as described in
 // chapter The model.
@@ -6137,7 +6135,7 @@ static void dataset_open(Dataset *d, const char *pattern, int T) {
     if (status != 0 || found.gl_pathc == 0) {
         const char *own = strstr(pattern, "tinyshakespeare") || strstr(pattern, "stories_bytes")
                               ? "'make data' prepares it"
-                              : "data/tokenize makes token files of text";
+                              : "data/tokenize makes token files from text";
         die("no token file matches %s; %s", pattern, own);
     }
     d->shard_count = (int)found.gl_pathc;
@@ -6330,10 +6328,10 @@ static void settings_generate(Settings *s) {
     settings_forward(s);
 }
 
-// State and counters of --generate. prompt_ms is the time to the first sampled token, for the
-// prompt's tokens; ms is the time of the passes for the following tokens. They are kept apart
-// because a row of a prompt costs less than a generated token: the rows of a chunk share one read
-// of the weights.
+// State and counters of --generate. prompt_ms is the time of the passes for prompts, each up to the
+// first sampled token; ms is that of the passes for the following tokens. They are separate because
+// a row of a prompt costs less than a generated token: the rows of a chunk share one read of the
+// weights.
 typedef struct {
     Engine *engine;
     const Options *o;
@@ -6540,7 +6538,7 @@ typedef struct Program {
     uint64_t (*total)(void);                                  // bytes of the device; or NULL
     uint64_t (*library)(int *measured);                       // bytes used by libraries; or NULL
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
-    int (*prove)(const char *shape);                          // --prove; NULL: not there
+    int (*prove)(const char *shape);                          // --prove; NULL: none
     void (*try_kernels)(const Settings *s);                   // before memory is measured; or NULL
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
     const char *built;                                        // optional features built in
@@ -6803,7 +6801,8 @@ static void run_sample(Run *run) {
 }
 
 // Interval, in steps, at which the ranks compare their replicated states; they also do so before
-// each checkpoint. A faulty GPU or link would otherwise corrupt all ranks through its gradients.
+// each checkpoint. If a faulty GPU or link changes one rank's states, that rank's gradients soon
+// corrupt those of all others.
 enum { REPLICA_STEPS = 100 };
 
 // Returns the number of ranks, r included, whose value equals that of rank r.
@@ -6999,7 +6998,7 @@ static void run_count_step(Run *run, const StepResult r) {
     state->pending_validation = 0;
     state->loss_scale_log2 = r.scale_log2;
     state->loss_scale_steps = r.scale_steps;
-    // Skips that lower the loss scale are expected and not counted; at its lowest value they are.
+    // Skips that lower the loss scale are expected and do not count; skips at its lowest value do.
     run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (run->o.max_skips && run->skips >= run->o.max_skips) {
         snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " consecutive steps "
@@ -7175,7 +7174,7 @@ static void run_train(Run *run) {
 // completion's tokens.
 typedef struct {
     int completion, last, label;  // last: the example's last row; label: its correct completion
-    int first, count, cut;        // losses first to first + count; cut: the context was cut
+    int first, count, cut;        // losses first .. first + count - 1; cut: the context was
 } EvalRow;
 
 typedef struct {
@@ -7394,8 +7393,8 @@ typedef struct {
 } Remedy;
 enum { MAX_REMEDIES = 256 };
 
-// Begins a search for changes of a plan, in steps of `micros` micro-batches as they are now. With
-// the memory of `budget`, or any if it is NULL.
+// Begins a search for changes to a plan whose steps have `micros` micro-batches. The result must
+// fit in the memory of `budget`; NULL: no limit.
 static void plan_search(Search *q, const Plan *p, const MemoryBudget *budget, int64_t micros) {
     const Settings *s = &p->settings;
     MemoryBudget any;
@@ -7434,9 +7433,9 @@ static const char *remedy_cost(char text[160], const Remedy *r) {
     return text;
 }
 
-// Lists every single change that makes the plan smaller, axis by axis. Returns their number.
-// Recomputation levels and the types and placements of states are training settings; without
-// training, reducing the batch is left to the user.
+// Lists every single change that makes the plan smaller, axis by axis. Returns their number. Lists
+// none for a forward-only run, where levels, types and placements of states have no effect and the
+// user can reduce the batch.
 static int plan_remedies(const Plan *p, int64_t micros, Remedy list[MAX_REMEDIES]) {
     Search q;
     int n = 0;
@@ -7531,7 +7530,7 @@ static int plan_changes(const Plan *p, const MemoryBudget *budget, int64_t micro
     return n;
 }
 
-// Finds the batch at which memory that the plan leaves unused makes the run faster, with nothing
+// Finds a batch that would use memory left free by the plan to make the run faster, with nothing
 // recomputed or offloaded: the largest that divides the step of -d and has at most 65,536 tokens,
 // or without -d a power of two. Returns how many times as fast it is; 0 if that is less than 1.05.
 static double plan_unused(const Plan *p, const MemoryBudget *budget, const Options *o,
@@ -7586,9 +7585,9 @@ static void unused_print(const char *title, const Plan *p, const MemoryBudget *b
 // Error messages if no change makes a plan fit: for training, --generate and --eval.
 static const char no_change[] = "no settings make it fit; --minimum prints the least memory";
 static const char generate_change[] =
-    "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
+    "--generate needs weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
 static const char eval_change[] =
-    "--eval takes weights and a batch on its way forward; a smaller --batch (-b) takes less";
+    "--eval needs weights and one forward pass; a smaller --batch (-b) needs less memory";
 // Returns the one of these messages that applies to a run.
 static const char *plan_no_change(const Settings *s) {
     return s->cache ? generate_change : s->forward ? eval_change : no_change;
@@ -7636,8 +7635,8 @@ static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
 static void plan_refuse_host(const Plan *p, uint64_t available, const char *limit) {
     if (p->host_bytes > available) {
         die_status = STATUS_TOO_LARGE;
-        die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
-            "states in --offload need less of it", bytes_text((double)p->host_bytes).s,
+        die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; --offload "
+            "fewer states", bytes_text((double)p->host_bytes).s,
             p->settings.ranks > 1 ? " for each GPU" : "", bytes_text((double)available).s, limit,
             bytes_text((double)(p->host_bytes - available)).s);
     }
@@ -7691,7 +7690,7 @@ static void choice_print(const Plan *p, const Options *o) {
                      strcmp(recompute_text(s).s, "none") != 0)) {
         printf("chosen   ");
         settings_print_command(o, s, 0);
-        printf("         so that it fits, same bits; %s of host memory\n\n",
+        printf("         so that it fits, with the same bits; %s of host memory\n\n",
                bytes_text((double)p->host_bytes).s);
     }
 }
@@ -7836,11 +7835,11 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
         snprintf(step, sizeof step, "%d micro-steps", micros);
     }
     if (t.up + t.down > 0) {
-        print_wrapped(4, "a step of %s moves %s up to the GPU and %s down", step,
+        print_wrapped(4, "a step of %s uploads %s to the GPU and downloads %s", step,
                       bytes_text(t.up).s, bytes_text(t.down).s);
     }
     if (s->ranks > 1) {
-        print_wrapped(4, "a step of %s sends %s from each GPU: %s of gradients to add, %s to "
+        print_wrapped(4, "a step of %s sends %s from each GPU: %s to reduce gradients, %s to "
                       "gather", step, bytes_text(t.reduced + t.gathered).s,
                       bytes_text(t.reduced).s, bytes_text(t.gathered).s);
     }
@@ -7930,7 +7929,6 @@ static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, const
     free(list);
 }
 
-// Prints the settings of a plan.
 static void plan_print_settings(const Settings *s) {
     const Model *m = &s->model;
     char head[1024 + sizeof(LevelsText)];
@@ -7977,7 +7975,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     if (s->gpu) {
         plan_print_gpu(p, budget, o);
     } else if (p->host_bytes) {
-        plan_print_line("in the host's place", p->host_bytes, "as a GPU run keeps apart");
+        plan_print_line("host buffers", p->host_bytes, "in host memory in a GPU run");
         plan_print_line("total", total, "");
     }
     const int old = card_is_too_old(budget->card);
@@ -7994,8 +7992,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     if (!host_fits) {  // plan_refuse_host() would end a run
         const HostMemory h = host_memory("");
         print_wrapped(4, "host memory of this machine: %s (%s); DOES\037NOT\037FIT, %s short; "
-                      "fewer states in --offload need less of it",
-                      bytes_text((double)budget->host).s,
+                      "--offload fewer states", bytes_text((double)budget->host).s,
                       h.limit, bytes_text((double)(p->host_bytes - budget->host)).s);
     }
     forecast_print(s, budget, o);
@@ -8007,10 +8004,10 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
 
 // -------------------------------------------------------------------------------------------------
 // 21. Searches: --fit, --minimum, --largest, all cards
-// Commands that search settings instead of taking them: --fit recommends some, --minimum prints
-// those that take the least memory, --largest the largest batch or sequence length, and --plan
-// --gpu all compares the cards. A run accepts what is recommended: every candidate is derived from
-// settings that have passed the checks of a user's options.
+// Commands that search for settings: --fit recommends some, --minimum prints those that need the
+// least memory, --largest finds the largest batch or sequence length, and --plan --gpu all compares
+// the cards. A run accepts what is recommended: every candidate is derived from settings that have
+// passed the checks of a user's options.
 
 // Checks the options of these commands before they are turned into settings. Ends the run if one of
 // them would be ignored, or if no batch size divides -d's tokens.
@@ -8060,7 +8057,7 @@ static void fit_search(Search *q, const Options *asked, const Model *m,
     Options o = *asked;
     Settings base;
     o.batch = one ? asked->batch : 1;
-    while (!one && o.batch * T < asked->logit_rows) {  // a run requires --logit-rows up to B x T
+    while (!one && o.batch * T < asked->logit_rows) {  // a run requires --logit-rows <= B x T
         o.batch = next_batch((int)o.batch);
     }
     settings_from_options(&base, &o, m, gpu);
@@ -8180,8 +8177,8 @@ static void fit_print_row(const PlanCandidate *c) {
     text_wrap(text, column, 8);
 }
 
-// Prints which of these settings change the numbers that a run computes, in lines that begin with
-// `lead`. `split` is appended to the part about the settings that do not.
+// Prints `lead` and which of these settings change the numbers that a run computes. `split` is
+// appended to the part about the settings that do not.
 static void print_changes(const char *lead, const Settings *s, const char *split) {
     print_wrapped(4, "%ssame bits as any other -r and --offload%s%s%s", lead, split,
                   s->moment_dtype == TYPE_BF16 ? "; --moments bf16 changes numbers" : "",
@@ -8197,7 +8194,6 @@ static ShortText each_text(const Options *o) {
     return text;
 }
 
-// Prints a candidate as a JSON object.
 static void candidate_print_json(const PlanCandidate *c, const Options *asked,
                                  const MemoryBudget *budget) {
     printf("{");
@@ -8242,7 +8238,7 @@ static int fit_command(const Options *o, const Model *m, const MemoryBudget *bud
         free(rows);
         return best ? 0 : little_data ? 1 : STATUS_TOO_LARGE;
     }
-    print_wrapped(4, "%s: what fits %s for the plan%s; tokens/s %s%s", o->model,
+    print_wrapped(4, "%s: settings whose plan fits in %s%s; tokens/s %s%s", o->model,
                   bytes_text((double)budget->device).s, each_text(o).s,
                   o->gpus > 1 ? "of all " : "",
                   budget->from        ? budget->from
@@ -8295,7 +8291,7 @@ static void minimum_plan(PlanCandidate *c, const Options *asked, const Model *m,
 }
 
 // Returns why this program cannot run with these options on a card, or NULL. Options that need bf16
-// are then set to their defaults, so that the card can be planned all the same.
+// are then set to their defaults, so that a plan for the card can still be made.
 static const char *card_unable(Options *o, const GpuEntry *card) {
     const int wants = o->dtype == DTYPE_BF16 || o->grad_dtype == GRADS_BF16 ||
                       o->moments == MOMENTS_BF16 || o->master == MASTER_NONE;
@@ -8309,8 +8305,8 @@ static const char *card_unable(Options *o, const GpuEntry *card) {
     return card_is_too_old(card) ? "this program needs compute capability 7.5" : "no bf16";
 }
 
-// Lists the names of up to three cards with the least memory on which the least settings fit, as
-// words or as JSON; returns how many there are.
+// Lists the up to three smallest cards on which the settings of minimum_plan() fit, as words or as
+// JSON. Returns their number.
 static int minimum_cards(char text[160], const Options *asked, const Model *m, int offload,
                          int json) {
     const GpuEntry *best[3] = {NULL, NULL, NULL};
@@ -8415,8 +8411,8 @@ static int largest_try(PlanCandidate *c, const Options *o, const Model *m,
     return candidate_try(c, &q) == FITS;
 }
 
-// Runs --largest: finds the largest batch or sequence length that fits, by bisection over those
-// that are possible. Returns the program's exit status: 3 if not even the smallest fits.
+// Runs --largest: finds the largest batch or sequence length that fits, by bisection over the
+// possible values. Returns the program's exit status: 3 if not even the smallest fits.
 static int largest_command(const Options *asked, const Model *m, const MemoryBudget *budget) {
     const int batch = asked->largest == LARGEST_BATCH;
     Options o = *asked;
@@ -8450,7 +8446,7 @@ static int largest_command(const Options *asked, const Model *m, const MemoryBud
         printf(",\"largest\":\"%s\",\"value\":%" PRId64 "}\n", choice_text(largests, o.largest).s,
                found ? values[found - 1] : 0);
     } else if (!found) {
-        print_wrapped(4, "nothing fits %s: --minimum prints the least memory",
+        print_wrapped(4, "nothing fits in %s: --minimum prints the least memory",
                       bytes_text((double)budget->device).s);
     } else {
         print_wrapped(4, "largest --%s that fits%s: %" PRId64 "%s; device %s of %s, host %s",
@@ -8595,8 +8591,8 @@ static double calibration_flops(const Settings *s) {
 }
 
 // Returns the settings of a calibration: two blocks of the run's width, with B and then T halved
-// until it takes at most `flops`. They are halved no further, because the activations of a small
-// batch stay in caches.
+// until it takes at most `flops`. Stops there, because the activations of a very small batch would
+// stay in caches.
 static Settings calibration_settings(const Settings *run, double flops) {
     Settings s = *run;
     memset(s.placement, 0, sizeof s.placement);
@@ -8735,7 +8731,7 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     }
     const double flops = fmin(4e11, most);
     const Settings small = calibration_settings(s, flops);
-    if (calibration_flops(&small) > 2e10) {  // fewer take two cores under half a second
+    if (calibration_flops(&small) > 2e10) {  // fewer take less than 0.5 s on two cores
         printf("measuring this machine's speed for the forecast\n");
         fflush(stdout);
     }
@@ -8895,8 +8891,8 @@ static void default_data(Options *o, int is_gpt2) {
     }
 }
 
-// Ends the run if the weights' folder has merges that are not those of the data: the same id would
-// stand for different text, though the vocabularies may have the same size.
+// Ends the run if the merges in the weights' folder differ from the data's: the same id would stand
+// for different text, even if the vocabularies have the same size.
 static void weights_require_tokenizer(const ModelFile *weights, const Dataset *data) {
     char path[PATH_BYTES];
     Mapping map;
@@ -8955,8 +8951,8 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_PRESET:
             model_set_vocabulary(m, GPT2_VOCABULARY);
             if (data && V > m->V) {
-                die("--model (-e): %s has GPT-2's vocabulary of %d; the data, %s, has one of %d, "
-                    "for which a shape such as l12h12c768t1024 is made", o->model, m->V,
+                die("--model (-e): %s has GPT-2's vocabulary of %d; the data, %s, has one of %d: "
+                    "use a shape such as l12h12c768t1024", o->model, m->V,
                     o->train_data, V);
             }
             if (data && V != GPT2_VOCABULARY && !o->quiet) {
@@ -9055,8 +9051,8 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     return budget;
 }
 
-// Ends the program if --fit and --largest cannot know the available memory, or if it is too little
-// for libraries.
+// Ends the program if the memory available to --fit or --largest is unknown, or if libraries take
+// all of it.
 static void search_refuse(const Options *o, const MemoryBudget *budget, const Settings *s) {
     const char *command = o->fit ? "fit" : "largest";
     if (!o->plan && !budget->device) {
@@ -9235,8 +9231,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
-        die("--resume (-y): no checkpoint in %s is complete; remove them to start a new run",
-            o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove its checkpoints to start a new "
+            "run", o->output);
     }
     free(list.steps);
     return choice;
@@ -9281,7 +9277,7 @@ static int64_t run_resume(Run *run) {
 }
 
 // Opens the vocabulary if samples or checkpoints need it, or if --tokenizer names it. Only GPT-2's
-// may be missing: the merges of other data are nowhere else.
+// may be missing; merges of other data cannot be obtained elsewhere.
 static void run_vocabulary(Run *run) {
     const Options *o = &run->o;
     const Tokenizer *t = &run->train.tokenizer;
@@ -9297,7 +9293,7 @@ static void run_vocabulary(Run *run) {
     const char *shard = own ? run->train.shards[0].path : o->train_data;
     const int found = own ? merges_find(path, o->tokenizer, shard) : bpe_find(path, o->tokenizer);
     if (own && (!found || (!o->tokenizer[0] && access(path, R_OK) != 0))) {
-        die("%s needs its merges: %s%s--tokenizer names their file", shard, found ? path : "",
+        die("%s needs its merges: %s%sgive their file with --tokenizer", shard, found ? path : "",
             found ? " cannot be read; " : "");
     }
     if (found) {
@@ -9307,7 +9303,7 @@ static void run_vocabulary(Run *run) {
 }
 
 // Resolves -b auto. A resumed run keeps the micro-batch of its checkpoint, if that divides the step
-// of this run's ranks. A validation batch must exist.
+// of this run's ranks. The batch is at most as large as the validation data.
 static void run_choose_batch(Run *run) {
     Settings *s = &run->s;
     Options *o = &run->o;
@@ -9574,8 +9570,9 @@ static int eval_command(Run *run, const Program *program, Model *m) {
 
 // Sets the tokenizer of a model whose data is not available here: that of --tokenizer, else of
 // merges.txt in the folder of the weights, as in checkpoints. Without either, 257 tokens are bytes,
-// and GPT-2's vocabulary is searched where training does; any other size is refused, because its
-// tokens cannot be guessed. A model of GPT-2's size may have been trained on fewer tokens.
+// and GPT-2's vocabulary is searched for in the same places as in training; any other size is
+// refused, because its tokens cannot be guessed. A model of GPT-2's size may have been trained on
+// fewer tokens.
 static void generate_vocabulary(Run *run, const Model *m) {
     static char merges[PATH_BYTES];  // the option points to it
     Options *o = &run->o;
@@ -9595,7 +9592,7 @@ static void generate_vocabulary(Run *run, const Model *m) {
                 run->bpe->count, o->model, m->V);
         }
     } else if (!gpt2 && m->V != BYTE_VOCABULARY) {
-        die("--generate: %s has a vocabulary of %d and no merges.txt; --tokenizer names one",
+        die("--generate: %s has a vocabulary of %d and no merges.txt; give one with --tokenizer",
             o->model, m->V);
     }
     run_vocabulary(run);
@@ -9668,8 +9665,8 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
-// If the GPU of this machine does not support bf16, a run or plan for it without --dtype uses fp16,
-// as if --dtype fp16 had been given. A plan for a named card or memory size ignores this GPU.
+// Sets --dtype to fp16 if it is not given and this machine's GPU does not support bf16. A plan for
+// a named card or memory size ignores this GPU.
 static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
@@ -9703,7 +9700,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         stop_on_signals();
         run_find_ranks(run, program);
         stop_line = o->quiet ? "" : "stopping; a second signal quits at once\n";
-        if (!o->generate) {  // its output is text, and its checks take no time
+        if (!o->generate) {  // prints the name itself
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
         }

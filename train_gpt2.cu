@@ -6,8 +6,8 @@
 // data, checkpoints and the CPU reference that checks every kernel are those of train_gpt2.c.
 //
 // No float atomics and no order that depends on scheduling: the same input gives the same bits. No
-// allocation on the device after start-up. The host waits once per step, for the loss, and for the
-// upload of two micro-steps ago.
+// allocation on the device after start-up. The host waits once per step for the loss, and in each
+// micro-step for the upload of two micro-steps earlier.
 //
 // Build:  make train_gpt2cu        with nvcc, for the GPUs of this machine (others: ARCH=90a)
 //         make train_gpt2cu_cpu    the same kernels on the CPU (dev/cuda_cpu), for tests
@@ -196,8 +196,8 @@ static void nccl_check_at(ncclResult_t result, const char *call, const char *fil
 #define nccl_check(...) nccl_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
 
 // Ends the run if NCCL has failed asynchronously: NCCL's own threads detect network errors while
-// its kernels keep waiting. Often the cause is that another rank has ended, so die() first waits
-// for a grace period, to let the process that detects that rank's end report it first.
+// its kernels keep waiting. Often the cause is that another rank has ended. die() therefore waits
+// for a grace period, so that the process that detects that rank's end can report it first.
 static void nccl_ask(ncclComm_t comm) {
     ncclResult_t result;
     nccl_check(ncclCommGetAsyncError(comm, &result));
@@ -378,7 +378,8 @@ __device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
     }
 }
 
-// Converts a pack to floats, and floats to a pack with rounding; 16-bit types two at a time.
+// pack_to_floats converts a pack to floats; pack_round rounds floats to a pack. Both convert 16-bit
+// types two at a time.
 template <class E>
 __device__ inline void pack_to_floats(float (&x)[Pack<E>::size], const Pack<E> &pack) {
     if constexpr (is_fp32<E>) {
@@ -449,7 +450,7 @@ template <class E> __device__ inline void pack_raise(Pack<E> &top, const Pack<E>
     }
 }
 
-// Returns the largest number of a pack.
+// Returns the largest element of a pack.
 template <class E> __device__ inline float pack_max(const Pack<E> &pack) {
     if constexpr (is_fp32<E>) {
         return fmaxf(fmaxf(pack.x[0], pack.x[1]), fmaxf(pack.x[2], pack.x[3]));
@@ -461,8 +462,8 @@ template <class E> __device__ inline float pack_max(const Pack<E> &pack) {
     }
 }
 
-// Keeps a pack's first n numbers and replaces the others by minus infinity; n may be negative or
-// larger than the pack.
+// Keeps a pack's first n elements and replaces the others by minus infinity; n may be negative or
+// exceed the pack's size.
 template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
     if constexpr (is_fp32<E>) {
         for (int i = 0; i < Pack<E>::size; i++) {
@@ -486,7 +487,7 @@ template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
 // vector_load loads n numbers of type T at `address` as floats; vector_store rounds n floats to T
 // and stores them. Both use n / Pack<T>::size accesses of 16 bytes.
 template <class T, int n> __device__ inline void vector_load(float (&x)[n], const T *address) {
-    static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
+    static_assert(n % Pack<T>::size == 0, "not a multiple of 16 bytes");
     UNROLL
     for (int i = 0; i < n; i += Pack<T>::size) {
         float part[Pack<T>::size];
@@ -499,7 +500,7 @@ template <class T, int n> __device__ inline void vector_load(float (&x)[n], cons
 }
 
 template <class T, int n> __device__ inline void vector_store(T *address, const float (&x)[n]) {
-    static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
+    static_assert(n % Pack<T>::size == 0, "not a multiple of 16 bytes");
     UNROLL
     for (int i = 0; i < n; i += Pack<T>::size) {
         float part[Pack<T>::size];
@@ -511,9 +512,9 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
     }
 }
 
-// If NCCL has failed, a rank must not wait forever inside CUDA. Until query() of a stream or event
-// reports completion, this polls NCCL for errors ten times a second. It runs in the thread that
-// makes all other NCCL calls, because a communicator may be used by one thread at a time only (NCCL
+// Polls NCCL for errors ten times a second until query() of a stream or event reports completion,
+// because after an NCCL failure a rank would otherwise wait forever inside CUDA. Must run in the
+// thread that makes all other NCCL calls: only one thread at a time may use a communicator (NCCL
 // user guide, "Thread Safety"). A launch into a full queue blocks without polling; --timeout then
 // ends the run.
 static ncclComm_t nccl_open;  // null: this process has no communicator
@@ -797,8 +798,9 @@ constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 #endif
 
 // mma_m16n8k16: d = a b + c for one warp; a is 16x16, b 16x8, c and d 16x8 in fp32.
-//   a[j] row g + 8 (j % 2), columns 2t + 8 (j / 2) and the next;  b[j] k = 2t + 8j and the next,
-//   column g;  c[i], d[i] row g + 8 (i / 2), column 2t + i % 2. Hence the accumulators of two
+// With g = lane / 4 and t = lane % 4, a lane holds
+//   a[j]: row g + 8 (j % 2), columns 2t + 8 (j / 2) and the next;  b[j]: rows 2t + 8j and the next,
+//   column g;  c[i], d[i]: row g + 8 (i / 2), column 2t + i % 2. Hence the accumulators of two
 //   neighbouring n8 tiles, packed, are the operand a of an mma that sums over their columns.
 // numerics: exact products, fp32 sums in an order chosen by the hardware (always the same).
 // source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions: mma" and "Matrix Fragments
@@ -897,10 +899,10 @@ __device__ __forceinline__ float rcp_approx(float x) {
 }
 #undef NEEDS_SM80
 
-// Hopper's products of warpgroups, which read shared memory by themselves and run asynchronously.
-// From its issue until a wait covers it, nothing may read or write a product's accumulators, or
-// write the shared memory that it reads. All 128 threads of a warpgroup issue the same products,
-// with the same descriptors, and never diverge in between.
+// Hopper's warpgroup matrix products, which read shared memory by themselves and run
+// asynchronously. From its issue until a wait covers it, nothing may read or write a product's
+// accumulators, or write the shared memory that it reads. All 128 threads of a warpgroup issue the
+// same products, with the same descriptors, and never diverge in between.
 // source: PTX ISA 9.0, section 9.7.15, "Asynchronous Warpgroup Level Matrix Instructions".
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define NEEDS_SM90A(...) asm volatile(__VA_ARGS__)
@@ -908,7 +910,7 @@ __device__ __forceinline__ float rcp_approx(float x) {
 #define NEEDS_SM90A(...) __trap()
 #endif
 
-// The address that instructions use for shared memory.
+// Returns the address that instructions use for shared memory.
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
@@ -931,13 +933,13 @@ __device__ __forceinline__ void wgmma_commit() {
     NEEDS_SM90A("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most the N most recent groups are under way.
+// Waits until at most the N most recent groups are still in flight.
 template <int N> __device__ __forceinline__ void wgmma_wait() {
     NEEDS_SM90A("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Keeps the compiler from moving uses of accumulators before the wait that this follows: it does
-// not know that a product may still be writing them.
+// Keeps the compiler, which does not know that a product may still be writing accumulators, from
+// moving their uses before the wait that precedes this call.
 __device__ __forceinline__ void settle(float (&d)[1][8][4]) {
     UNROLL
     for (int i = 0; i < 32; i++) {
@@ -1019,11 +1021,11 @@ template <int N> __device__ __forceinline__ void copy_wait() {
     }
 }
 
-// tile_descriptor: describes to wgmma a tile in shared memory, `offset` bytes from `tile`. Its rows
-// are 128 bytes of 64 16-bit elements, swizzled like tile_offset<64>; it starts at a multiple of
-// 1024 bytes, as the swizzle does. columns64: bytes from 64 columns to the next 64, used by
-// MN-major tiles wider than that. Adding DESCRIPTOR_K moves on by 16 columns, DESCRIPTOR_MN by 16
-// rows.
+// tile_descriptor: returns wgmma's descriptor of a tile in shared memory, `offset` bytes from
+// `tile`. Its rows are 128 bytes of 64 16-bit elements, swizzled like tile_offset<64>; it starts at
+// a multiple of 1024 bytes, as the swizzle does. columns64: bytes from 64 columns to the next 64,
+// used by MN-major tiles wider than that. Adding DESCRIPTOR_K advances it by 16 columns,
+// DESCRIPTOR_MN by 16 rows.
 //   bits 0..13 start >> 4   16..29 columns64 >> 4   32..45 bytes from 8 rows to the next 8, >> 4
 //   62..63 1: 128-byte swizzle
 // source: PTX ISA, sections 9.7.15.5.1.2.2, "Matrix Descriptor Format", and "Strides"; NVIDIA's
@@ -1706,9 +1708,9 @@ struct MatmulPlan {
 // three passes, with weight gradients both overwritten and accumulated.
 constexpr int MATMUL_PLANS = 64;
 constexpr int MATMUL_ALGORITHMS = 16;  // entries of the heuristic's list considered
-// Split-K candidates: the first SPLIT_BASES entries of a weight gradient's list with the sum over k
-// in this many parts, of at least SPLIT_STEPS steps each. A weight gradient has few tiles, and the
-// heuristic lists few of the splits that would fill a GPU.
+// Split-K candidates: the first SPLIT_BASES entries of a weight gradient's list, with the sum over
+// k split into this many parts of at least SPLIT_STEPS terms each. A weight gradient has few tiles,
+// and the heuristic lists few of the splits that would fill a GPU.
 constexpr int32_t SPLITS[] = {2, 3, 4, 6, 8, 12};
 constexpr int SPLIT_BASES = 4, SPLIT_STEPS = 64;
 constexpr int MATMUL_CANDIDATES =
@@ -1728,11 +1730,12 @@ static struct {
 // Initializes cuBLASLt. `workspace` is device memory from the memory plan, 256-byte aligned; all
 // GEMMs share it, so they all run on one stream.
 static void gpu_matmul_open(void *workspace, size_t workspace_bytes) {
-    check((uintptr_t)workspace % 256 == 0, "cuBLASLt wants a workspace at a multiple of 256 bytes");
+    check((uintptr_t)workspace % 256 == 0, "the workspace of cuBLASLt must be 256-byte aligned");
     cublas_check(cublasLtCreate(&matmul_library.handle));
     matmul_library.workspace = workspace;
     matmul_library.workspace_bytes = workspace_bytes;
-    // The number of SMs affects waves and the workspace size affects splits, so both are recorded.
+    // The best algorithm depends on the number of SMs and on the workspace size, so both are
+    // recorded.
     int device;
     cudaDeviceProp gpu;
     cuda_check(cudaGetDevice(&device));
@@ -1837,9 +1840,9 @@ static bool matmul_is_weight_gradient(const MatmulKey *k) {
     return !k->transpose_a && k->transpose_b;
 }
 
-// Stores in `results` (MATMUL_CANDIDATES) the algorithms among which a GEMM's may be chosen, and
-// returns their number: the heuristic's list, then its split-K candidates. The library checks each
-// of these and computes its workspace (cublasLtMatmulAlgoCheck).
+// Stores in `results` (MATMUL_CANDIDATES) the algorithms that a GEMM may use, and returns their
+// number: the heuristic's list, then its split-K candidates. The library checks each split-K
+// candidate and computes its workspace (cublasLtMatmulAlgoCheck).
 static int matmul_candidates(cublasLtMatmulHeuristicResult_t *results, const MatmulPlan *plan) {
     const size_t workspace = matmul_library.workspace_bytes;
     cublasStatus_t status;
@@ -1885,8 +1888,8 @@ static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     return false;
 }
 
-// Advances the plan to the next algorithm in the heuristic's list, from a split-K candidate to the
-// first; returns false if there is none.
+// Advances the plan to the next algorithm in the heuristic's list, or to the first if the current
+// one is a split-K candidate. Returns false if there is none.
 static bool matmul_plan_next(MatmulPlan *plan) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
@@ -1975,9 +1978,9 @@ static MatmulName matmul_key_text(const MatmulKey *k) {
 // Computes D = op(A) op(B) + bias (null: none) + beta C in column-major terms: D and C (m,n), op(A)
 // (m,k), op(B) (k,n), every matrix dense. C may be D. bias (m), of D's type, is added to every
 // column.
-//   A, B of E; C, D of O: E or fp32.
-// Limits: the column-major row counts of A, B and D are multiples of 16 bytes, and so therefore is
-// every leading dimension; pointers are 16-byte aligned.
+//   A and B have type E; C and D have type O, which is E or fp32.
+// Limits: a column of A, B or D (column-major) is a multiple of 16 bytes, and so is every leading
+// dimension; pointers are 16-byte aligned.
 template <class E, class O>
 static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, float beta,
                        bool transpose_a, bool transpose_b, int m, int n, int k,
@@ -2311,7 +2314,7 @@ __device__ __forceinline__ void online_softmax(float (&s)[MT][N8][4], float (&o)
 }
 
 // softmax_end: adds l across the four lanes of a row, divides o by it, and writes LSE2 of the rows
-// `first` on, less than T, to lse.
+// from `first` on, below T, to lse.
 template <int MT, int O8>
 __device__ __forceinline__ void softmax_end(float (&o)[MT][O8][4], float *lse, float (&m)[2 * MT],
                                             float (&l)[2 * MT], int first, int T) {
@@ -2923,7 +2926,7 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 // source: "FlashAttention-2", algorithm 2, with a separate kernel for dQ instead of its atomic
 // sums.
 
-// row_statistics: computes D of the rows `first` on of a head, less than T, and writes it to drow;
+// row_statistics: computes D of a head's rows from `first` on, below T, and writes it to drow;
 // loads their LSE2. out, dout: row 0 of the head, rows `stride` apart. The four lanes that will
 // hold a row of scores share the computation of its D: lane t takes packs t, t + 4, .... All loads
 // are issued before the first value is used.
@@ -3345,7 +3348,8 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
         }
         const float next_stat = load_stat(j + 1);
         if ((j + 1) * BM <= first || first >= T) {
-            wgmma_wait<0>();  // all queries precede the keys; tile j - 1 is about to be overwritten
+            // All queries precede the keys, so nothing is added; tile j - 1 is overwritten next.
+            wgmma_wait<0>();
         } else {
             // 3. Scores, one row per key, and dP^T, both under way. The wait also covers the
             //    previous step's products.
@@ -3730,15 +3734,15 @@ static_assert(TENSORS <= ROUND_MOMENT1, "a stream of random numbers for each ten
 
 // A tensor, or this rank's shard of it. Offsets and count are in elements, all multiples of 8.
 struct ParamRange {
-    size_t param;  // in the parameters
-    size_t state;  // in the master's low halves and the moments
-    size_t grad;   // in the gradients of matrices or the fp32 gradients of vectors
-    size_t index;  // of its first element in the whole tensor: counter of the random numbers
+    size_t param;  // offset in the parameters
+    size_t state;  // offset in the low halves of the master weights and in the moments
+    size_t grad;   // offset in the gradients of matrices or the fp32 gradients of vectors
+    size_t index;  // number of its first element in the whole tensor: counter of the random numbers
     size_t count;
     uint32_t stream;      // random stream of the tensor's weights
     int two_dimensional;  // weight decay applies; the gradient is of type G
     int first_chunk;      // number of chunks before this range, set by param_ranges_chunk
-    int in_store;          // flags below: which of these are in a backing store
+    int in_store;         // PARAM_IN_STORE, GRAD_IN_STORE: what is in a backing store
 };
 enum { PARAM_IN_STORE = 1, GRAD_IN_STORE = 2 };
 
@@ -3891,8 +3895,7 @@ static void gpu_update_decide(UpdateState *state, float clip, float skip_above,
     launch(update_decide_kernel, 1, 1, 0, stream, state, clip, skip_above);
 }
 
-// Updates one parameter with the same operations, in the same order, as chapter Optimizer and
-// schedules.
+// Updates one parameter with the operations of chapter Optimizer and schedules, in the same order.
 __device__ inline void adamw_element(float *p, float *m, float *v, float g, float weight_decay,
                                      const AdamW &adamw) {
     *m = adamw.beta1 * *m + (1.0f - adamw.beta1) * g;
@@ -3983,8 +3986,8 @@ __device__ inline void split_store(__half *params, float *master, const float (&
 //   grads_2d of G and grads_1d fp32, to be multiplied by state->scale; params_store and grads_store
 //   for ranges with in_store flags. Any of these may be in pinned host memory: no byte is
 //   transferred more than once per direction.
-// Bits: with SPLIT or fp32 parameters, and fp32 moments, identical to adamw_element on the CPU.
-// Bytes: each array is read and written once.
+// Bits: with SPLIT or fp32 parameters, and fp32 moments, identical to AdamW on the CPU.
+// Bytes: each array is read once and, except the gradients, written once.
 // budget: <bf16, bf16, float> threads 256 regs 74 blocks 3 instr/elem 98 of 8 loop test gpu_adamw
 // budget: <bf16> threads 256 regs 74 blocks 3 instr/elem 127.5 of 8 loop test gpu_adamw
 template <class E, class G, class M, bool SPLIT>
@@ -4111,8 +4114,8 @@ static uint64_t device_library_bytes(int *measured) {
 #endif
 }
 
-// Keeps the measured library memory for later runs and plans on this GPU, if it is more than those
-// of before.
+// Saves the measured library memory for later runs and plans on this GPU if it exceeds all earlier
+// measurements.
 static void library_keep(uint64_t bytes) {
     char key[128];
     int capability, measured;
@@ -4190,9 +4193,9 @@ static void device_select(int local_rank) {
     cuda_check(cudaSetDevice(local_rank % count));
 }
 
-// Returns how the GPUs of `ranks` ranks on this machine are connected. NVLink between every two of
-// them, which with more than four GPUs means NVSwitch, is what makes one GPU's atomic operations in
-// the memory of another native (CUDA Runtime API, cudaDeviceP2PAttr).
+// Returns how the GPUs of `ranks` ranks on this machine are connected. They use NVLink if each has
+// native atomic operations on every other's memory (CUDA Runtime API, cudaDeviceP2PAttr); with more
+// than four GPUs, this takes an NVSwitch.
 static Link device_link(int ranks) {
     int count = 0, all = 1;
     if (cudaGetDeviceCount(&count) != cudaSuccess || count < ranks) {
@@ -4208,7 +4211,7 @@ static Link device_link(int ranks) {
     return all && ranks > 1 ? LINK_NVLINK : LINK_PCIE;
 }
 
-// Returns the bytes of this rank's GPU, 0 if there is none. Creates no CUDA context.
+// Returns the memory of this rank's GPU in bytes, or 0 if there is none. Creates no CUDA context.
 static uint64_t device_total(void) {
     cudaDeviceProp gpu;
     int count = 0;
@@ -4217,7 +4220,7 @@ static uint64_t device_total(void) {
                ? gpu.totalGlobalMem : 0;
 }
 
-// Selects this rank's GPU as the current device and returns its free bytes.
+// Selects this rank's GPU as the current device and returns its free memory in bytes.
 static size_t device_available(void) {
     size_t total_bytes;
     device_select(this_rank.local_rank);
@@ -4323,9 +4326,9 @@ static void arena_open(Plan *p, cudaStream_t stream) {
     cuda_check(cudaStreamSynchronize(stream));
 }
 
-// Between arena_lend and arena_return the device memory may be used for something else; the
-// contents of the plan's buffers there are lost. Test builds check this: no buffer of the plan may
-// be used in between, and the buffers are filled with NaN afterwards.
+// arena_lend makes the device memory available for other uses until arena_return; the contents of
+// the plan's buffers there are lost. Test builds check that no buffer of the plan is used in
+// between, and fill the buffers with NaN afterwards.
 static void arena_lend(Plan *p) {
     plan_tick(p, -1);
 #if GPT2_POISON
@@ -4369,7 +4372,7 @@ struct RankComm;  // chapter Exchange between ranks
 struct OffloadStreams {
     cudaStream_t compute, up, down;
     const RankComm *ranks;
-    cudaEvent_t now;                                         // compute's position, for a copy
+    cudaEvent_t now;                                      // where compute is when a copy is queued
     cudaEvent_t ready[KINDS][SLOTS], gone[KINDS][SLOTS];  // recorded after a fetch, a store
 };
 
@@ -4622,7 +4625,8 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
             processor_ms += (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
         }
     }
-    // Polling by idle threads of a driver uses less than a tenth of a core; a compiler uses more.
+    // In the phases before RANK_RUNS, CPU time counts as progress: a driver that compiles kernels
+    // uses more than a tenth of a core, its idle threads that poll use less.
     const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
                       write_blocks(STDOUT_FILENO);
     const Watchdog seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
@@ -4630,8 +4634,8 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
     return w->still_ms;
 }
 
-// Limit on the time without progress. It is ten times --timeout while a rank is in a call known to
-// be slow, because a file server that fails over or NCCL's initialisation is not a hang.
+// Returns the limit on the time without progress: ten times --timeout while a rank is in a call
+// known to be slow, because a file server that fails over or NCCL's initialisation is not a hang.
 static double watch_limit_ms(const Child *children, int ranks) {
     int slow = 0;
     for (int r = 0; r < ranks; r++) {
@@ -4646,7 +4650,7 @@ static int row_in_warm_up(const Heartbeat *row) {
     return row->work == RANK_STARTS && row->note.call > RANK_CONNECTION;
 }
 
-// Why a rank makes no progress, most serious first.
+// Reasons why a rank makes no progress, the most serious first.
 enum { RANK_STOPPED, RANK_HANGS, RANK_WAITS, RANK_REASONS };
 
 // Prints what rank r is doing if `reason` is why it makes no progress; returns whether it printed.
@@ -4848,8 +4852,8 @@ static void rank_watchdog_start(void) {
     }
 }
 
-// The first message a rank sends and expects, so that no other process that connects to the port,
-// or answers on it, is mistaken for a rank.
+// The first message that a rank sends and expects. It keeps a rank from mistaking another process
+// that connects to the port, or answers on it, for a rank.
 typedef struct {
     char magic[16];
     int32_t rank, ranks;
@@ -4910,7 +4914,8 @@ static int meeting_listen(const Launcher *l) {
     return fd;
 }
 
-// Rank 0: accepts connections until all other ranks have connected, at the latest until `end_ms`.
+// Accepts connections on rank 0 until all other ranks have connected. Ends the run if one is
+// missing at `end_ms`.
 static void meeting_open(const Launcher *l, double end_ms) {
     enum { HELLO_MS = 5000 };
     const int listener = meeting_listen(l);
@@ -4952,7 +4957,7 @@ static void meeting_open(const Launcher *l, double end_ms) {
     close(listener);
 }
 
-// The other ranks: connect to rank 0 as soon as it listens, at the latest by `end_ms`.
+// Connects another rank to rank 0 as soon as that listens. Ends the run if it does not by `end_ms`.
 static void meeting_join(const Launcher *l, RankHello *hello, double end_ms) {
     enum { TRY_MS = 2000, PAUSE_US = 20000 };
     char why[128] = "";
@@ -5069,7 +5074,7 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
     ranks_share_cores();
 }
 
-// All-gather: cards (ranks) = the RankInfo of every rank. All ranks call it, once in a run. It then
+// All-gathers the RankInfo of every rank into `cards` (ranks), once in a run, on all ranks. Then
 // finalises MPI or closes the links, which are not used again.
 static void ranks_exchange_info(RankInfo *cards) {
     rank_wait_begin(RANK_HANDSHAKE);
@@ -5101,8 +5106,9 @@ static uint64_t fingerprint_program(void) {
 }
 
 // The handshake: compares the RankInfo of all ranks. Ends the run, with an error printed by rank 0,
-// if they cannot train together. Otherwise rank_info receives the NCCL id of rank 0 and the
-// smallest memory and number of thread blocks of any rank.
+// if they cannot train together. Otherwise rank_info receives rank 0's NCCL id, batch and kernel
+// verdicts, a rank whose GPU or driver differs from rank 0's (kernels_unlike), and the smallest
+// memory and number of thread blocks of any rank.
 static void ranks_handshake(void) {
     const size_t n = (size_t)this_rank.ranks;
     static const struct {
@@ -5173,7 +5179,7 @@ static void rank_handshake(char gpu[RANK_TEXT], char id[RANK_ID]) {
 #if GPT2_NCCL
     if (this_rank.rank == 0) {
         ncclUniqueId unique;
-        static_assert(sizeof unique == RANK_ID, "an id fits into a card");
+        static_assert(sizeof unique == RANK_ID, "RANK_ID is the size of an NCCL id");
         nccl_check(ncclGetUniqueId(&unique));
         memcpy(id, &unique, RANK_ID);
     }
@@ -5221,8 +5227,8 @@ static void ranks_shake_hands(void) {
 //    settings and of the engine methods called, so it is the same on all ranks. Compute and
 //    exchange wait for each other by events; the host waits for neither.
 // 3. No kernel is launched for the first time while NCCL's kernels wait for other ranks: loading it
-//    may wait for NCCL's kernels, and they may wait for it. The warm-up runs all kernels with `on`
-//    0 first, and then NCCL.
+//    may wait for NCCL's kernels while they wait for it, which is a deadlock. The warm-up runs all
+//    kernels with `on` 0 first, and then NCCL.
 // 4. After the update each bucket of weights is gathered as soon as its shards are updated, while
 //    compute updates the next ones and begins the next forward; a block waits for its own bucket.
 // 5. Before and after every collective, the stream records its progress in the Heartbeat, where the
@@ -5236,11 +5242,11 @@ struct RankComm {
     cudaEvent_t event;    // each record is followed by its wait, so one is enough
     int rank, ranks;
     int on;  // 0: run only the kernels, no collectives; see 3
-    cudaEvent_t *gathered;  // of each bucket of weights (BUCKET_*): recorded after its gather
-    bool *awaits;           // compute has not waited for it yet
+    cudaEvent_t *gathered;  // one per bucket of weights (BUCKET_*): recorded after its gather
+    bool *awaits;           // one per bucket: compute has not waited for its gather yet
     CollectiveState *note;  // device pointer into the heartbeat
-    char *staging;   // receives the other ranks' parts of a bucket
-    size_t capacity;     // of staging, in bytes
+    char *staging;          // receives the other ranks' parts of a bucket
+    size_t capacity;        // of staging, in bytes
 };
 
 // A rank's status at the end of a step. Every rank adds up the statuses of all ranks in rank order,
@@ -5251,7 +5257,7 @@ struct StepStatus {
     float loss_sum;
     int stop, fault;   // signal received; 1 + the rank that cannot continue, or 0
 };
-static_assert(sizeof(StepStatus) <= RANK_STATUS_BYTES, "the plan's buffer holds the words");
+static_assert(sizeof(StepStatus) <= RANK_STATUS_BYTES, "the plan's buffer holds a status");
 
 // sum (rows, count) = round(the numbers of all `ranks` ranks or groups, added in their order), or
 // with `adds` round(sum + that total). Row i is blockIdx.y.
@@ -5328,8 +5334,7 @@ static __global__ void collective_state_kernel(CollectiveState *to, CollectiveSt
 // Queues collective `name`, an index of rank_calls, and records its state before and after it (see
 // 5). Does nothing if `on` is 0.
 template <class Call> static void rank_call(const RankComm *c, int name, Call call) {
-    // If `on` is 0 nothing is counted: the numbers of collectives must agree on all ranks.
-    if (c->on) {
+    if (c->on) {  // otherwise the call is not counted either: all ranks must count the same
         CollectiveState note = collective_next(name);
         launch(collective_state_kernel, 1, 1, 0, c->stream, c->note, note);
         call();
@@ -5366,13 +5371,14 @@ static int part_adder(int ranks, int group, int part) {
     return group * RANK_GROUP + part % RANK_GROUP % group_members(ranks, group);
 }
 
-// What a rank adds, in pieces of `count` elements of each part, and where in the staging buffer:
-// first the parts from the group's other members (members - 1, parts, count) of G, or later the
-// sums of the other groups (groups - 1, count) in fp32; then, if there are several groups, the sums
-// of this group (parts, count) in fp32. Parts are in the order of their columns, part % RANK_GROUP.
+// What a rank adds, in pieces of `count` elements of each part, and the layout of the staging
+// buffer. It begins with the data received: first the parts from the group's other members (members
+// - 1, parts, count) of G and, later in their place, the sums of the other groups (groups - 1,
+// count) in fp32. If there are several groups, the sums of this group (parts, count) in fp32
+// follow. Parts are in the order of their columns, part % RANK_GROUP.
 struct ReducePieces {
     int group, groups, member, members, parts;
-    size_t received, bytes;  // for an element of each part: what is received; in all
+    size_t received, bytes;  // staging bytes per element of a piece: for data received; in all
 };
 static ReducePieces reduce_pieces(int ranks, int rank, size_t element) {
     const int group = rank / RANK_GROUP, members = group_members(ranks, group);
@@ -5384,14 +5390,15 @@ static ReducePieces reduce_pieces(int ranks, int rank, size_t element) {
     return p;
 }
 
-// Adds pieces of the parts within the group: each member receives those that it adds. With one
-// group the result is this rank's sum, otherwise group_sums (parts, count).
+// Adds up pieces of the parts within the group; each member receives those that it adds. Writes
+// this rank's `sum` if there is only one group, otherwise group_sums (parts, count).
 template <class G>
 static void reduce_in_group(const RankComm *c, const ReducePieces &p, G *sum, float *group_sums,
                             const G *grads, size_t part, size_t count, bool adds) {
     const int columns = min_int(RANK_GROUP, c->ranks), others = p.members - 1;
     G *received = (G *)(void *)c->staging;
-    auto each_column = [&](auto visit) {  // with its rank that adds, rows, and parts before
+    // Calls visit(column, the rank that adds it, rows, where they are received, parts before it).
+    auto each_column = [&](auto visit) {
         for (int column = 0, before = 0; column < columns; column++) {
             const int rows = (c->ranks - column + RANK_GROUP - 1) / RANK_GROUP;
             const int adder = part_adder(c->ranks, p.group, column);
@@ -5469,12 +5476,13 @@ static void reduce_between_groups(const RankComm *c, const ReducePieces &p, G *s
 template <class G>
 static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, bool adds) {
     const ReducePieces p = reduce_pieces(c->ranks, c->rank, sizeof(G));
-    // All ranks use the same pieces: those of the rank that needs the most memory, a first member.
+    // All ranks use the piece size of the rank that needs the most memory per element, which is the
+    // first member of a group.
     const int last = (p.groups - 1) * RANK_GROUP;
     const size_t bytes = std::max(reduce_pieces(c->ranks, 0, sizeof(G)).bytes,
                                   reduce_pieces(c->ranks, last, sizeof(G)).bytes);
     const size_t most = c->capacity / bytes / 8 * 8;
-    check(most > 0, "no room for a piece of %d ranks", c->ranks);
+    check(most > 0, "the staging buffer cannot hold a piece of %d ranks", c->ranks);
     for (size_t from = 0; from < part; from += most) {
         const size_t count = part - from < most ? part - from : most;
         float *group_sums = (float *)(void *)(c->staging + p.received * count);
@@ -5509,7 +5517,7 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
         rank_reduce<G>(c, (G *)store, (const G *)slot, part / sizeof(G), p->adds != 0);
         cuda_check(cudaEventRecord(s->gone[v->kind][v->slot], c->stream));
     } else {
-        // Weights whole in host memory are gathered there, after the update.
+        // Weights stored whole in host memory are gathered there after the update: wait for that.
         const int bucket = BUCKET_BLOCKS + v->block;
         if (phase == FETCH && v->kind == KIND_WEIGHTS && c->ranks > 1 && c->awaits[bucket]) {
             cuda_check(cudaStreamWaitEvent(s->up, c->gathered[bucket], 0));
@@ -5622,7 +5630,7 @@ static void rank_close(RankComm *c, const Settings *s) {
 // 2. Gradient accumulation: the first micro-step of a step overwrites matrix gradients; later ones
 //    add in fp32 and round the sum to G, once per matmul (for wte, per chunk of logits and for the
 //    embedding). Vector gradients are zeroed first, because their kernels only add, in fp32.
-// 3. Several ranks differ from one in: the sequences they read (batch_position), reductions during
+// 3. With several ranks, these differ: the sequences they read (batch_position), reductions during
 //    backward (gpu_reduce), the sums of norm and loss (rank_statuses), the weights gathered after
 //    the update (gpu_gather_weights), sharded states (chapter Sharding and offload) and access to
 //    other ranks' shards (rank_read).
@@ -5655,7 +5663,7 @@ struct GpuNetwork {
     void (*stage)(void *pass, int stage, int layer);  // gpu_stage in the run's types
     cudaStream_t stream;
     GpuBatch pinned[2];       // one is filled while the other is uploaded
-    cudaEvent_t uploaded[2];  // recorded when a slot may be refilled
+    cudaEvent_t uploaded[2];  // recorded after an upload: the slot may then be refilled
     int slot;                 // the slot filled last
     int prepared;             // segments of the next micro-step's batch if prefetched, or 0
     int *counts;              // scratch of the token sort, V ints
@@ -5663,9 +5671,9 @@ struct GpuNetwork {
     OffloadStreams transfers;
     ParamRange *ranges;
     int range_count;
-    UpdateSlice *slices;          // of that table, for each launch of AdamW
+    UpdateSlice *slices;          // of `ranges`, one per launch of AdamW
     int slice_count;
-    int norm_count, norm_chunks;  // several ranks: table of own shards, after AdamW's
+    int norm_count, norm_chunks;  // the norm's table; several ranks: own shards, after AdamW's
     int accum_steps;              // micro-steps of the current step
     RankComm ranks;
 };
@@ -5708,7 +5716,7 @@ struct GpuPass {
     float dloss;  // 0: no gradients
     bool first;   // gradients and the sum of losses are written, not added to
     int position;  // of the first token; nonzero only with a KV cache
-    bool last;    // micro-step of a step: reduce each block's gradients after its backward
+    bool last;    // last micro-step: reduce each block's gradients after its backward
 };
 
 // Runs one forward stage of transformer block `l`, in the forward pass or as recomputation, like
@@ -5871,9 +5879,9 @@ template <class G> static void gpu_reduce(const GpuNetwork *net, int bucket) {
     const RankComm *c = &net->ranks;
     const Bucket b = bucket_at(&s->model, s->ranks, bucket);
     const size_t part = (size_t)b.part, own = (size_t)s->rank * part;
-    // Only the ranks' stream waits. Compute continues with the next block's backward, whose
-    // gradients are elsewhere, and the staging buffer is used only on the ranks' stream, one bucket
-    // after another.
+    // Only the ranks' stream waits. Compute continues with the next block's backward, which writes
+    // other gradients, and only the ranks' stream uses the staging buffer, for one bucket at a
+    // time.
     stream_after(c->stream, net->stream, c->event);
     // All ranks update the vectors, so their whole sum is all-gathered.
     if (bucket == BUCKET_VECTORS) {
@@ -5942,7 +5950,7 @@ static void gpu_await_weights(const GpuNetwork *net, int bucket) {
     }
 }
 
-// The same for all weights, for readers other than a forward pass.
+// Makes compute wait for the gathers of all weights, for readers other than a forward pass.
 static void gpu_await_all_weights(const GpuNetwork *net) {
     for (int bucket = 0; bucket < model_buckets(&net->plan->settings.model); bucket++) {
         gpu_await_weights(net, bucket);
@@ -6009,7 +6017,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 // 1. A micro-step only queues work. The batch is uploaded through two pinned slots, and the host
 //    waits only for a slot that it filled two micro-steps earlier. The first batch of a step is
 //    prefetched, if possible, before the host waits for the loss of the previous step.
-// 2. AdamW runs bucket by bucket if ranks gather the weights, so that they do so early.
+// 2. If ranks gather the weights, AdamW runs bucket by bucket, so that each gather starts early.
 // 3. The update reads the gradient norm, the clip factor and the decision to skip from device
 //    memory; the host waits once, at its end, for the values it reports.
 
@@ -6020,7 +6028,7 @@ static void gpu_upload(GpuPass *pass, const Token *inputs, const Token *targets)
     const Settings *s = &net->plan->settings;
     const int N = s->B * settings_rows(s), slot = 1 - net->slot;
     GpuBatch host = net->pinned[slot];
-    int ints = 2 * N;  // inputs and targets; sorted tokens follow, so one copy does
+    int ints = 2 * N;  // inputs and targets; sorted tokens follow, so one copy suffices
     net->slot = slot;
     net->prepared = 0;  // this upload overwrites it
     // The copy queued two micro-steps ago may still be reading the slot; normally it finished long
@@ -6029,7 +6037,8 @@ static void gpu_upload(GpuPass *pass, const Token *inputs, const Token *targets)
     cuda_check(cudaEventSynchronize(net->uploaded[slot]));
     memcpy(host.inputs, inputs, N * sizeof(int));
     memcpy(host.targets, targets, N * sizeof(int));
-    if (pass->dloss != 0) {  // the host sorts while the GPU computes the previous micro-step
+    // Backward needs sorted tokens. The host sorts while the GPU computes the previous micro-step.
+    if (pass->dloss != 0) {
         pass->segments = embedding_sort(host.sorted, net->counts, inputs, N, s->model.V);
         ints = (int)batch_ints(N);
     }
@@ -6107,15 +6116,14 @@ static void gpu_adamw_types(GpuNetwork *net, const UpdateSlice &slice, const Ada
     });
 }
 
-// Engine.update. Norm, clip factor and the decision to skip are computed on the device, where AdamW
-// reads them. The host waits once, for the values it reports.
+// Engine.update; see 3.
 static StepResult gpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
     GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     plan_tick(net->plan, tick_update(s));
     transfers_forget_weights(net->plan);
-    gpu_await_all_weights(net);  // those of an update that no forward pass has followed
+    gpu_await_all_weights(net);  // of the last update, if no forward pass has followed it
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
     const ParamRange *ranges = gpu_buffer<ParamRange>(net, BUF_TENSORS);
     // With several ranks, each sums only its own shards at every ZeRO stage, so the norm is bitwise
@@ -6135,7 +6143,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is applied on the device, so the host passes a gradient scale of 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
-    // With sharded moments, slice i is bucket i, which is gathered while compute goes on.
+    // With sharded moments, slice i is bucket i, which is gathered while compute continues.
     for (int i = 0; i < net->slice_count; i++) {
         if (net->slices[i].chunks > 0) {
             gpu_adamw_types(net, net->slices[i], adamw, o, updates);
@@ -6164,7 +6172,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
 
 // Engine.replica: returns a hash of the weights, master weights (or their low halves) and moments,
 // except sharded parts, so all ranks must get the same value. Buffers are in bucket order: vectors
-// first, the matrices of blocks last.
+// first, then wte and wpe, the matrices of blocks last.
 static uint64_t gpu_replica(Engine *e) {
     const GpuNetwork *net = (const GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
@@ -6201,7 +6209,7 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
-    // `first` resets the sum of losses; a step's own sum has been read by then.
+    // GpuPass.first (true) resets the sum of losses; the training step's sum has been read before.
     GpuPass pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
     gpu_upload(&pass, inputs, targets);
     run_stages(net->plan, tick_head(&s->model), 0, net->stage, &pass);
@@ -6216,8 +6224,8 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     return net->result->loss_sum / (double)N;
 }
 
-// Reads the logits in the first row of BUF_LOGITS as floats, waiting for the stages that compute
-// them: the next input is the token sampled from the logits.
+// Reads the first row of BUF_LOGITS as floats. Waits for the stages that compute it, because the
+// next input is sampled from it.
 static void gpu_read_logits(const GpuNetwork *net, real *out) {
     const int V = net->plan->settings.model.V;
     with_type(net->plan->settings.dtype, [&](auto element) {
@@ -6231,8 +6239,8 @@ static void gpu_read_logits(const GpuNetwork *net, real *out) {
     });
 }
 
-// Engine.extend. Tokens are processed in chunks of settings_rows(), and the remainder
-// one by one. So each matmul has only two shapes, and the warm-up has run both.
+// Engine.extend. Tokens are processed in chunks of settings_rows(), and the remainder one by one.
+// So each matmul has only two shapes, and the warm-up has run both.
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     GpuNetwork *net = (GpuNetwork *)e->self;
     const Settings *s = &net->plan->settings;
@@ -6437,7 +6445,7 @@ static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const Mat
     return sample;
 }
 
-// Element i of an array of cuBLASLt's `type`.
+// Returns element i of an array of cuBLASLt's `type`.
 static double matmul_number(const void *numbers, int type, size_t i) {
     auto number = [&](auto element) {
         memcpy((void *)&element, (const char *)numbers + i * sizeof element, sizeof element);
@@ -6546,8 +6554,8 @@ static void matmul_proof_make(MatmulProof *proof, const MatmulBench *bench,
 }
 
 // Returns true if the plan's algorithm computes the elements of the proof correctly, both for all
-// of k and, if it is checked, for the tail alone. Fills the first copy of the operands with noise
-// and leaves it as the matmul does.
+// of k and, if it is checked, for the tail alone. Overwrites the first copy of the operands with
+// noise, and its D with the matmul's result.
 static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const MatmulProof *proof) {
     const MatmulKey *key = &plan->key;
     const size_t element = key->output_type == CUDA_R_32F ? 4 : 2;
@@ -6583,8 +6591,8 @@ static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const Matmu
 
 // Reports that no algorithm of a plan's matmul is right.
 static void matmul_report(const MatmulPlan *plan) {
-    fprintf(stderr, "%s: %s: no algorithm of cuBLASLt gives this program's own result for the "
-            "product %s; the run goes on with its first one. Please report this line\n",
+    fprintf(stderr, "%s: %s: no cuBLASLt algorithm gives this program's own result for matmul "
+            "%s; the run continues with the first one. Please report this line\n",
             program_name, matmul_library.where, matmul_key_text(&plan->key).s);
 }
 
@@ -6726,8 +6734,8 @@ constexpr int TRIAL_LENGTH_CPU = 1024;   // longer ones are not computed on the 
 constexpr int TRIAL_NOISE = 8 * 8191;    // numbers; 8191 is prime, so rows differ
 constexpr int TRIAL_GUARD = 4096;        // bytes before and after an output that must not change
 constexpr int TRIAL_UNWRITTEN = 0xff;    // these bytes, and outputs before a kernel: NaN
-constexpr int TRIAL_START_LINES = 3;     // time limit up to the first line, in limits of a line
-constexpr int TRIAL_END_S = 10;          // time limit of the end of a killed process
+constexpr int TRIAL_START_LINES = 3;     // time limit of the first line, in limits of the others
+constexpr int TRIAL_END_S = 10;          // how long a killed process may take to end
 #if CUDA_CPU
 static double trial_limit_s(void) { return (double)emu::set.kernel_limit_s; }
 static bool trial_allows(const char *name) {
@@ -6784,8 +6792,8 @@ template <class F> static void each_candidate(const TrialShape &x, int capabilit
 }
 
 #if CUDA_CPU
-// Row 0 of a kernel with the mistake of EMU_KERNELS in the last token's out or dQ or in the first
-// token's dK and dV.
+// Runs row 0 of a kernel with the mistake of EMU_KERNELS in the last token's out or dQ or in the
+// first token's dK and dV.
 template <int KERNEL> static void attention_planted(const AttentionArgs<__nv_bfloat16> &a) {
     const bool forward = KERNEL == ATTENTION_FORWARD;
     const size_t C = (size_t)a.NH * a.HS, step = forward ? C : 3 * C;
@@ -6824,12 +6832,12 @@ static const TrialResult trial_results[] = {
     {"the sum of dV", ATTENTION_DKV, TRIAL_SUMS, 2, 0, 1e-2},
 };
 
-// Copies of the outputs on the host: the default's, the candidate's, its second ones; the last are
-// the CPU reference's, as real.
+// Host copies of the outputs, converted to `real`: the default's, those of the candidate's first
+// and second launches, and the CPU reference's.
 enum { TRIAL_DEFAULT, TRIAL_FIRST, TRIAL_SECOND, TRIAL_CPU, TRIAL_COPIES };
 
 struct Trial {
-    TrialShape shape, now;  // given, and of the present case: other B and T
+    TrialShape shape, now;  // now: of the current case, whose B and T may differ
     __nv_bfloat16 noise[TRIAL_NOISE], *inputs[2];  // inputs: qkv and dout on the device
     real *host[2];                                 // and on the host
     char *outputs[2][TRIAL_OUTPUTS];  // of default and candidate on the device, between two guards
@@ -6902,9 +6910,9 @@ static void trial_run(const Trial *t, int kernel, int row, int copy) {
     });
 }
 
-// Begins a case: B sequences of T tokens, with q and k multiplied by `scale`. Fills the inputs and
-// runs row 0 of the kernels up to `kernel` and, if T is at most TRIAL_LENGTH_CPU and B is 1, the
-// CPU reference.
+// Begins a case: B sequences of T tokens, with q and k multiplied by `scale`. Fills the inputs, and
+// runs the default variant (row 0) of each kernel up to and including `kernel` and, if T is at most
+// TRIAL_LENGTH_CPU and B is 1, the CPU reference.
 static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
     const size_t C = (size_t)t->shape.NH * t->shape.HS;
     t->now.B = B;
@@ -6958,7 +6966,7 @@ static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
     free(out);
 }
 
-// Number i of a copy of an output.
+// Returns number i of a copy of an output.
 static double trial_number(const Trial *t, int copy, int output, size_t i) {
     const char *bytes = t->copies[copy][output];
     if (copy == TRIAL_CPU) {
@@ -7246,7 +7254,7 @@ static bool trial_read(TrialChild *child, KernelVerdicts *verdicts, const TrialS
         });
     } else if (strncmp(line, "default: ", 9) == 0) {
         fprintf(stderr, "%s: attention's default kernel is wrong on this GPU or in this trial: %s; "
-                "the run goes on with it. Please report this line\n", program_name, line + 9);
+                "the run continues with it. Please report this line\n", program_name, line + 9);
     } else if (child->verdict && verdict_is(line)) {
         snprintf(child->verdict, sizeof(KernelVerdict), "%.71s", line);
         child->verdict = nullptr;
@@ -7277,7 +7285,7 @@ static void trial_end(TrialChild *child) {
 // Runs the trial and fills in the verdicts it finds. Returns false if a signal has ended it.
 static bool trial_supervise(KernelVerdicts *verdicts, const TrialShape &x, int capability) {
     enum { LOOK_MS = 100 };
-    // All together less than --timeout, for which other ranks wait.
+    // The other ranks wait for the whole trial, so it must end before --timeout.
     const double most_ms = this_rank.ranks > 1 ? 0.8 * rank_timeout_ms : HUGE_VAL;
     double look_ms = now_ms(), all_ms = 0, line_ms = 0;
     TrialChild child = trial_start(x, capability, *verdicts);
@@ -7536,8 +7544,8 @@ static void state_write(const StateView &v, const real *values, int64_t count,
     free(low);
 }
 
-// A buffer with the layout of weights or of moments on several ranks. In all of them, every rank
-// holds the vectors whole.
+// A buffer with the layout of weights or of moments on several ranks. Vectors are whole on every
+// rank.
 struct RankState {
     int buffer;
     size_t bytes;  // of an element
@@ -7741,8 +7749,8 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
 
 // -------------------------------------------------------------------------------------------------
 // 44. Opening and warm-up
-// Turns an empty device into a network that is ready to train: allocates memory, fills the tables
-// and runs every kernel and collective once as a warm-up. Also closes the network again.
+// Opening the engine allocates memory, fills the tables, and runs every kernel and collective once
+// as a warm-up.
 
 // Frees everything except the plan. Queued work must finish first, because it uses the memory.
 static void gpu_close(Engine *e) {
@@ -7891,19 +7899,19 @@ static void gpu_warm_up_step(Engine *e) {
     if (s->ranks > 1) {
         gpu_replica(e);
     }
-    if (s->ranks > 1 && !s->forward) {  // as saving does: NCCL connects and allocates for it
+    if (s->ranks > 1 && !s->forward) {  // as when saving: makes NCCL connect and allocate
         gpu_read<false>(e, STATE_M, tensor_offset(&s->model, WTE, 0), logits, 1);
     }
     free(zeros);
     free(logits);
 }
 
-// With several ranks, each rank first runs newly chosen kernels by itself: see 3 of chapter
-// Exchange between ranks. The other ranks wait no longer than this takes.
+// With several ranks, runs newly chosen kernels once without collectives: see 3 of chapter Exchange
+// between ranks.
 static void rank_rehearse(Engine *e) {
     GpuNetwork *net = (GpuNetwork *)e->self;
     if (net->ranks.ranks > 1) {
-        gpu_begin(net);  // or the data last gathered would be read as step statuses
+        gpu_begin(net);  // otherwise the data gathered last would be read as step statuses
         net->ranks.on = 0;
         gpu_warm_up_step(e);
         net->ranks.on = 1;
@@ -7924,9 +7932,9 @@ static int gpu_set_kernels(Engine *e, const char *kernels) {
     return taken;
 }
 
-// All ranks adopt rank 0's matmul algorithms: a checkpoint stores one rank's choices, and a run
-// resumed from it must have the bits of an uninterrupted one. Timings differ slightly between GPUs,
-// so ranks that choose for themselves may choose differently. Even if no rank has timed any,
+// Makes all ranks adopt rank 0's matmul algorithms: a checkpoint stores one rank's choices, and a
+// run resumed from it must have the bits of an uninterrupted one. Timings differ slightly between
+// GPUs, so ranks that choose for themselves may choose differently. Even if no rank has timed any,
 // choices loaded from the file have not been run yet, and each rank must first run them by itself.
 static void rank_choices_share(Engine *e) {
     GpuNetwork *net = (GpuNetwork *)e->self;
@@ -7968,12 +7976,12 @@ static void gpu_warm_up(Engine *e) {
     matmul_library.settled = true;
 }
 
-// Sets the methods of the engine and what it can do.
+// Sets the engine's methods and capabilities.
 static void gpu_methods(Engine *e, GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     e->self = net;
     e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
-    e->zero = 1;  // gpu_begin
+    e->zero = 1;  // gpu_begin zeroes all states
     e->micro_step = gpu_micro_step;
     e->prepare = gpu_prepare;
     e->update = gpu_update;
@@ -7996,8 +8004,8 @@ static void gpu_methods(Engine *e, GpuNetwork *net) {
     }
 }
 
-// Opens the engine and allocates the plan on the current GPU. The plan is the caller's and outlives
-// the engine.
+// Opens the engine and allocates the plan's memory on the current GPU. The caller owns the plan,
+// which outlives the engine.
 static void gpu_open(Engine *e, Plan *p) {
     GpuNetwork *net = (GpuNetwork *)alloc_zero(1, sizeof *net);
     const Settings *s = &p->settings;
@@ -8005,7 +8013,8 @@ static void gpu_open(Engine *e, Plan *p) {
     const int64_t N = (int64_t)s->B * rows, C = s->model.C;
     net->plan = p;
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
-    // Not the default stream, nor synchronised with it, so that no library's work runs in between.
+    // A stream that does not synchronise with the default stream, on which libraries may queue
+    // work.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
     offload_open(&net->transfers, net->plan, net->stream, &net->ranks);
@@ -8023,7 +8032,8 @@ static void gpu_open(Engine *e, Plan *p) {
     });
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), (size_t)s->workspace);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
-    check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N), "a batch's length");
+    check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N),
+          "batch_ints and embedding_plan_ints disagree");
     for (int i = 0; i < 2; i++) {
         net->pinned[i] = batch_at(pinned + i * batch_ints(N), (int)N);
         cuda_check(cudaEventCreateWithFlags(&net->uploaded[i], cudaEventDisableTiming));
@@ -8119,7 +8129,8 @@ static void engine_copy(Engine *to, Engine *from, int state, const Model *m, Typ
     free(piece);
 }
 
-// Returns the relative error of the gradient of `tensor`, all layers together, in engine `got`.
+// Returns the relative error, compared with engine `want`, of the gradient of `tensor` in engine
+// `got`, all layers together.
 static double gradient_error(Engine *got, Engine *want, const Model *m, int tensor) {
     int64_t size = tensor_size(m, tensor), copies = tensor_copies(m, tensor);
     real *a = (real *)alloc_zero((size_t)(size * copies), sizeof(real));

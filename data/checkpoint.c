@@ -10,11 +10,11 @@
 //                                    run's type; for bf16 weights also ranges of the low halves of
 //                                    their fp32 masters; counters and options
 //   manifest.json                    size and SHA-256 of every other file
-//   README.md                        only for bytes: how to use ids that are bytes; not in the
+//   README.md                        only if tokens are bytes: how to use such ids; not in the
 //                                    manifest, because nothing reads it
 //   merges.txt, vocab.json, tokenizer_config.json
-//                                    not for bytes; for GPT-2's tokens only if the vocabulary was
-//                                    found
+//                                    not if tokens are bytes; for GPT-2's tokens only if the
+//                                    vocabulary was found
 //
 //     step-N.tmp --(files and folders synced, renamed)--> step-N
 //         ^                                                  |
@@ -178,7 +178,8 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     }
 }
 
-// Writes config.json. `bpe` is the vocabulary; NULL: of bytes, or GPT-2's, which was not found.
+// Writes config.json. `bpe` is the vocabulary, or NULL if tokens are bytes or GPT-2's vocabulary
+// was not found.
 static void config_save(const Model *m, const Bpe *bpe, Writer *w) {
     char text[1024];
     const int end = bpe ? bpe->count - 1 : min_int(m->V - 1, GPT2_END_OF_TEXT);
@@ -233,8 +234,8 @@ static void card_save(Writer *w) {
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
         "# A GPT-2 of bytes\n\n"
         "Token ids are bytes: id b is the byte b of a text in UTF-8, and 256 ends a text. There is "
-        "no tokenizer to\nload; `list(text.encode())` makes ids of a text, and "
-        "`bytes(i for i in ids if i < 256).decode()` text of ids.\n\n"
+        "no tokenizer to\nload: `list(text.encode())` converts a text to ids, and "
+        "`bytes(i for i in ids if i < 256).decode()` converts\nids to text.\n\n"
         "    import torch, transformers\n"
         "    model = transformers.GPT2LMHeadModel.from_pretrained(folder)\n"
         "    ids = torch.tensor([[256] + list(b\"Once\")])\n"
@@ -250,7 +251,7 @@ typedef struct {
     const Options *options;
     const char *identity;  // run_identity
     const RunState *state;
-    const Bpe *bpe;  // the vocabulary; NULL: of bytes, or GPT-2's, which was not found
+    const Bpe *bpe;  // the vocabulary; NULL: tokens are bytes, or GPT-2's was not found
     int bytes;       // 1: tokens are bytes
 } Snapshot;
 
@@ -1062,8 +1063,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
 }
 
 // Makes the engine use the checkpoint's matmul algorithms and kernels, on every rank and even with
-// --quiet, because the run's bits depend on them. A checkpoint that names no kernels has the
-// default ones. Returns what the engine cannot use, to print, or NULL.
+// --quiet, because the run's bits depend on them. A checkpoint that names no kernels uses the
+// default ones. Returns the name of what the engine cannot use, or NULL.
 static const char *checkpoint_algorithms(Engine *e, const StateFiles *f) {
     static const char *const names[] = {NULL, "matmul algorithms", "kernels",
                                         "matmul algorithms and kernels"};
@@ -1118,7 +1119,7 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
     if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
         char was[PATH_BYTES];
         option_was(was, f, option_find("train-data"));
-        die("checkpoint %s is from a different run: it was trained on %s; %s has other tokens",
+        die("checkpoint %s is from a different run: it was trained on %s; %s has different tokens",
             folder, was, run->options->train_data);
     }
     die("checkpoint %s is from a different run: it has %s; this run: %s", folder,

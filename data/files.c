@@ -53,7 +53,7 @@ static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELA
 static int slow_own, *slow_count = &slow_own;
 static void slow_begin(void) { __atomic_fetch_add(slow_count, 1, __ATOMIC_SEQ_CST); }
 static void slow_end(void) {
-    progress();  // before the longer time limit ends
+    progress();  // restarts the time limit before the shorter one applies again
     __atomic_fetch_sub(slow_count, 1, __ATOMIC_SEQ_CST);
 }
 
@@ -360,9 +360,9 @@ static FILE *cache_open(const char *name, const char *mode) {
     return fopen(path, mode);
 }
 
-// Must be called before any file is opened. Opens /dev/null on every standard descriptor that the
-// shell closed (>&-): otherwise the next file would get that descriptor, and output would be
-// written into the file. Using such a stream still fails, as on a closed descriptor.
+// Opens /dev/null on every standard descriptor that the shell closed (>&-): otherwise the next file
+// opened would get that descriptor, and output would be written into the file. Must be called
+// before any file is opened. Using such a stream still fails, as on a closed descriptor.
 static void standard_streams_open(void) {
     for (int fd = 0; fd <= STDERR_FILENO; fd++) {
         if (fcntl(fd, F_GETFD) < 0) {
@@ -875,9 +875,8 @@ static void json_text(FILE *f, const char *text, size_t length) {
 // 5. Safetensors
 // The container of weights and states (https://github.com/huggingface/safetensors), and the Writer,
 // which hashes files while it writes them.
-// 1. The files are untrusted input: header fields are checked against the file length before they
-//    are used. An error is one line that names the file and the tensor.
-// 2. Parsers work on bytes in memory and allocate nothing.
+// The files are untrusted input; errors name the tensor too. Parsers work on bytes in memory and
+// allocate nothing.
 
 // Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
@@ -954,7 +953,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
             k++;
         }
         if (k == 3 || seen[k]++) {
-            json_fail(j, "duplicate key, or other than dtype, shape and data_offsets");
+            json_fail(j, "duplicate or unknown key; expected dtype, shape and data_offsets");
         } else if (k == 0) {
             json_string(j, type, sizeof type);
         } else {

@@ -3,8 +3,8 @@
 //     data/stories > data/stories.txt
 //
 // Writes 2 MB, the same bytes on every machine, because it uses only integers, no locale and its
-// own random number generator. A test has the SHA-256 of the text, and the Makefile a loss measured
-// on it; both must be updated after any change to the words. `<|endoftext|>` separates two stories.
+// own random number generator. A test contains the SHA-256 of the text, and the Makefile a loss
+// measured on it; update both after any change to the words. `<|endoftext|>` separates two stories.
 //
 // The notation of words and plots:
 //
@@ -185,9 +185,9 @@ static void fail(const char *what, const char *text) {
     exit(1);
 }
 
-// A random number from 0 to n - 1. Linear congruential generator: x becomes 6364136223846793005 x +
-// 1442695040888963407 modulo 2^64 (the constants of Knuth's MMIX), starting from 2024; the result
-// is the upper 32 bits times n / 2^32.
+// Returns a random number from 0 to n - 1. Linear congruential generator: x becomes
+// 6364136223846793005 x + 1442695040888963407 modulo 2^64 (the constants of Knuth's MMIX), starting
+// from 2024; the result is the upper 32 bits times n / 2^32.
 static int random_below(int n) {
     static uint64_t x = 2024;
     x = x * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
@@ -231,7 +231,7 @@ static const char *part(const char *p, char separator, int index) {
     return p;
 }
 
-// A word from the list: the kept one, or a new one that no list with the same words has kept.
+// Returns a word of the list: the kept one, or a new one that no list with the same words has kept.
 static const char *draw(int list) {
     int index = kept[list];
     while (index < 0) {

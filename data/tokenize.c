@@ -1,4 +1,4 @@
-// data/tokenize.c -- text of any length to token shards that train_gpt2 reads (data/README.md).
+// data/tokenize.c -- converts text of any length to token shards for train_gpt2 (data/README.md).
 //
 //     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin, data/mine_val.bin
 //     cat *.txt | data/tokenize --bytes --val-tokens 100000 --shard-tokens 100000000 -o data/mine -
@@ -29,8 +29,8 @@
 
 enum {
     BLOCK_BYTES = 1 << 20,     // normal size of a block of text
-    PIECE_BYTES = 4 << 20,     // text without a safe cut in so many bytes is cut unsafely
-    REST_TOKENS = 65536,       // a rest of at most so many tokens is added to the last shard
+    PIECE_BYTES = 4 << 20,     // text without a safe cut in this many bytes is cut unsafely
+    REST_TOKENS = 65536,       // a remainder of at most this size is added to the last shard
     MOST_THREADS = 1024,
     SYNC_MS = 60000,           // minimum time between syncs, because shards may be small
     MOST_WORDS = 1 << 22,      // distinct pre-tokens that are counted, and their bytes in total
@@ -42,8 +42,8 @@ static const char marker[] = "<|endoftext|>";
 static const char *const usage_text =
     "usage: data/tokenize --bpe|--bytes|--train-bpe N [options] -o PREFIX FILE...|-\n\n"
     "Writes the text of the FILEs (-: standard input) to shards PREFIX_train.bin and\n"
-    "PREFIX_val.bin. Interrupted, it continues after the last finished shard when it is called\n"
-    "again in the same way.\n\n"
+    "PREFIX_val.bin. If it is interrupted, the same command continues after the last finished\n"
+    "shard.\n\n"
     "  --bpe               GPT-2's tokens, or those of --tokenizer\n"
     "  --bytes             one token per byte\n"
     "  --train-bpe N       learn a vocabulary of N tokens (257 to 65535) from the training text:\n"
@@ -51,14 +51,15 @@ static const char *const usage_text =
     "                      Reads the FILEs twice\n"
     "  -o PREFIX           start of the names of the shards\n"
     "  --documents         every FILE, and every part between <|endoftext|> in one, is a\n"
-    "                      document: an end-of-text token stands before it, whitespace at its\n"
-    "                      ends is dropped; without this option the FILEs are one plain text\n"
-    "  --val-fraction F    the last part of the text validates; default 0.1, 0: no validation\n"
-    "                      shard; with --documents from the next document on\n"
-    "  --val-tokens N      the first N tokens validate instead; default for a stream: 0\n"
-    "  --val-file FILE     this text validates instead, all others train\n"
-    "  --shard-tokens N    several shards, of N tokens: PREFIX_train_000000.bin, ...; a rest of\n"
-    "                      up to 65,536 (or half a shard) goes into the shard before it\n"
+    "                      document: an end-of-text token is written before it, and whitespace\n"
+    "                      at both ends is dropped; by default the FILEs are one plain text\n"
+    "  --val-fraction F    use this fraction of the text, at its end, for validation; default\n"
+    "                      0.1; 0: none; with --documents it begins at the next document\n"
+    "  --val-tokens N      use the first N tokens for validation instead; default for a\n"
+    "                      stream: 0\n"
+    "  --val-file FILE     use this text for validation instead, all others for training\n"
+    "  --shard-tokens N    write shards of N tokens: PREFIX_train_000000.bin, ...; a remainder\n"
+    "                      of up to 65,536 (or half a shard) is added to the last one\n"
     "  --tokenizer FILE    GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt, which\n"
     "                      is copied to PREFIX_merges.txt; default: GPT-2's in data/\n"
     "  --threads N         encoder threads; default: all cores\n";
@@ -87,7 +88,7 @@ static double fraction(const char *option, const char *text) {
     char *end;
     double value = strtod(text, &end);
     if (end == text || *end != 0 || !(value >= 0 && value < 1)) {
-        die("%s: '%s' is not a number from 0 up to 1", option, text);
+        die("%s: '%s' is not a number in [0, 1)", option, text);
     }
     return value;
 }
@@ -161,7 +162,7 @@ static Arguments parse_arguments(int argc, char **argv) {
     }
     if (a.tokenizer && !a.bpe) {
         die("%s and --tokenizer contradict each other: %s", a.bytes ? "--bytes" : "--train-bpe",
-            a.bytes ? "bytes need no tokenizer's file" : "the merges are learned here");
+            a.bytes ? "bytes need no merges" : "the merges are learned from the text");
     }
     if ((a.val_fraction >= 0) + (a.val_tokens >= 0) + (a.val_file != NULL) > 1) {
         die("--val-fraction, --val-tokens and --val-file contradict each other: give one");
@@ -192,7 +193,7 @@ typedef struct {
     char *text;            // text[from..until) was read, but is not in a block yet
     size_t from, until, capacity;
     int64_t position;      // of text[from]
-    int starts_document;   // no token of the document at `position` was written yet
+    int starts_document;   // no token of the document at `position` has been written
 } Input;
 
 // Gets the size and modification time of every file; reads nothing.
@@ -217,7 +218,7 @@ static void input_open(Input *in, const Arguments *a) {
                 S_ISDIR(status.st_mode) ? strerror(EISDIR) : "not a regular file");
         }
         if (in->is_stream && in->count > 1) {
-            die("%s is not a file: a stream is the only input, or none", file->name);
+            die("%s is a stream: it must be the only input", file->name);
         }
         file->first = in->total;
         in->total = in->is_stream ? INT64_MAX : in->total + status.st_size;
@@ -226,8 +227,8 @@ static void input_open(Input *in, const Arguments *a) {
     }
 }
 
-// Index of the file that contains the byte at `offset`; the last file if `offset` is the end of the
-// text.
+// Returns the index of the file that contains the byte at `offset`; the last file if `offset` is
+// the end of the text.
 static int input_file(const Input *in, int64_t offset) {
     int i = in->open;
     while (i > 0 && in->files[i].first > offset) {
@@ -343,7 +344,7 @@ static void words_free(WordTable *t) {
     memset(t, 0, sizeof *t);
 }
 
-// Rebuilds the hash table with slot_count (a power of two) entries.
+// Rebuilds the hash table with `slot_count` entries, a power of two.
 static void words_index(WordTable *t, uint32_t slot_count) {
     if (slot_count != t->slot_count) {
         free(t->slots);
@@ -442,7 +443,7 @@ static void words_prune(WordTable *t, uint32_t most_words, size_t most_bytes) {
     words_index(t, t->slot_count);
 }
 
-// Adds all words of `more` to a table with these limits.
+// Adds all words of `more` to a table, which is pruned whenever it exceeds these limits.
 static void words_merge(WordTable *t, const WordTable *more, uint32_t most_words,
                         size_t most_bytes) {
     for (uint32_t i = 0; i < more->word_count; i++) {
@@ -494,9 +495,9 @@ typedef struct {
     uint16_t lengths[MAX_VOCABULARY];    // bytes of each token
 } Learner;
 
-// A pair of the token that a merge makes with another token, on its left or right: occurrences.
+// Occurrences of a pair of the token that a merge makes and a token on its left or right.
 typedef struct {
-    int64_t lost, gained;  // of the pair with the old token, and with the new one
+    int64_t lost, gained;  // of the pair with the old token; with the new one
     uint32_t places, filled;
     uint32_t *into;
 } Neighbour;
@@ -559,7 +560,7 @@ static void pairs_index(Learner *l) {
     }
 }
 
-// True if pair `a` is merged before pair `b`.
+// Returns whether pair `a` is merged before pair `b`.
 static int entry_before(const PairEntry *a, const PairEntry *b) {
     return a->count != b->count ? a->count > b->count : a->key < b->key;
 }
@@ -694,8 +695,8 @@ static Pair *learner_best(Learner *l) {
     return NULL;
 }
 
-// Replaces every occurrence of a pair by the token `id`, and counts the pairs with the neighbours
-// that are lost. Keeps the places of the new token in pair->places. Returns their number.
+// Replaces every occurrence of a pair by the token `id`, and counts the pairs with its neighbours
+// that this removes. Keeps the places of the new token in pair->places. Returns their number.
 static uint32_t learner_replace(Learner *l, Pair *pair, int id, Neighbours *left,
                                 Neighbours *right) {
     uint16_t *s = l->symbols;
@@ -745,7 +746,7 @@ static void learner_count(const Learner *l, const uint32_t *places, uint32_t cou
     }
 }
 
-// Subtracts `lost` occurrences of a pair.
+// Subtracts `lost` occurrences of a pair; frees its list of positions when none is left.
 static void pair_lose(const Learner *l, uint32_t key, int64_t lost) {
     Pair *pair = lost ? pair_find(l, key) : NULL;
     if (pair) {
@@ -787,8 +788,8 @@ static void learner_merge(Learner *l, Pair *pair, int id, Neighbours *left, Neig
     free(places);
 }
 
-// Learns `merges` merges from the words of a text and adds them to the bytes of a vocabulary.
-// Returns their number, which is less if no pair is left or after a signal.
+// Learns `merges` merges from the words of a text and adds them to a vocabulary of the 256 bytes.
+// Returns their number, which is lower if no pair is left or after a signal.
 static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
     Learner *l = (Learner *)alloc_zero(1, sizeof *l);
     Neighbours *sides = (Neighbours *)alloc_zero(2, sizeof *sides);
@@ -820,8 +821,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Blocks
-// Cutting the text into blocks, and encoding a block.
+// Blocks Cuts the text into blocks and encodes them.
 
 typedef struct {
     int64_t position;      // of its first byte
@@ -843,7 +843,7 @@ typedef struct {
 
 static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// Length of the longest proper prefix of a marker that text[0..n) ends with; 0: none.
+// Returns the length of the longest proper prefix of a marker that text[0..n) ends with; 0: none.
 static size_t marker_begun(const char *text, size_t n) {
     for (size_t k = n < MARKER_BYTES - 1 ? n : MARKER_BYTES - 1; k > 0; k--) {
         if (memcmp(text + n - k, marker, k) == 0) {
@@ -853,16 +853,15 @@ static size_t marker_begun(const char *text, size_t n) {
     return 0;
 }
 
-// The last offset in text[0..n] at which a cut does not change the tokens; 0: none.
+// Returns the last offset in text[0..n] at which a cut does not change the tokens; 0: none.
 static size_t token_cut(const Coder *coder, const char *text, size_t n) {
     return coder->tokenizer.kind == TOKENIZER_BYTES ? n : bpe_cut(text, n);
 }
 
 // Returns the size of the next block of text[0..n), which is not the end of the text; 0 if no cut
-// is safe.
-// With --documents the cut is after the last marker. Without a marker in the text, the cut must be
-// followed by text that is certainly of the same document: not only by blanks, which may be at the
-// document's end, and not by what may be the beginning of a marker.
+// is safe. With --documents it cuts after the last marker. If there is no marker, the text after
+// the cut must certainly belong to the same document: blanks alone do not, since the document may
+// end with them, nor does the possible beginning of a marker.
 static size_t block_cut(const Coder *coder, const char *text, size_t n) {
     if (!coder->documents) {
         return token_cut(coder, text, n);
@@ -888,7 +887,7 @@ static size_t block_cut(const Coder *coder, const char *text, size_t n) {
     return 0;
 }
 
-// Cuts a text that has no safe cut in n bytes: between two UTF-8 characters.
+// Returns an offset between two UTF-8 characters, for a text that has no safe cut in n bytes.
 static size_t unsafe_cut(const Coder *coder, const char *text, size_t n) {
     size_t place = n - 1 - (coder->documents ? marker_begun(text, n) : 0);
     for (int back = 0; back < 3 && ((unsigned char)text[place] & 0xC0) == 0x80; back++) {
@@ -897,7 +896,6 @@ static size_t unsafe_cut(const Coder *coder, const char *text, size_t n) {
     return place;
 }
 
-// Counts the pre-tokens of a text.
 static void count_text_words(const Bpe *bpe, WordTable *words, const char *text, size_t n) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     for (const unsigned char *next; p < end; p = next) {
@@ -974,14 +972,15 @@ typedef struct {
     int64_t finished, finished_tokens;    // complete shards, and the tokens in them
     int64_t shard_tokens, tokens;         // tokens in the open shard, and in all shards
     Place full;                  // the end of the open shard, once it is full
-    int64_t held_count;          // tokens after a full shard: for the next one, or its own rest
+    int64_t held_count;          // tokens after a full shard: of the next one, or its remainder
     uint16_t held[REST_TOKENS];
 } Sink;
 
 static Sink train = {NULL, "train", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
 static Sink val = {NULL, "val", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
 
-// Name of the shard with this index; it has a number if --shard-tokens is given.
+// Writes the path of the shard with this index; with `numbered` (--shard-tokens), the path contains
+// the index.
 static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     if (numbered) {
         path_print(path, "%s_%s_%06" PRId64 ".bin", s->arguments->prefix, s->split, index);
@@ -990,7 +989,7 @@ static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     }
 }
 
-// The lock file PREFIX.lock, which prevents other runs with the same PREFIX.
+// The lock file PREFIX.lock.
 static struct {
     int fd;  // -1: not held
     char path[PATH_BYTES];
@@ -1021,7 +1020,7 @@ static void sync_shards(void) {
     }
 }
 
-// Called at the end of every run, also after an error: removes unfinished shards and the lock file.
+// Removes unfinished shards and the lock file. Called at exit, also after an error.
 static void sinks_drop(void) {
     Sink *const sinks[2] = {&train, &val};
     if (lock.fd >= 0) {
@@ -1079,10 +1078,11 @@ static void sink_add(Sink *s, const uint16_t *tokens, int64_t count) {
     s->shard_tokens += count;
 }
 
-// Largest rest that is added to a full shard instead of becoming a shard of its own.
+// Returns the largest remainder that is added to a full shard instead of becoming a shard of its
+// own.
 static int64_t rest_tokens(const Arguments *a) { return min_i64(REST_TOKENS, a->shard_tokens / 2); }
 
-// Finishes the last shard of this sink. Held tokens are its rest.
+// Finishes the last shard of a sink, to which it adds the held tokens.
 static void sink_close(Sink *s) {
     if (s->fd >= 0) {
         sink_add(s, s->held, s->held_count);
@@ -1140,7 +1140,7 @@ static void refuse_leftovers(const Sink *s) {
     for (int i = 0; i < 2; i++) {
         int ours = i == 1 && !numbered && s->finished > 0;
         if (!ours && access(path[i], F_OK) == 0) {
-            die("%s is left from an earlier run, of another text: remove it", path[i]);
+            die("%s is left from an earlier run on another text: remove it", path[i]);
         }
     }
 }
@@ -1169,7 +1169,6 @@ static const char state_format[] = "data/tokenize was interrupted\n"
                                    "next %" PRId64 " %" PRId64 " %d\n"
                                    "train %" PRId64 " %" PRId64 " val %" PRId64 " %" PRId64 "\n";
 
-// Adds a formatted line of text to a hash.
 __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, const char *format,
                                                                 ...) {
     char line[PATH_BYTES + 128];
@@ -1216,7 +1215,7 @@ static void state_write(const State *s, const char *path) {
     }
 }
 
-// True if all finished shards of this sink exist, with the expected number of tokens in total.
+// Returns whether all finished shards of a sink exist, with the expected number of tokens in total.
 static int sink_verify(const Sink *s) {
     char path[PATH_BYTES];
     int64_t tokens = 0;
@@ -1255,7 +1254,7 @@ static int state_read(State *state, const Input *in, const char *path) {
              s.tokens[1]);
     const char *why = strcmp(again, text) != 0          ? "is not a state of tokenize"
                       : s.arguments != state->arguments ? "is of a run with other arguments"
-                      : s.input != state->input ? "is of a run on other input, or it changed"
+                      : s.input != state->input ? "is of a run with other or changed input"
                                                 : NULL;
     if (!why && (s.place.position < 0 || s.place.position > in->total || s.place.skip < 0)) {
         why = "is damaged";
@@ -1264,7 +1263,7 @@ static int state_read(State *state, const Input *in, const char *path) {
     for (int i = 0; i < 2; i++) {
         sinks[i]->finished = s.finished[i];
         sinks[i]->finished_tokens = sinks[i]->tokens = s.tokens[i];
-        why = why || sink_verify(sinks[i]) ? why : "counts finished shards that are not there";
+        why = why || sink_verify(sinks[i]) ? why : "counts finished shards that do not exist";
     }
     if (why) {
         die("%s %s: remove it to start over", path, why);
@@ -1295,7 +1294,7 @@ typedef struct {
     pthread_mutex_t lock;        // protects `read`, `taken`, `ended` and Block.done
     pthread_cond_t work, done;
     int live;                    // stdout is a terminal
-    int warned;                  // 1: the input does not look like text, and this was said
+    int warned;                  // 1: has warned that the input does not look like text
     double began_ms, drawn_ms, synced_ms;
     int unsaved;                 // 1: PREFIX.state does not count all finished shards
     int64_t began;               // position at which this run began
@@ -1506,7 +1505,7 @@ static void encode_all(Job *job) {
     pthread_sigmask(SIG_BLOCK, &signals, &before);
     for (int i = 0; i < job->a.threads; i++) {
         if (pthread_create(&threads[i], NULL, encode_blocks, job) != 0) {
-            die("cannot start thread %d of %d: --threads takes fewer", i + 1, job->a.threads);
+            die("cannot start thread %d of %d: use fewer --threads", i + 1, job->a.threads);
         }
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -1540,8 +1539,7 @@ static void encode_all(Job *job) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Main
-// The split into training and validation; how a run opens, stops and ends.
+// Main Splits the text into training and validation; opens, stops and ends a run.
 
 // Reads up to n bytes at `offset`, all from one file. Only for text in files. Returns their number.
 static size_t input_peek(Input *in, char *out, size_t n, int64_t offset) {
@@ -1553,7 +1551,8 @@ static size_t input_peek(Input *in, char *out, size_t n, int64_t offset) {
     return input_read(in, out, (size_t)min_i64((int64_t)n, file->end - offset));
 }
 
-// Start of the first document at `offset` or later that is not blank; in->total if there is none.
+// Returns the start of the first document at `offset` or later that is not blank; in->total if
+// there is none.
 static int64_t next_document(Input *in, int64_t offset) {
     char *text = (char *)alloc_zero(BLOCK_BYTES, 1);
     int64_t first = in->files[input_file(in, offset)].first;
@@ -1584,9 +1583,9 @@ static int64_t next_document(Input *in, int64_t offset) {
     return offset;
 }
 
-// First byte of the validation part. With --val-fraction it is floor(size x (1 - fraction)), moved
-// forward to the start of a UTF-8 character, so that no character is split, or with --documents to
-// the start of a document.
+// Returns the first byte of the validation part. With --val-fraction it is floor(size x (1 -
+// fraction)), moved forward to the start of a UTF-8 character, so that no character is split, or
+// with --documents to the start of a document.
 static int64_t split_offset(Input *in, const Arguments *a) {
     double val_fraction = a->val_fraction >= 0 ? a->val_fraction : 0.1;
     int64_t offset = (int64_t)((double)in->total * (1 - val_fraction));
@@ -1597,8 +1596,8 @@ static int64_t split_offset(Input *in, const Arguments *a) {
     if (in->documents && offset < in->total) {
         offset = next_document(in, offset);
         if (offset == in->total) {
-            die("no document begins in the last part of the text: --val-fraction 0 makes no "
-                "validation shard, --val-tokens one from the first tokens");
+            die("no document begins in the last part of the text: --val-fraction 0 writes no "
+                "validation shard, --val-tokens N one of the first N tokens");
         }
     } else {
         for (int moved = 0; moved < 3 && input_peek(in, &byte, 1, offset) == 1 &&
@@ -1673,7 +1672,7 @@ static int learn_vocabulary(Job *job) {
     printf("%s  %s merges from %s distinct pre-tokens\n", job->merges_path,
            count_text(merges).s, count_text(words).s);
     if (dropped) {
-        printf("%s occurrences of rare pre-tokens were left out: the table holds %s, of %s\n",
+        printf("%s occurrences of rare pre-tokens were not counted: the limits are %s and %s\n",
                count_text(dropped).s, count_text(MOST_WORDS).s, bytes_text(MOST_WORD_BYTES).s);
     }
     return 1;
@@ -1689,7 +1688,7 @@ static int tokenizer_open(Job *job) {
     }
     if (a->bpe) {
         if (!bpe_find(path, a->tokenizer ? a->tokenizer : "")) {
-            die("--bpe needs GPT-2's vocab.bpe: data/prepare.sh gets it, --tokenizer names it");
+            die("--bpe needs GPT-2's vocab.bpe: run data/prepare.sh, or use --tokenizer FILE");
         }
         bpe_open(&job->coder.bpe, path, a->tokenizer ? NULL : &gpt2_tokenizer, "--bpe");
         if (job->coder.bpe.tokenizer.kind == TOKENIZER_MERGES) {
@@ -1711,7 +1710,7 @@ static int tokenize_open(Job *job) {
     }
     lock_prefix(a->prefix);
     if (in->is_stream && a->val_fraction > 0) {
-        die("--val-fraction needs a file, whose length is known; for %s give --val-tokens",
+        die("--val-fraction needs files, whose length is known; for %s use --val-tokens",
             in->files[0].name);
     }
     path_print(job->state_path, "%s.state", a->prefix);
@@ -1763,7 +1762,7 @@ static void nothing_to_train(const Job *job) {
     }
     unlink(job->state_path);
     if (job->in.position > 0) {
-        die("%s: of %" PRId64 " bytes nothing is left to train on", job->in.files[0].name,
+        die("%s: of %" PRId64 " bytes nothing is left for training", job->in.files[0].name,
             job->in.position);
     }
     die("%s is empty", job->in.files[0].name);

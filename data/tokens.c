@@ -48,7 +48,7 @@ static int tokenizers_equal(const Tokenizer *a, const Tokenizer *b) {
     return a->kind == b->kind && a->vocabulary == b->vocabulary && a->hash == b->hash;
 }
 
-// Describes a tokenizer in an error message.
+// Describes a tokenizer for error messages.
 static ShortText tokenizer_text(const Tokenizer *t) {
     ShortText text;
     if (t->kind == TOKENIZER_MERGES) {
@@ -63,7 +63,7 @@ static ShortText tokenizer_text(const Tokenizer *t) {
 
 // Tables of the code points in Unicode's categories L (letters) and N (numbers): the lengths of
 // gaps and runs in turn (gap, run, gap, run, ...), in the encoding that class_runs() decodes.
-// Unicode 16.0 (what tiktoken 0.14.0 has), by dev/tools/unicode_tables.py.
+// Unicode 16.0, as in tiktoken 0.14.0; written by dev/tools/unicode_tables.py.
 static const char letter_runs[] =
     "d=)=R$-$'$(:$B$t%'/1(*$$$oX($%%'$$)$$&$$$7$o*$ob+p1$I%$)Lj>''PNF%$o:$$2%*%-&%$3$$A@o0.$;D,%'"
     "$(9'$,$&$:<*.(;$)4M]Y&$5$*-23'+%%%9$*$$&'&$3$0%$&1%-$+)'%%9$*$%$%$%B'$$6&3,$&$9$*$%$(&$5$2%:"
@@ -91,9 +91,9 @@ static const char number_runs[] =
 enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
 enum { CLASSES = 0x32400 };  // code points from here on are CLASS_OTHER
 
-// Sets the class of all code points in `runs`. Digits are characters counted from '#'. The last
-// digit of a number is below 76 and counts in base 76; each digit d >= 76 before it is a base-16
-// digit of value d - 75.
+// Sets the class of all code points in `runs`. Each character of `runs` stands for d, its distance
+// from '#'. A number is 76 q + d, where d < 76 is its last character and q the base-16 number whose
+// digits are d - 75 of the characters before it, all of which have d >= 76.
 static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
     uint32_t at = 0;
     for (int inside = 0; *runs; inside = !inside) {
@@ -114,8 +114,8 @@ static int is_space(uint32_t c) {
            c == 0x205F || c == 0x3000;
 }
 
-// A vocabulary: id -> bytes, bytes -> id, and the class of every character. It has 5 MiB, most of
-// them never touched, so it must be static or allocated, not on a stack.
+// A vocabulary: id -> bytes, bytes -> id, and the class of every character. It takes 5 MiB, most of
+// which is never touched, so it must be static or allocated, not on a stack.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512 };  // bytes of all tokens, of one
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
@@ -162,7 +162,7 @@ static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
     return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
 }
 
-// Appends a token. Returns 0 if it is too long, a duplicate, or one too many.
+// Appends a token. Returns 0 if it is too long or a duplicate, or if the vocabulary is full.
 static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     uint32_t at = bpe->start[bpe->count], tag;
     if (n == 0 || n > BPE_LONGEST || bpe->count == MAX_VOCABULARY || n > BPE_TEXT - at) {
@@ -188,7 +188,6 @@ static void bpe_begin(Bpe *bpe) {
     }
 }
 
-// Returns the fingerprint of a vocabulary.
 static uint64_t bpe_hash(const Bpe *bpe) {
     const size_t count = (size_t)bpe->count;
     return fnv1a(fnv1a(fnv1a_start, bpe->start, (count + 1) * sizeof *bpe->start), bpe->text,
@@ -258,7 +257,7 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
         }
         if (bpe_id(bpe, both, left) < 0 || bpe_id(bpe, both + left, length - left) < 0 ||
             !bpe_add(bpe, both, length)) {
-            die("%s:%d: not a merge of two tokens from above to a new one", name, line);
+            die("%s:%d: not a merge of two earlier tokens into a new one", name, line);
         }
     }
     if (!bpe_add(bpe, "<|endoftext|>", 13)) {
@@ -272,8 +271,8 @@ static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, con
     LlmcHeader h = llmc_header(LLMC_TOKENIZER, bytes, n, name);
     size_t at = LLMC_HEADER_BYTES;
     if (h.words[2] != GPT2_VOCABULARY || h.words[3] != GPT2_END_OF_TEXT) {
-        die("%s: its header counts %d tokens and ends texts with %d; GPT-2's vocabulary has %d and "
-            "ends them with %d", name, h.words[2], h.words[3], GPT2_VOCABULARY, GPT2_END_OF_TEXT);
+        die("%s: its header has %d tokens and end of text %d; GPT-2's vocabulary has %d and %d",
+            name, h.words[2], h.words[3], GPT2_VOCABULARY, GPT2_END_OF_TEXT);
     }
     bpe_begin(bpe);
     for (int i = 0; i < GPT2_VOCABULARY; i++) {
@@ -523,8 +522,8 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
     return length;
 }
 
-// Returns a vocabulary's merges file, of *size bytes, which the caller frees: the two tokens of
-// merge `id` are what its bytes encode to without this token and those after it.
+// Returns the text of a vocabulary's merges file, *size bytes, which the caller frees. The two
+// tokens of merge `id` are found by encoding its bytes with the tokens before it.
 static char *bpe_merges_text(const Bpe *bpe, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
@@ -549,7 +548,7 @@ static char *bpe_merges_text(const Bpe *bpe, size_t *size) {
     return text;
 }
 
-// Returns the hash that token shards have of a merges file.
+// Returns the hash of a merges file, as token shards store it.
 static uint64_t merges_hash(const char *text, size_t size) {
     Sha256 sha;
     char digits[SHA256_TEXT];
@@ -560,9 +559,10 @@ static uint64_t merges_hash(const char *text, size_t size) {
     return strtoull(digits, NULL, 16);
 }
 
-// Sets bpe->tokenizer. Ends the run unless `bytes`, a merges file, are those that bpe_merges_text
-// would write: a merge that the ones above it keep from ever being applied means different tokens
-// elsewhere, and a checkpoint must have the same merges as its data.
+// Sets bpe->tokenizer. Ends the run unless the merges file `bytes` is the one that
+// bpe_merges_text() would write, which a checkpoint stores. The two differ if the merges above some
+// merge keep it from ever being applied; other programs would give different tokens with such a
+// file.
 static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name) {
     if (bpe_hash(bpe) == bpe_fingerprint) {
         bpe->tokenizer = gpt2_tokenizer;
@@ -582,7 +582,7 @@ static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name
     }
 }
 
-// Reads a vocabulary in either format; the first four bytes of the file tell which it is. Ends the
+// Reads a vocabulary in either format; the first four bytes of the file determine which. Ends the
 // run if it is not the tokenizer `want` of the data `of`; NULL: any is allowed.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     Mapping file;
@@ -611,8 +611,8 @@ static const char *shard_prefix(const char *shard) {
     return end;
 }
 
-// Finds the merges of a shard: `asked` (--tokenizer), else PREFIX_merges.txt. Returns 0 if the
-// shard has another name.
+// Finds the merges of a shard: `asked` (--tokenizer) or, if it is empty, PREFIX_merges.txt. Returns
+// 0 if neither is known, because the shard is not called PREFIX_train... or PREFIX_val...
 static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
     const char *end = shard_prefix(shard);
     path_print(path, "%s", asked);
@@ -743,11 +743,11 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
     }
     const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
     if (start != EVAL_START || index != number) {
-        die("%s: example %d: begins with %d and index %d; %d and %d are due", f->name, number,
+        die("%s: example %d: begins with %d and index %d; expected %d and %d", f->name, number,
             start, index, EVAL_START, number);
     }
     if ((size_t)bytes > left || (size_t)bytes > f->longest_bytes) {
-        die("%s: example %d: of %d bytes, where the file has %zu more and the header allows %zu",
+        die("%s: example %d: has %d bytes; the file has %zu left and the header allows %zu",
             f->name, number, bytes, left, f->longest_bytes);
     }
     memset(x, 0, sizeof *x);
@@ -765,7 +765,7 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
         tokens->words = p + 2 * (place + 1);
         if (tokens->count < 1 || tokens->count > space) {
             die("%s: example %d: text %d (0 is the context) has %d tokens; the example's bytes "
-                "leave room for %d; 1 is the least",
+                "leave space for %d, and at least 1 is required",
                 f->name, number, k, tokens->count, space > 0 ? space : 0);
         }
         for (int i = 0; i < tokens->count; i++) {
@@ -778,7 +778,7 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
         x->longest = k && tokens->count > x->longest ? tokens->count : x->longest;
     }
     if (2 * place != bytes) {
-        die("%s: example %d: %d bytes, of which its tokens fill %d", f->name, number, bytes,
+        die("%s: example %d: has %d bytes, but its tokens fill only %d", f->name, number, bytes,
             2 * place);
     }
     return (size_t)bytes;

@@ -2,11 +2,10 @@
 //
 // Reads model.safetensors with config.json (also split into parts by an index) and llm.c's .bin
 // files; writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
-// 1. The files are untrusted input: header fields are checked against the file length and the
-//    model's shapes before they are used. An error is one line that names the file and the tensor.
-// 2. Parsers work on bytes in memory and allocate nothing.
-// 3. Hugging Face stores the weight matrices of a block as (in, out), the transpose of this
-//    program's layout, and wte without its padding rows.
+// The files are untrusted input, also checked against the model's shapes.
+//
+// Hugging Face stores the weight matrices of a block as (in, out), the transpose of this program's
+// layout, and wte without its padding rows.
 
 // Tensors that Hugging Face's files may contain in addition to the sixteen: the causal mask (two
 // tensors) and the tied head.
@@ -103,7 +102,8 @@ static int file_tensor_find(const char *name, int L, int *layer) {
     return -1;
 }
 
-// Ends the run if a model exceeds GPT-2's limits, the same as for a shape given as an option.
+// Ends the run if a model exceeds the limits of this program, the same as for a shape given as an
+// option.
 static void model_require(const Model *m, const char *name) {
     if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
         die("%s: model with %d layers, %d heads, %d channels, %d positions, %d tokens; allowed are "

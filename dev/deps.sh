@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lists what targets need and this machine lacks; as root on Debian or Ubuntu installs it, after
-# saying so.
+# Lists the packages that targets need and this machine lacks; as root on Debian or Ubuntu it also
+# installs them.
 #   dev/deps.sh build|test|lint|bench|cuda...  CC and NVCC override the compilers cc and nvcc
 # Prints nothing if everything is installed. Exit status 1 only if something is missing without
 # which a target fails.
@@ -9,7 +9,7 @@ set -u
 have() { command -v "$1" > /dev/null 2>&1; }
 has_header() { echo "#include <$1>" | "${CC:-cc}" -E - > /dev/null 2>&1; }
 
-# need PACKAGE...: a target fails without them. want WHAT PACKAGE...: without them it does less.
+# need PACKAGE...: a target fails without them. want WHAT PACKAGE...: it only loses WHAT.
 need() { needed+=("$@"); }
 want() { lost+=("$1") && shift && wanted+=("$@"); }
 
@@ -73,7 +73,7 @@ if [ ${#wanted[@]} -gt 0 ] || [ ${#needed[@]} -gt 0 ]; then
 fi
 if [ "$no_nvcc" = 1 ]; then
     echo "deps.sh: no nvcc; the CUDA toolkit: https://developer.nvidia.com/cuda-downloads;" \
-         "without it there is the CPU program, make train_gpt2" >&2
+         "without it, make train_gpt2 builds the CPU program" >&2
     exit 1
 fi
 [ ${#needed[@]} -eq 0 ]

@@ -2,7 +2,7 @@
 # Runs the checks that need a GPU: dev/gpu_check.sh
 #
 # Prints one line per check: ok, FAILED or skipped (why), and continues after a failure. Exit status
-# 1 if a check of correctness failed; PyTorch's stage never counts. Needs no network. The most
+# 1 if a check of correctness failed; the stage torch never counts. Needs no network. The most
 # important stages run first. Logs, verdicts and summary.md are in LOGS and, after each stage, in
 # one file, ARCHIVE. Stages that are not run keep the results of earlier calls, so on a machine that
 # is available for ten minutes at a time, use two calls:
@@ -30,24 +30,24 @@
 #   STEPS=20 LARGEST_BATCH=16  of a timed run
 #   GPUS=                      how many there are; default: as many as CUDA_VISIBLE_DEVICES or
 #                              nvidia-smi lists
-#   MEMORY_MIB=                memory to plan for; default: what nvidia-smi says is free, less a
+#   MEMORY_MIB=                memory to plan for; default: what nvidia-smi reports as free, less a
 #                              CUDA context
 #   DTYPE=                     the 16-bit type; default: bf16, before compute capability 8.0 fp16
 #   SECONDS_IN_ALL=580         after which the remaining checks are skipped
 #   PYTHON=python3             the interpreter that has torch
 #   COMMIT=                    what to print if there is no git
 #
-# Without a GPU it ends at once, unless GPT2CU is given; then all stages except nvcc's can be run,
-# as dev/test/machines.sh does:
+# Without a GPU it ends at once, unless GPT2CU is given; then all stages that do not need nvcc can
+# be run, as in dev/test/machines.sh:
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
 unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
 # Per stage: the seconds after which one of its commands is stopped, and those that the whole stage
-# is expected to take on an H200 with 16 cores. Expected, never measured: steps at the rates of
-# `--plan --gpu h200` (bf16, B 16: d12 441,000 tokens/s, d48 45,600, with -r block 37,600), 3 s for
-# a start (d48: 12 s) and, for what a CPU does, the same commands elsewhere.
+# is expected to take on an H200 with 16 cores. The latter are estimates, not measurements: steps at
+# the rates of `--plan --gpu h200` (bf16, B 16: d12 441,000 tokens/s, d48 45,600, with -r block
+# 37,600), 3 s for a start (d48: 12 s), and the times of CPU work on other machines.
 declare -A limit_s expected_s
 all_stages=
 while read -r stage limit expected; do
@@ -87,7 +87,7 @@ done
 mkdir -p "$LOGS" build || exit 1
 LOGS=$(cd "$LOGS" && pwd) || exit 1
 ARCHIVE=${ARCHIVE:-$LOGS.tar.gz}
-export XDG_CACHE_HOME=$LOGS/cache    # timed algorithms and rates: archived too, and no older ones
+export XDG_CACHE_HOME=$LOGS/cache    # archives timed algorithms and rates, and ignores older ones
 # Runs and their checkpoints (1.5 GB at 124M) never go to LOGS.
 work=$(mktemp -d "$PWD/build/gpu_check.XXXXXX") || exit 1
 # A program without a RUNPATH finds its libraries in a toolkit, or in those installed with PyTorch.
@@ -118,7 +118,7 @@ begin() {
     rm -f "$LOGS/$stage".{log,verdicts,rows,compare,seconds}
 }
 
-# Packs LOGS into ARCHIVE, which is complete at any time, also if this script is killed. tar's
+# Packs LOGS into ARCHIVE, which is complete at any time, even if this script is killed. tar's
 # status is 1 if a file grew meanwhile.
 archive() {
     compgen -G "$LOGS/*.verdicts" > /dev/null || return
@@ -154,8 +154,8 @@ limit() {
     echo $((left < $1 ? left : $1))
 }
 
-# bounded SECONDS COMMAND...: status 124 if the time was up, also before the start. 137 becomes 124:
-# the command needed the second, harder signal.
+# bounded SECONDS COMMAND...: status 124 if the time was up, even before the start. 137 also becomes
+# 124: the command ignored SIGTERM and was ended by SIGKILL.
 bounded() {
     local seconds status
     seconds=$(limit "$1")
@@ -261,9 +261,9 @@ stage_machine() {
     context_probe
 }
 
-# An empty process on the GPU. It fails first if the driver is older than the toolkit, which no test
-# without a GPU can show. The program's reserve for a context is based on its bytes, and the limits
-# of this script on its time.
+# Runs an empty process on the GPU, which fails if the driver is older than the toolkit; no test
+# without a GPU can show that. The program's reserve for a context is based on the memory that this
+# process uses, and the time limits of this script on its time.
 context_probe() {
     local began took seconds=${limit_s[$stage]}
     cat > "$work/context.cu" << 'CUDA'
@@ -375,8 +375,8 @@ stage_test() {
 # --- 3. compute-sanitizer -------------------------------------------------------------------------
 
 # A kernel with a race in shared memory, a barrier that only some threads of a warp reach, and
-# writes after an allocation. A tool that works on this machine finds its third of these; if it does
-# not, its finding no errors elsewhere means nothing.
+# writes past the end of an allocation. Each tool must find its kind of error here; otherwise it
+# does not work on this machine, and finding no errors in the program would mean nothing.
 injected_bugs() {
     cat << 'CUDA'
 __global__ void injected_kernel(int *p) {
@@ -396,14 +396,14 @@ int main() {
 CUDA
 }
 
-# All our kernels have names that end in _kernel, including the injected one; hardly any of the
-# libraries' do, which are slow to watch and not ours to fix. API errors that a program handles are
-# not reported. The second spelling is for older tools; the last watches everything.
+# Selects the kernels whose names end in _kernel: all of ours, including the injected one, and
+# hardly any of the libraries', which are slow to check and not ours to fix. API errors that a
+# program handles are not reported. The second spelling is for older tools; the last selects all.
 filters=("--kernel-name kns=_kernel --report-api-errors explicit"
          "--kernel-regex kns=_kernel --report-api-errors explicit"
          "")
 
-# sanitize TOOL LOG COMMAND...: runs the command under the tool, which watches what $filter selects.
+# sanitize TOOL LOG COMMAND...: runs the command under the tool, which checks what $filter selects.
 # OMP_WAIT_POLICY is set here because the program would otherwise restart itself with it, and the
 # tool might lose the new process.
 sanitize() {
@@ -449,11 +449,11 @@ sanitizer_verdict() {    # sanitizer_verdict TOOL DTYPE
     elif [ -z "$errors" ]; then
         report "$name" skipped "no summary: $(grep . "$log" | tail -n 2 | head -n 1 | cut -c 1-120)"
     elif [ "$errors" -eq 0 ] && grep -q '^\[exit status 0\]' "$log"; then
-        report "$name" ok "no errors${filter:+ in kernels of ours}"
+        report "$name" ok "no errors${filter:+ in our kernels}"
     elif [ -n "$ours" ]; then
         report "$name" FAILED "$errors reports in $ours$(tail -n 1 "$log")"
     elif [ "$printed" -lt "$errors" ]; then
-        report "$name" FAILED "cut off: $printed of $errors reports are printed, none names ours"
+        report "$name" FAILED "cut off: $printed of $errors reports printed, none in our kernels"
     elif [ "$errors" -gt 0 ] && [ "$(grep -c 'splitKreduce_kernel' "$log")" -ge "$errors" ]; then
         report "$name" ok "$errors reports, all in cuBLASLt's splitKreduce_kernel"
     elif [ "$errors" -gt 0 ] && [ -z "$filter" ]; then
@@ -484,8 +484,8 @@ stage_sanitizer() {
         fi
         { echo "=== $tool injected"; cat "$work/$tool.injected"; echo; } >> "$LOGS/sanitizer.log"
     done
-    # Two layers, tiles with a remainder, two chunks of logits. Two programs at a time: nothing here
-    # is timed, and each needs memory for its context and the tool.
+    # Two layers, tiles with a remainder, two chunks of logits. At most two programs run at a time,
+    # because each needs memory for its context and the tool; nothing here is timed.
     for each in "${works[@]}"; do
         read -r tool dtype <<< "$each"
         sanitize "$tool" "$work/$tool.$dtype" "$GPT2CU" -e l2h2c128t96 -b 2 -x 2 -v 0 -r 1 \
@@ -516,7 +516,7 @@ positions() {
     fi
 }
 
-# Batches are small because the CPU computes the same. In the second one, 1,092 tokens, 4 more than
+# Batches are small because the CPU computes them too. In the second one, 1,092 tokens, 4 more than
 # a multiple of 64, are the k of all weight-gradient matmuls: cuBLASLt has split such a k and lost
 # its remainder (facebookexperimental/triton PR 2767), which the emulated library cannot reproduce.
 # That would be a difference of sqrt(4 / 1092), or 6 %.
@@ -542,8 +542,8 @@ stage_check() {
     first_numbers
 }
 
-# The algorithms that cuBLASLt chose for every matmul, with tile, split and workspace: its own log
-# of two steps.
+# Records cuBLASLt's own log of two steps: the algorithm chosen for every matmul, with tile, split
+# and workspace.
 library_log() {
     local T status seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -560,8 +560,8 @@ library_log() {
     fi
 }
 
-# Memory used by the libraries with one micro-step and with four; the program's reserve is based on
-# it.
+# Measures the memory used by the libraries with one micro-step and with four, on which the
+# program's reserve for libraries is based.
 first_numbers() {
     local lines T micro said most seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -571,7 +571,7 @@ first_numbers() {
             said=$(grep -o 'libraries took about [0-9.]* [A-Za-z]*' "$work/last" | head -n 1)
             most=$(most_memory "$lines")
             report "$micro micro-steps a step" ok \
-                "${said:-libraries not told}; at most $most MiB of the GPU in use"
+                "${said:-no figure for libraries}; at most $most MiB of the GPU in use"
         else
             report "$micro micro-steps a step" FAILED "$(why $? "$seconds")"
         fi
@@ -600,7 +600,7 @@ same_steps() {
         [ "$(steps_of "$1" "loss grad_norm")" = "$(steps_of "$2" "loss grad_norm")" ]
 }
 
-# --- 4 b. Two runs, the same bits -----------------------------------------------------------------
+# --- 4 b. Two runs with the same bits -------------------------------------------------------------
 
 # Both runs save to the same path, because a checkpoint's header contains the options.
 stage_bits() {
@@ -626,16 +626,16 @@ stage_bits() {
     rm -rf "$dir".[ab]
 }
 
-# --- 4 c. Kernels that this GPU has to prove ------------------------------------------------------
+# --- 4 c. Kernel trials ---------------------------------------------------------------------------
 
-# The candidates for the heads of d12, each with its verdict. One that crashes or hangs ends the
-# command.
+# Tries the candidates for the heads of d12 and reports each verdict. A candidate that crashes or
+# hangs ends the command.
 stage_prove() {
     local status verdicts tried name rest seconds=${limit_s[$stage]}
     logged "$seconds" "$GPT2CU" --prove 64,1024,12,16
     status=$?
     if grep -q '^gpu .*: 0 candidates$' "$work/last"; then
-        report candidates skipped "no other kernels than the default ones for this GPU"
+        report candidates skipped "this GPU has only the default kernels"
         return
     fi
     verdicts=$(awk '/^try / { name = $2 " " $3 }
@@ -671,9 +671,9 @@ largest_batch() {
 }
 
 # timed_run DIR SECONDS OPTIONS...: a run of STEPS steps. Sets `measured` to the peak of the GPU's
-# memory in use, in MiB, minus what was in use when this script began. The run is killed once its
-# last step is in the log, which is complete after every line, because the checkpoint that would
-# follow has 19 GB at 1558M.
+# memory in use, in MiB, minus what was in use when this script began. Once the last step is in the
+# log, which is flushed after every line, the run is killed: the final checkpoint would have 19 GB
+# at 1558M.
 timed_run() {
     local dir=$1 seconds most lines began=$SECONDS status
     seconds=$(limit "$2")
@@ -709,8 +709,8 @@ timed_run() {
     return $status
 }
 
-# The time of a step with each state in host memory compared with none; the bits must be equal. The
-# rates of copies and of pinning are measured by the stage bench. On a machine with two sockets,
+# Compares the time of a step with each state offloaded with that of none; the bits must be equal.
+# The rates of copies and of pinning are measured by the stage bench. On a machine with two sockets,
 # pinned memory may be on the other socket's NUMA node, and copies then take twice as long: the
 # output of `nvidia-smi topo -m` in machine.log shows the GPU's node.
 stage_offload() {
@@ -735,9 +735,9 @@ stage_offload() {
     done
 }
 
-# The largest relative differences of losses and of gradient norms, step by step. Status 0 if they
-# are at most LOSS and NORM: the order of sums differs, and bf16 has eight bits. The norm reveals a
-# GPU's part that is lost or counted twice.
+# Prints the largest relative differences of losses and of gradient norms, step by step. Status 0 if
+# they are at most LOSS and NORM: the order of sums differs, and bf16 has eight bits. The norm
+# reveals gradients of a GPU that are lost or counted twice.
 near_steps() {    # near_steps DIR DIR LOSS NORM
     paste -d ' ' <(steps_of "$1" "loss grad_norm") <(steps_of "$2" "loss grad_norm") |
         awk -v most_loss="$3" -v most_norm="$4" '
@@ -753,12 +753,13 @@ near_steps() {    # near_steps DIR DIR LOSS NORM
         }'
 }
 
-# One GPU: NCCL from 2.30.7 on lets ranks share it on request, so the real calls, groups and streams
-# are tested even here. Ranks take turns on the GPU unless MPS runs, and NVLink is not used, so
-# times and memory mean nothing; those need MPS or a GPU per rank.
-# fp32 and 6 steps, so that only the order of sums differs from the emulated device; the CPU
-# program, with yet another order, is within 1e-7 of it. All -z must be bitwise equal. With 96
-# channels, the shards of 2 and 4 ranks end inside matrices, and the last one is padded.
+# Runs several ranks on a single GPU, which NCCL from 2.30.7 on allows on request, so that the real
+# calls, groups and streams are tested even here. Ranks take turns on the GPU unless MPS runs, and
+# NVLink is not used, so times and memory mean nothing; those need MPS or a GPU per rank.
+# The runs are in fp32 and have 6 steps, so that only the order of sums differs from the emulated
+# device; the CPU program, with yet another order, is within 1e-7 of it. All -z must be bitwise
+# equal. With 96 channels, the shards of 2 and 4 ranks end inside matrices, and the last one is
+# padded.
 shared_gpu() {
     local ranks zero dir status apart refused seconds=${limit_s[$stage]}
     local shared=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_DEBUG=WARN)
@@ -803,8 +804,7 @@ same bits as -z 0${shared[4]:+; ${shared[4]}}"
     done
 }
 
-# Several GPUs: the same tokens per step on one and on two. Compares time, numbers and planned
-# bytes.
+# Compares time, numbers and planned bytes of one GPU and of two, with the same tokens per step.
 stage_gpus() {
     local run dir ms one='' seconds=${limit_s[$stage]} status T planned given count apart
     count=$(timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | wc -l)
@@ -881,7 +881,8 @@ speed() {
         "$ms ms, $tokens tokens/s; planned $planned MiB, measured ${measured:-not} MiB"
 }
 
-# The program's own table: planned bytes, library memory by cudaMemGetInfo, medians.
+# Runs --compare: the program's own table of planned bytes, library memory (cudaMemGetInfo) and
+# medians.
 compare() {    # compare MODEL BATCH
     local status seconds
     seconds=$(seconds_for "$1")
@@ -929,7 +930,7 @@ stage_speed() {
 
 # --- 6. PyTorch -----------------------------------------------------------------------------------
 
-# One process per model; lines printed before its time limit still count.
+# Runs PyTorch in one process per model; lines printed before its time limit still count.
 stage_torch() {
     local model level batch_0 batch_1 status seconds=${limit_s[$stage]} line
     if ! logged 60 "$PYTHON" -c 'import torch'; then
@@ -979,8 +980,9 @@ stage_bench() {
 
 # --- 8. Summary -----------------------------------------------------------------------------------
 
-# Rows: program model level batch ms tokens/s planned measured. Our rows are compared with compiled
-# PyTorch with the same recomputation and batch, or with eager PyTorch if that is missing.
+# Prints the rows (program model level batch ms tokens/s planned measured) as a table. Our rows are
+# compared with compiled PyTorch with the same recomputation and batch, or with eager PyTorch if
+# that is missing.
 table() {
     echo "| program | model | -r | B | ms/step | tokens/s | planned MiB | measured MiB |" \
         "ratio to PyTorch |"
@@ -1008,10 +1010,11 @@ summary() {
     table
     cat << TEXT
 
-Medians; a step is B sequences of the model's T, $DTYPE. Measured: what nvidia-smi saw the GPU's
-used memory grow by, CUDA context and libraries included; planned: the program's one allocation.
+Medians; a step is B sequences of the model's T, $DTYPE. Measured: the growth of the GPU's used
+memory in nvidia-smi, with CUDA context and libraries; planned: the program's single allocation.
 PyTorch: fp32 weights under bf16 autocast, SDPA (flash), fused AdamW, the same clipping; -r 1: every
-block checkpointed; measured: reserved at most, and the context. Larger ratios are better for us.
+block checkpointed; measured: peak reserved memory plus the context. Ratios: tokens/s of this
+program over those of PyTorch.
 
 TEXT
     echo '```'

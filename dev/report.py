@@ -247,7 +247,8 @@ def legend(items, y, width):
 
 
 def round_ticks(low, high, most):
-    """About `most` multiples of 1, 2 or 5 times a power of ten at most: [(value, label)]."""
+    """[(value, label)] of the multiples of 1, 2 or 5 times a power of ten, in at most about `most`
+    intervals."""
     step = 10.0 ** math.floor(math.log10((high - low) / most))
     step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= most)
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -442,7 +443,7 @@ def draw_memory(title, rows, drawn, ticks, top, size):
 
 def plan_svg(plan, wide, draw=svg):
     """The buffers that live for the whole step, then the others in a separate drawing, because
-    they are what settings change, and often a small part."""
+    most settings change only these, which are often a small part of the memory."""
     body, top, ticks = "", 0, plan["ticks"]
     for home in sorted({row["home"] for row in plan["buffers"]}):
         rows = [row for row in plan["buffers"] if row["home"] == home]
@@ -477,7 +478,7 @@ def settings_text(row):
 
 def fit_svg(fit, wide, draw=svg):
     """Device memory (x) and tokens/s (y) of every candidate, with host memory as the colour; the
-    staircase is the most tokens/s within that memory."""
+    staircase shows the highest tokens/s that fits in the memory."""
     rows = sorted((row for row in fit["candidates"] if row["tokens_per_s"]),
                   key=lambda row: (row["device_bytes"], -row["tokens_per_s"]))
     if not rows:
@@ -556,7 +557,7 @@ def fit_html(answers):
         body += "</details>\n"
     for found in (found for found in answers if found["query"] == "cards"):
         body += "<h2>Cards</h2>\n" + table(
-            ["GPU", ">memory", ">plan", ">tokens/s", "settings, or what it takes"], [
+            ["GPU", ">memory", ">plan", ">tokens/s", "settings, or changes that fit"], [
                 (row["gpu"], size_text(row["memory_bytes"]),
                  size_text(row["available_bytes"] - row["device_bytes"]) + " free"
                  if row["fits"] else size_text(row["short_bytes"]) + " short",
@@ -606,7 +607,7 @@ setInterval(async () => {
 
 
 def page(title, body, script=""):
-    """The page itself forbids loading anything, and running other scripts than ours."""
+    """An HTML page whose policy forbids loading anything and running any script but `script`."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     policy += "; script-src 'unsafe-inline'; connect-src 'self'" if script else ""
     script = f"<script>{script}</script>" if script else ""
@@ -747,7 +748,7 @@ def to_wandb(run, project):
 
 
 def write(path, text):
-    """Writes the text to a file of this name atomically; to anything else as it is."""
+    """Writes the text to `path`: atomically if it is or becomes a regular file, else directly."""
     aside = not os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path))
     other = path + ".tmp" if aside else path
     try:
@@ -766,14 +767,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", help="a run's folder, or its log.jsonl")
-    parser.add_argument("--plan", metavar="FILE", help="what --plan --json printed; -: stdin")
+    parser.add_argument("--plan", metavar="FILE", help="output of --plan --json; -: stdin")
     parser.add_argument("--fit", metavar="FILE", nargs="+",
                         help="output of --fit --json and of --plan --gpu all --json; -: stdin")
     parser.add_argument("-o", "--output", metavar="FILE",
                         help="the page; default: report.html in the run's folder, or plan.html")
     parser.add_argument("--svg", metavar="FILE", help="write this picture and no page")
     parser.add_argument("--watch", action="store_true", help="serve a page that reloads itself")
-    parser.add_argument("--port", type=int, default=8000, help="of --watch, on 127.0.0.1; 0: any")
+    parser.add_argument("--port", type=int, default=8000,
+                        help="port of --watch on 127.0.0.1; 0: any free one")
     parser.add_argument("--tensorboard", metavar="DIR", help="write event files and no page")
     parser.add_argument("--wandb", metavar="PROJECT", help="upload the run and write no page")
     given = parser.parse_args()

@@ -88,7 +88,7 @@ finish() {
 
 # --- Compilers and lint ---------------------------------------------------------------------------
 
-# The slow ones start now and are collected at the end.
+# The slow checks start now, and their results are read at the end.
 if [ -f train_gpt2.c ]; then
     defines=(-DGPT2_DOUBLE=0)
     if command -v clang-tidy > /dev/null; then
@@ -145,7 +145,7 @@ compilers() {
     if command -v "$3" > /dev/null; then
         builds "$1: C++17" "$3" $as_cpp $MARCH ${omp:--Wno-unknown-pragmas} $warnings \
             -fsyntax-only train_gpt2.c
-        builds "$1: C++17, the appendix alone" "$3" $as_cpp $MARCH $omp $warnings \
+        builds "$1: C++17, data/tokenize.c" "$3" $as_cpp $MARCH $omp $warnings \
             -Wno-unknown-pragmas -Wno-unused-function -fsyntax-only data/tokenize.c
     else
         skip "$1: C++17" "no $3"

@@ -38,8 +38,8 @@ rows=()    # part | name | targets to build (+nvcc: needs nvcc) | command
 # row PART NAME "TARGETS" COMMAND...
 row() { rows+=("$1|$2|$3|${*:4}"); }
 
-# driver PART DRIVER PROGRAM [TEST...]: tests that drive a built program; without names all of them,
-# those marked REST in the second part.
+# driver PART DRIVER PROGRAM [TEST...]: adds tests that drive a built program; without names, all of
+# them, and those marked REST to the second part.
 driver() {
     row "$1" "$2 ${3#build/}${4+ $4 ...}" "build/test/$2 train_gpt2 $3" \
         "build/test/$2 --program ${*:3}"
@@ -49,7 +49,7 @@ driver() {
     fi
 }
 
-# Slow ones first, so that no core is left with one at the end.
+# Slow programs come first, so that no core runs one alone at the end.
 row main test_gpt2cu_cpu build/test_gpt2cu_cpu build/test_gpt2cu_cpu
 driver main ranks train_gpt2cu_cpu
 driver main gpu_program train_gpt2cu_cpu
@@ -104,7 +104,7 @@ for arch in 75 89 100 120; do
 done
 [ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links
 
-# Twelve kills and twelve losses of power; dev/check/faults.py does as many as it is asked for.
+# Twelve kills and twelve power losses (dev/check/faults.py).
 faults() {
     local what said passed=0
     for what in kill power; do
@@ -136,7 +136,7 @@ bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
         echo "bench_cuda  sm_$1, $lines kernels and matmuls  ok"
         echo "1 passed, 0 failed, 0 skipped"
     else
-        echo "bench_cuda  sm_$1, $lines kernels and matmuls, 32 wanted  FAILED"
+        echo "bench_cuda  sm_$1, $lines kernels and matmuls, expected 32  FAILED"
         echo "0 passed, 1 failed, 0 skipped"
     fi
 }
@@ -299,7 +299,7 @@ perform() {
     wait
     show
     times > "$logs/times"    # of the shell and all its child processes
-    printf '\n=== %s: %s s on %s cores; of processors since the start %s s\n' "$1" \
+    printf '\n=== %s: %s s on %s cores; processor time since the start %s s\n' "$1" \
         $((SECONDS - began)) "$(nproc)" \
         "$(tr 'ms' '  ' < "$logs/times" | awk '{ s += 60 * ($1 + $3) + $2 + $4 } END { print s }')"
 }
@@ -307,7 +307,7 @@ perform() {
 for part in $parts; do
     ALL=${part/rest/1} perform $part
 done
-[ ! -s "$logs/failed" ] || { printf '\n=== what failed\n' && cat "$logs/failed"; }
+[ ! -s "$logs/failed" ] || { printf '\n=== failures\n' && cat "$logs/failed"; }
 if [ -s "$logs/slow" ]; then
     printf '\n=== the slowest\n'
     sort -rn "$logs/slow" | head -n 10

@@ -169,9 +169,9 @@ def compare_bench(args, device):
 
 
 def generate(args):
-    """transformers' generate and ours on the CPU, alternating: the same weights in the same file,
-    fp32, one sequence after an end of text, KV cache, greedy. Prints the medians of tokens/s,
-    excluding the first token of both, and how many tokens agree.
+    """Times transformers' generate and train_gpt2's on the CPU, alternating: the same weights in
+    the same file, fp32, one sequence that begins with <|endoftext|>, KV cache, greedy. Prints the
+    medians of tokens/s, excluding the first token of both, and how many tokens agree.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
     L, NH, C, T, _ = shape(args.model)
@@ -213,7 +213,7 @@ def generate(args):
 def main():
     parser = argparse.ArgumentParser(description="GPT-2's training step in PyTorch, timed.")
     parser.add_argument("--model", default="d12", help="d12 d24 d36 d48 or a shape: l2h2c64t64")
-    parser.add_argument("--batch", type=int, default=4, help="sequences, with all kept (-r 0)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences with -r 0")
     parser.add_argument("--batch-recompute", type=int, help="sequences with -r 1; default: --batch")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: the model's")
     parser.add_argument("--steps", type=int, default=10, help="timed steps after the warm-up")
@@ -223,9 +223,9 @@ def main():
     parser.add_argument("--bench", metavar="FILE",
                         help="time the steps in this output of build/bench_cpu, on the CPU")
     parser.add_argument("--generate", type=int, metavar="TOKENS",
-                        help="time transformers' generate and ours instead, on the CPU")
-    parser.add_argument("--rounds", type=int, default=5, help="with --generate: turns of each")
-    parser.add_argument("--program", default="./train_gpt2", help="with --generate: ours")
+                        help="time generation instead: transformers and train_gpt2 on the CPU")
+    parser.add_argument("--rounds", type=int, default=5, help="with --generate: runs of each")
+    parser.add_argument("--program", default="./train_gpt2", help="with --generate: train_gpt2")
     args = parser.parse_args()
     shape(args.model)
     cuda = torch.cuda.is_available() and not args.bench

@@ -1,12 +1,12 @@
 // bench.cu -- speed of each kernel and each matmul of a training step, compared with this GPU's
 // limits.
 //
-// Prints one line each: ms, TB/s, TFLOP/s, and the percentage of its limit. The limit is the larger
-// of two times: its bytes at the bandwidth of a plain copy, measured at the start, and its FLOPs at
-// the dense peak of the GPU's table row. Then, for each matmul, the times of cuBLASLt's algorithms
-// with four workspace sizes. Arrays hold random numbers, since zeros draw less power and so allow a
-// higher clock, and successive launches use different buffers until the L2 cache has been filled
-// twice.
+// Prints a line for each: ms, TB/s, TFLOP/s, and the percentage of its limit. The limit is the
+// larger of two times: its bytes at the bandwidth of a plain copy, measured at the start, and its
+// FLOPs at the dense peak of the GPU's table row. Then, for each matmul, the times of cuBLASLt's
+// algorithms with four workspace sizes. Arrays hold random numbers, because zeros draw less power
+// and so allow a higher clock. Successive launches use different buffers, as many as fill the L2
+// cache twice.
 //
 // Build:  make build/bench             for the GPUs of this machine (others: ARCH=90a)
 //         make build/bench_cuda_cpu    the same on the CPU, to check that it runs
@@ -33,7 +33,7 @@ struct Array {
     Use use;
     Fill fill;
     const int *ints;  // for INTS
-    size_t touched;   // bytes that a launch uses, if not all
+    size_t touched;   // bytes that a launch accesses; 0: all of them
 };
 
 typedef std::vector<char *> Buffers;  // one address per array
@@ -58,8 +58,9 @@ static struct {
 
 enum { PATTERN = CUDA_CPU ? 1 << 16 : 1 << 24 };  // bytes of a pattern
 
-// Numbers of type E between -1 and 1, or 1/4 and 1. A pair of 16-bit numbers read as one fp32 is in
-// that range too: it has the sign of its upper half and, for bf16, nearly its magnitude.
+// Fills the patterns with numbers of type E between -1 and 1, and between 1/4 and 1. A pair of
+// 16-bit numbers read as one fp32 is in that range too: it has the sign of its upper half and, for
+// bf16, nearly its magnitude.
 template <class E> static void bench_patterns() {
     std::vector<E> host(PATTERN / sizeof(E));
     for (int positive = 0; positive < 2; positive++) {
@@ -87,7 +88,8 @@ static void array_fill(char *to, const Array &array) {
     }
 }
 
-// As many sets of arrays as fill the cache twice and fit the arena; none if not even one fits.
+// Returns as many sets of arrays as fill the cache twice and fit the arena; none if not even one
+// fits.
 static std::vector<Buffers> case_buffers(const Case &c) {
     size_t set_bytes = 0;
     for (const Array &array : c.arrays) {
@@ -117,7 +119,7 @@ static double case_ms(const Case &c, const std::vector<Buffers> &buffers) {
                        [&](int i) { c.run(buffers[(size_t)i % buffers.size()]); });
 }
 
-// Bytes that a case must at least read and write.
+// Returns the bytes that a case must at least read and write.
 static double case_bytes(const Case &c) {
     double bytes = 0;
     for (const Array &array : c.arrays) {
@@ -239,7 +241,7 @@ static void bench_case(const Case &c, bool matmul) {
     const int plans = matmul_library.plans;
     print_line(c, case_ms(c, buffers));
     matmul_library.workspace_bytes = all;
-    check(matmul_library.plans == plans + 1, "one new matmul a case");
+    check(matmul_library.plans == plans + 1, "a case must add one matmul");
     print_algorithms(c, buffers, &matmul_library.plan[plans]);
     cublasLtMatmulDescDestroy(matmul_library.plan[plans].description);
     cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].a);
@@ -250,11 +252,11 @@ static void bench_case(const Case &c, bool matmul) {
 
 template <class E> static E *as(char *p) { return (E *)(void *)p; }
 
-// Gradients of matrices, in the default type of a run in E.
+// Type of the matrices' gradients in a run in E with default options.
 template <class E> using Grad = std::conditional_t<traits<E>.narrow, float, E>;
 
-// The kernels of a micro-step: their reads and writes, and how often they run. First those that use
-// tokens.
+// Returns the kernels of a micro-step that use tokens, with their reads and writes and how often
+// they run.
 template <class E> static std::vector<Case> token_cases(const Settings *s) {
     const Model *m = &s->model;
     const int B = s->B, T = s->T, N = B * T, C = m->C, V = m->V, Vp = m->Vp;
@@ -306,7 +308,7 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
     };
 }
 
-// LayerNorm, GELU and bias gradients.
+// Returns the kernels of LayerNorm, GELU and bias gradients.
 template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     const int N = s->B * s->T, C = s->model.C, L = s->model.L;
     const size_t n = (size_t)N * C * sizeof(E), stat = N * sizeof(float);
@@ -344,7 +346,8 @@ template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     };
 }
 
-// FLOPs of the causal half, without what the backward pass recomputes.
+// Returns the kernels of attention. Their FLOPs are those of the causal half, without the matmuls
+// that backward recomputes.
 template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     const int B = s->B, T = s->T, N = B * T, C = s->model.C, L = s->model.L, NH = s->model.NH;
     const size_t n = (size_t)N * C * sizeof(E), lse = (size_t)N * NH * sizeof(float);
@@ -369,7 +372,8 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     };
 }
 
-// Norm and AdamW over all parameters as one matrix; 16 bits with a master and fp32 moments.
+// Returns the norm and AdamW over all parameters as one matrix; in 16 bits, with a master copy and
+// fp32 moments.
 template <class E> static std::vector<Case> update_cases(const Settings *s) {
     using G = Grad<E>;
     constexpr bool SPLIT = sizeof(E) == 2;
@@ -406,8 +410,8 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     };
 }
 
-// The matmuls of a layer inp (rows,C) -> (rows,OC): forward with bias and addend, dweight written
-// and accumulated, dinp; as called by gpu_matmul_forward and gpu_matmul_backward.
+// A layer inp (rows,C) -> (rows,OC). Its matmuls are forward with bias and addend, dinp, and
+// dweight written and accumulated, as in gpu_matmul_forward and gpu_matmul_backward.
 struct LayerShape {
     const char *name;
     int rows, C, OC, launches;
@@ -456,7 +460,7 @@ template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
     return cases;
 }
 
-// All cases of one model. The arena uses the GPU's free memory.
+// Runs all cases of one model.
 template <class E> static void bench_model(const Settings *s) {
     const Model *m = &s->model;
     const int N = s->B * s->T, C = m->C, L = m->L, rows = (int)min_i64(s->logit_rows, N);
@@ -487,7 +491,7 @@ template <class E> static void bench_model(const Settings *s) {
     cuda_check(cudaFree(bench.noise[1]));
 }
 
-// Sets the GPU's peak, its copy bandwidth, and the arena in `bench`.
+// Sets the GPU's peak, copy bandwidth and arena in `bench`.
 static void bench_open(const Settings *s) {
     Engine e;
     cudaDeviceProp properties;
@@ -529,7 +533,7 @@ static void bench_host(size_t bytes) {
                                        cudaMemcpyDefault, bench.stream));
         });
     };
-    printf("%shost memory: pinned at %.2f s a GiB; copies up %.1f GB/s, down %.1f GB/s\n",
+    printf("%shost memory: pinned at %.2f s/GiB; copies up %.1f GB/s, down %.1f GB/s\n",
            bench.tsv ? "# " : "", pin_ms * 1e-3 * 0x1p30 / size, size / copy_ms(true) * 1e-6,
            size / copy_ms(false) * 1e-6);
     pinned_close(host, bytes);

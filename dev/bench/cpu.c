@@ -194,9 +194,8 @@ static void time_matmul(double ms[TIMES], int which, int rows, int C, int OC) {
     const Matmul p = matmul_of(which, rows, C, OC);
     dnnl_primitive_t made = NULL;
     dnnl_exec_arg_t args[3];
-        // Growing sums would end in infinities and denormals, which slow things down for other
-        // reasons. As two 16-bit halves, 0.0499878 is the same bf16 number twice, so oneDNN's are
-        // ordinary too.
+    // Repeated sums would grow to infinities and denormals, which slow down any matmul. The bits of
+    // 0.0499878 are the same bf16 number twice, so oneDNN's bf16 operands are ordinary too.
     size_t used = (size_t)rows * (size_t)(C > OC ? C : OC);
     const uint32_t twice = 0x3d4c3d4cu;
     for (size_t i = 0; i < used; i++) {
@@ -215,7 +214,7 @@ static void time_matmul(double ms[TIMES], int which, int rows, int C, int OC) {
     bf16_done(made, args);
 }
 
-// The quotient, or 0 if there is nothing to compare with.
+// Returns the quotient, or 0 if there is nothing to compare with.
 static double quotient(double a, double b) { return b > 0 ? a / b : 0; }
 
 // Prints the table of one model's matmuls at one row count, the sum over a step, and the worst
@@ -248,7 +247,7 @@ static void bench_matmuls(double sum[TIMES], const char *title, const LayerShape
            sum[OURS_BF16], sum[DNNL_BF16], quotient(sum[OURS_BF16], sum[DNNL_BF16]), worst);
 }
 
-// exp and GELU over arrays that stay in the cache, with all threads.
+// Times exp and GELU on arrays that stay in the cache, with all threads.
 static void bench_maths(void) {
     enum { COUNT = 1 << 16, REPEATS = 9, PASSES = 64 };
     double t[3][REPEATS];
@@ -274,7 +273,7 @@ static void bench_maths(void) {
     const char *names[] = {"exp", "gelu forward", "gelu backward"};
     printf("\nmaths, numbers in the cache\n");
     for (int f = 0; f < 3; f++) {
-        printf("%-20s %9.2f ns a number\n", names[f], 1e6 * median(t[f], REPEATS) / COUNT / PASSES);
+        printf("%-20s %9.2f ns/number\n", names[f], 1e6 * median(t[f], REPEATS) / COUNT / PASSES);
     }
 }
 
@@ -317,9 +316,9 @@ static void bench_open(Engine *e, Plan *p, const Settings *s) {
     engine_initialise(e, &s->model, 1);
 }
 
-// Whole training steps of a model at B x T with its own plan. Prints tokens/s, the update's time,
+// Times training steps of a model at B x T with its own plan. Prints tokens/s, the update's time,
 // and the ratio to a lower bound, which is dnnl_ms (all matmuls in oneDNN) plus a single pass of
-// AdamW over the states. Returns ms of a step.
+// AdamW over the states. Returns the ms of a step.
 static double bench_step(const char *name, int B, int T, int bf16, double dnnl_ms) {
     enum { WARM = 1, STEPS = 5 };
     double step[STEPS], update[STEPS], adamw[STEPS];
@@ -369,8 +368,8 @@ static double bench_step(const char *name, int B, int T, int bf16, double dnnl_m
     return ms;
 }
 
-// Compares the forecasts of ten runs with the median of their steps, over model widths, batches,
-// lengths and recompute levels; prints the worst last.
+// Compares the forecasts of ten runs with the medians of their steps, for various model widths,
+// batches, lengths and recompute levels. Prints the worst error last.
 static void bench_forecast(void) {
     static const char *const runs[][4] = {  // -e, -b, -t, -r
         {"l4h4c128t64", "4", "64", "none"},    {"l4h4c128t64", "12", "64", "block"},
@@ -406,8 +405,7 @@ static void bench_forecast(void) {
     printf("worst forecast: %.1f %% off\n", 100 * worst);
 }
 
-// All threads read n numbers and only add them up, so that the compiler keeps the reads; returns
-// the sum.
+// Reads n numbers with all threads. Returns their sum, so that the compiler keeps the reads.
 static double bench_read(const real *data, int64_t n) {
     double total = 0;
     #pragma omp parallel for schedule(static) reduction(+ : total)

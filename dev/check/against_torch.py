@@ -323,7 +323,8 @@ def gradient_differences(dump, step, weights, with_torch32=True):
         results.append((logits.numpy(), evaluated.item(), loss, norm, grads))
     reference, other = results[0], results[-1] if with_torch32 else (None,) * 5
     forward, backward = case.tolerance(False), case.tolerance(True)
-    # Losses and norms are means in double over all elements, whose errors cancel: few roundings.
+    # Losses and norms are sums over many elements in double, whose errors largely cancel, so the
+    # tolerance is a few roundings.
     found = {
         "loss": difference(dump.loss[step], other[2], reference[2], 4 * U),
         "loss by forward_loss()": difference(dump.evaluated[step], other[1], reference[1], 4 * U),

@@ -1,20 +1,20 @@
-// emu_wgmma.h: Hopper's asynchronous warpgroup products: CPU versions of the PTX wrappers of
-// wgmma.mma_async in train_gpt2.cu (chapter Tensor-core toolbox), under the same names.
+// emu_wgmma.h: CPU versions of train_gpt2.cu's PTX wrappers for Hopper's asynchronous warpgroup
+// products, wgmma.mma_async (chapter Tensor-core toolbox), under the same names.
 //
 // Each warp computes its own 16 rows of a product, which need no other warp. Products are queued
 // and computed at the wait that covers them, as late as the ISA allows. What a GPU leaves undefined
 // becomes an error or NaN here:
 //  - From issue to wait an accumulator holds a signalling NaN, which must still be there at the
 //    wait. Arithmetic makes it a quiet NaN, so an accumulator that is read early makes the results
-//    NaN, and one that is changed ends the program. So does settle() of an accumulator under way.
-//  - Products read a shadow of shared memory, through the async proxy as it were. It is NaN at the
-//    start of a block and where a cp.async is issued; fence_async() copies to it what the calling
-//    thread's cp.async have brought, once the thread has waited for them. So a missing fence, wait
-//    or barrier makes the results NaN. Plain stores to shared memory never reach the shadow, so a
-//    tile that they overwrite while products read it is not noticed.
+//    NaN. One that is changed, or passed to settle() before the wait, ends the program.
+//  - Products read a shadow copy of shared memory, which stands for the view of the async proxy. It
+//    is NaN at the start of a block and where a cp.async is issued; fence_async() copies to it the
+//    data of the calling thread's cp.async that the thread has waited for. So a missing fence, wait
+//    or barrier makes the results NaN. Plain stores to shared memory never reach the shadow copy,
+//    so a tile that they overwrite while products read it is not detected.
 //  - Operands in shared memory are read at the wait, so a tile that is refilled too early makes the
 //    results NaN. A in registers is read at the issue, because ptxas keeps those registers.
-//  - A descriptor is decoded bit by bit. Other layouts than 128-byte swizzled rows, a base offset,
+//  - A descriptor is decoded bit by bit. Layouts other than 128-byte swizzled rows, a base offset,
 //    and addresses beyond dynamic shared memory end the program.
 //  - Products without a wgmma_fence() since the last wait, lanes or warps of a warpgroup that issue
 //    different products, and a block that ends with products under way end the program.
@@ -33,7 +33,7 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. State
-// Of the running block, created by its first instruction of this file.
+// The state of the running block, created by its first call of a function of this file.
 
 namespace emu {
 enum { WARPGROUP_WARPS = 4, PRODUCT_COLUMNS = 64, PRODUCT_K = 16 };
@@ -77,7 +77,8 @@ struct AsyncState {
 };
 inline AsyncState *async_state = nullptr;  // reused by every block
 
-// Runs at the end of a block that used any of this.
+// Checks, at the end of a block that used wgmma, that no product is under way and that all warps of
+// a warpgroup have issued the same number.
 inline void async_end(Block *b) {
     for (int i = 0; i < b->n / 32; i++) {
         if (!async_state->warp[i].queue.empty()) {
@@ -89,7 +90,8 @@ inline void async_end(Block *b) {
     }
 }
 
-// Ends the process with code 86 on devices other than compute capability 9.0.
+// Returns the state. Ends the process with code 86 on devices other than compute capability 9.0,
+// and in a block that is not made of whole warpgroups.
 inline AsyncState &async(const char *what, Loc loc) {
     Block *b = caller(what)->block;
     if (set.cc != 90 || b->n % (32 * WARPGROUP_WARPS) != 0) {
@@ -140,8 +142,8 @@ inline void read_chunk(float *to, uint64_t descriptor, uint32_t at) {
     }
 }
 
-// Reads `rows` rows (of m or n) from row `first`, and 16 k, of the operand that a descriptor names.
-// K-major: to (rows,16); otherwise to (16,rows).
+// Reads `rows` rows (of m or n) from row `first` on, and 16 steps of k, of the operand that a
+// descriptor names, to (rows,16) if it is K-major, otherwise to (16,rows).
 inline void read_operand(float *to, uint64_t descriptor, bool mn_major, int first, int rows) {
     const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4;
     const uint32_t leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4;
@@ -253,7 +255,7 @@ inline size_t accumulator_of(AsyncWarp &w, AsyncArgs **lane) {
     return unused;
 }
 
-// All 32 lanes of a warp issue a product.
+// Issues a product; all 32 lanes of a warp call it.
 inline void product_issue(AsyncArgs &mine, bool add, bool mn_major, Loc loc) {
     async("wgmma", loc);
     warp_op(OP_WGMMA, ~0u, mine, loc, [=](AsyncArgs **lane, uint32_t) {
@@ -295,7 +297,7 @@ inline void product_issue(AsyncArgs &mine, bool add, bool mn_major, Loc loc) {
 // -------------------------------------------------------------------------------------------------
 // 4. Wrappers
 
-// The address that instructions use for shared memory: its offset in the block's arena.
+// Returns the address that instructions use for shared memory: its offset in the block's arena.
 inline uint32_t shared_address(const void *p, EMU_LOC) {
     emu::caller("shared_address");
     if (!emu::in_shared(p, 1)) {
@@ -304,17 +306,17 @@ inline uint32_t shared_address(const void *p, EMU_LOC) {
     return (uint32_t)((const char *)p - emu::current->block->arena);
 }
 
-// Between accesses to registers and the products that use them.
+// Must be called between accesses to registers and the products that use them.
 inline void wgmma_fence(EMU_LOC) {
     emu::async("wgmma_fence", EMU_HERE).fenced[emu::current->id] = true;
 }
 
-// Ends a group of products.
+// Commits the products issued since the last commit, as one group.
 inline void wgmma_commit(EMU_LOC) {
     emu::async("wgmma_commit", EMU_HERE).groups[emu::current->id]++;
 }
 
-// Waits until at most the N newest groups are under way.
+// Waits until at most the N most recent groups are still under way.
 template <int N> inline void wgmma_wait(EMU_LOC) {
     emu::AsyncState &s = emu::async("wgmma_wait", EMU_HERE);
     s.fenced[emu::current->id] = false;  // registers may be accessed now
@@ -331,7 +333,7 @@ template <int N> inline void wgmma_wait(EMU_LOC) {
                  });
 }
 
-// The calling thread's finished cp.async become visible to products.
+// Makes the data of the calling thread's finished cp.async visible to products.
 inline void fence_async(EMU_LOC) {
     emu::AsyncState &s = emu::async("fence_async", EMU_HERE);
     emu::Thread *t = emu::current;
@@ -341,7 +343,8 @@ inline void fence_async(EMU_LOC) {
     t->unfenced.clear();
 }
 
-// Behind a wait: marks accumulators that the code after it uses.
+// Called after a wait for accumulators that the following code uses. Ends the process with code 86
+// if a product that writes them is still under way.
 inline void settle(float (&d)[1][8][4], EMU_LOC) {
     // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): a mark, not a number
     if (memcmp(d, &emu::UNDER_WAY, 4) == 0) {

@@ -1,8 +1,8 @@
 // test_cuda_cpu.cpp: tests that the emulator computes correctly and detects what it promises.
 //
 // Tests for the harness of dev/test/harness.h, which describes their arguments and output. A death
-// test runs a mistake in a child process and expects exit code 86 and a text. The tests say nothing
-// about real GPUs.
+// test runs a mistake in a child process and expects exit code 86 and a text. The tests do not show
+// how real GPUs behave.
 //
 //     g++ -std=c++17 -O1 -Idev/cuda_cpu -isystem <CUDA>/include test_cuda_cpu.cpp
 //
@@ -62,7 +62,7 @@ static float uniform() {  // in [-1, 1), always the same sequence
     return (float)(int32_t)(emu::random_bits(s) >> 32) / 2147483648.0f;
 }
 
-// A flag that is true until a kernel clears it.
+// Returns a flag that is true until a kernel clears it.
 static int *true_flag() { return device(std::vector<int>(1, 1)); }
 
 // -------------------------------------------------------------------------------------------------
@@ -138,7 +138,8 @@ TEST(reduce) {  // the same bits for every seed
     }
 }
 
-// All shuffles, with a whole warp and parts of one, and the result of reading outside a segment.
+// Tests all shuffles, with a whole warp and with parts of one, and the result of reading outside a
+// segment.
 static __global__ void k_shuffle(int *ok) {
     int l = (int)threadIdx.x % 32;
     unsigned all = ~0u;
@@ -313,7 +314,8 @@ template <bool BARRIER> static __global__ void k_neighbours(float *out) {
     }
     out[t] = sum;
 }
-// Number of seeds, out of eight, with a result different from that of the correct kernel.
+// Returns the number of seeds, out of eight, with a result different from that of the correct
+// kernel.
 static int seeds_that_differ(void (*kernel)(float *), float expected) {
     int differ = 0;
     for (long seed = 0; seed < 8; seed++) {
@@ -360,7 +362,7 @@ static std::vector<int> order_of(long seed, uint64_t launch_no) {
     std::vector<int> v = host(order, PLACES * S_ALL);
     return v;
 }
-// How often a thread, warp or block (size: its threads) arrives after its successor.
+// Returns how often a thread, warp or block (size: its threads) arrives after its successor.
 static int inversions(const int *order, int size) {
     std::vector<int> place(S_ALL / size, -1);
     int n = 0;
@@ -415,7 +417,8 @@ TEST(shuffled) {
 // 4. Memory, streams, events, devices
 // Results of the API without errors, and its error codes.
 
-// NaN fill, EMU_GPU_MEM to the last byte, errors that stay until they are queried.
+// Tests that new memory is NaN, that EMU_GPU_MEM can be allocated to the last byte, and that errors
+// stay until they are queried.
 TEST(memory) {
     Setting limit(emu::set.gpu_mem, (long)emu::allocated_bytes + 1000);
     size_t free_bytes, total;
@@ -451,7 +454,7 @@ TEST(memory) {
     OK(cudaFreeHost(q));
 }
 
-// All directions; a direction that contradicts the pointers is an error.
+// Tests copies in all directions; a direction that contradicts the pointers is an error.
 TEST(copies) {
     std::vector<int> v = {1, 2, 3, 4};
     int *a = device(v), *b = device<int>(4), *pinned;
@@ -476,8 +479,8 @@ TEST(copies) {
 static __global__ void k_add(int *x, int y) { *x += y; }
 static __global__ void k_copy(int *to, const int *from) { *to = *from; }
 
-// Pinned memory, allocated and registered: EMU_HOST_MEM to the last byte; kernels can access it;
-// registered memory still belongs to the program.
+// Tests pinned memory, allocated and registered: EMU_HOST_MEM can be used to the last byte, kernels
+// can access it, and registered memory still belongs to the program.
 TEST(pinned) {
     Setting limit(emu::set.host_mem, (long)emu::pinned_bytes + 1000);
     size_t before = emu::pinned_bytes, on_device = emu::allocated_bytes;
@@ -645,7 +648,7 @@ static __global__ void k_big(float *out) {
     s[threadIdx.x] = 1;
     out[threadIdx.x] = s[threadIdx.x];
 }
-// All rows of the capability table, and a machine without a GPU.
+// Tests all rows of the capability table, and a machine without a GPU.
 TEST(device) {
     for (const emu::Capability &c : emu::CAPABILITIES) {
         Setting cc(emu::set.cc, c.cc);
@@ -732,7 +735,7 @@ static __global__ void k_mma(const E *A, const E *B, const float *C, float *D) {
         D[(g + 8 * (i / 2)) * 8 + t + i % 2] = c[i];
     }
 }
-// Largest error of a kernel's result compared with a sum in double.
+// Returns the largest error of a kernel's result compared with a sum in double.
 template <class E, int K> static double mma_error() {
     std::vector<E> A = random_matrix<E>(256), B = random_matrix<E>(128);
     std::vector<float> C = random_matrix<float>(128);
@@ -828,8 +831,9 @@ enum WgmmaBug {
     UNFINISHED       // no wait at the end
 };
 
-// out (128,64): over the tiles B_j (64,64) of b, O = O / 2 + bf16(A B_j^T) B_j for A (128,64); two
-// warpgroups, B in three places, as in attention: the products of O run on during the next step.
+// out (128,64): over the tiles B_j (64,64) of b, O = O / 2 + bf16(A B_j^T) B_j for A (128,64). As
+// in attention, there are two warpgroups and three places for B, and the products of O continue
+// during the next step.
 template <int BUG>
 static __global__ void k_wgmma(float *out, const bf16 *a, const bf16 *b, int tiles) {
     DYN_SHARED(bf16, tile_a);
@@ -910,8 +914,9 @@ static __global__ void k_wgmma(float *out, const bf16 *a, const bf16 *b, int til
         out[row * 64 + 8 * (i / 4) + lane % 4 * 2 + i % 2] = o[0][i / 4][i % 4];
     }
 }
-// Relative error of the kernel's result compared with sums in double, NaN if it has one. Rounding
-// P to bf16 differs where the sum is near the middle between two numbers.
+// Returns the relative error of the kernel's result compared with sums in double, NaN if the result
+// contains one. P may be rounded to bf16 differently where the sum is close to halfway between two
+// numbers.
 template <int BUG> static double wgmma_error() {
     const int tiles = 4;
     std::vector<bf16> A(128 * 64), B((size_t)tiles * 64 * 64);
@@ -989,7 +994,7 @@ template <> cudaDataType_t type_of<float>() { return CUDA_R_32F; }
 template <> cudaDataType_t type_of<bf16>() { return CUDA_R_16BF; }
 template <> cudaDataType_t type_of<__half>() { return CUDA_R_16F; }
 
-// Column-major, with padding in the leading dimension.
+// Creates a column-major layout, with padding in the leading dimension.
 static cublasLtMatrixLayout_t make_layout(cudaDataType_t type, int rows, int cols, const Shape &s) {
     cublasLtMatrixLayout_t l;
     OK(cublasLtMatrixLayoutCreate(&l, type, (uint64_t)rows, (uint64_t)cols, rows + s.pad));
@@ -1028,8 +1033,9 @@ static void drop_lt(const Lt &x) {
     OK(cublasLtDestroy(x.handle));
 }
 
-// Largest error of D = 0.5 op(A) op(B) + beta C + bias compared with sums in double, in units of
-// the error allowed for rounding to O and for fp32 sums. In place (C = D) or out of place.
+// Returns the largest error of D = 0.5 op(A) op(B) + beta C + bias, in place (C = D) or out of
+// place, compared with sums in double, in units of the error allowed for rounding to O and for fp32
+// sums.
 template <class E, class O>
 static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place) {
     size_t lda = (size_t)(s.ta ? s.k : s.m) + s.pad, ldb = (size_t)(s.tb ? s.n : s.k) + s.pad;
@@ -1104,8 +1110,8 @@ TEST(cublasLt) {
     detail = text("%d matmuls, worst %.0f %% of the tolerance", runs, 100 * worst);
 }
 
-// Split-K: an algorithm needs a reduction scheme and a workspace for the parts; the last algorithm
-// supports none.
+// Tests split-K: an algorithm needs a reduction scheme and a workspace for the parts; the last
+// algorithm does not support it.
 template <class Run> static void lt_splits(const Lt &x, const Lt &other, Run run) {
     const size_t parts = 4 * 64 * 8 * sizeof(float);
     auto check = [&](const Lt &l, cublasLtMatmulHeuristicResult_t *result) {
@@ -1131,7 +1137,7 @@ template <class Run> static void lt_splits(const Lt &x, const Lt &other, Run run
     }
 }
 
-// What cuBLASLt would reject returns a status, not a result.
+// Tests that what cuBLASLt would reject returns a status, not a result.
 static void lt_refusals() {
     Shape s = {64, 8, 16, 0, 0, 0}, other = {64, 16, 16, 0, 0, 0};
     Lt x = make_lt(CUDA_R_16BF, CUDA_R_16BF, s, nullptr);
@@ -1237,8 +1243,8 @@ static void expect_codes(int code) {
 
 static float part_of(int rank, size_t i) { return (float)(1000 * rank) + (float)(i % 97); }
 
-// Out of place and in place: AllGather's input is the rank's own part of the buffer. More than a
-// socket's buffer.
+// Tests AllGather out of place and in place, where the input is the rank's own part of the output,
+// with more data than a socket's buffer holds.
 static void rank_gathers(ncclComm_t comm, int rank, int ranks) {
     const size_t n = 70001;
     std::vector<float> own(n), want(n * (size_t)ranks);
@@ -1327,7 +1333,7 @@ static void rank_exchange(ncclComm_t comm, int rank, int ranks) {
     expect(host(x, 2)[1] == (rank + ranks - 1) % ranks);
     expect(ncclSend(x, 1, ncclInt32, ranks, comm, 0) == ncclInvalidArgument);
 }
-// A communicator with a config; the emulator rejects a non-blocking one. NCCL's memory is taken
+// A communicator with a config; the emulator rejects a non-blocking one. NCCL's memory is allocated
 // when it is first needed: by the first collective, and by the first exchange with each rank of
 // this machine; ranks of other machines share the first one's.
 static void rank_config(ncclComm_t comm, int rank, int ranks) {
@@ -1369,15 +1375,15 @@ static void rank_config(ncclComm_t comm, int rank, int ranks) {
     expect(taken() == 0);
     config.blocking = 0;
     expect(ncclCommInitRankConfig(&second, ranks, id, rank, &config) == ncclInvalidArgument);
-    // Too little memory is an error of the first collective. Nobody has queued it.
+    // Too little memory is an error of the first collective, which is then not queued on any rank.
     emu::set.nccl = emu::set.gpu_mem / 32 + 1;
     comm->connected.assign((size_t)ranks + 1, false);
     expect(ranks == 1 ||
            ncclAllGather(x + rank, x, 1, ncclFloat32, comm, 0) == ncclUnhandledCudaError);
 }
 
-// The root of a broadcast returns before the others call it, and may overwrite its data; more than
-// a socket's buffer. Two ranks exchange data without the third.
+// The root of a broadcast of more data than a socket's buffer holds returns before the others call
+// it, and may overwrite its data. Two ranks exchange data without the third.
 static void rank_early(ncclComm_t comm, int rank, int ranks) {
     const size_t n = 1 << 21;
     int *x = device(std::vector<int>(n, rank == 1 ? 7 : 0));
@@ -1442,8 +1448,8 @@ static void rank_hangs(ncclComm_t comm, int rank, int) {
     OK(ncclAllGather(x, x, 100, ncclFloat32, comm, 0));
 }
 static void rank_nothing(ncclComm_t, int, int) { }
-// Rank 2 sends rank 1 one element more than rank 1 expects. Nobody waits for it, so only rank 1
-// notices.
+// Rank 2 sends rank 1 one element more than rank 1 expects. No other rank is involved, so only rank
+// 1 fails.
 static void rank_pieces(ncclComm_t comm, int rank, int) {
     float *x = device<float>(10);
     OK(ncclGroupStart());
@@ -1461,7 +1467,7 @@ static void rank_ungrouped(ncclComm_t comm, int rank, int) {
     }
     OK(ncclRecv(x, 10, ncclFloat32, rank == 0 ? 1 : 0, comm, 0));
 }
-// Rank 1 exits, which nobody announces if it is on the same machine; the others wait until they are
+// Rank 1 exits, which is not reported if it is on the same machine; the others wait until they are
 // killed.
 static void rank_silence(ncclComm_t comm, int rank, int) {
     float *x = device<float>(30);
@@ -1547,8 +1553,8 @@ TEST(nccl_deaths) {
 
 // -------------------------------------------------------------------------------------------------
 // 8. Injected bugs
-// Each ends with code 86 and a line that names what a user needs to find the bug. If a
-// sanitizer detects it first, the sanitizer's report counts.
+// Each ends with code 86 and a line that names what a user needs to find the bug. If a sanitizer
+// detects it first, the sanitizer's report counts.
 
 static __global__ void k_write(float *x, int i) {
     if (blockIdx.x == 1 && threadIdx.x == 3) {
@@ -1688,7 +1694,8 @@ static void wait_in_circle() {
     emu::enqueue_wait(t, s, 1);
     OK(cudaStreamSynchronize(s));
 }
-// CUDA allows both waits; the host's returns at once, the stream's is a mistake.
+// Waits for an event that was never recorded. CUDA accepts both waits: the host's returns at once,
+// a stream's has no effect and is surely a bug, so the emulator rejects it.
 static void wait_never_recorded() {
     cudaEvent_t e;
     OK(cudaEventCreate(&e));

@@ -5,12 +5,12 @@
 //   tables                  JSON: the options and the names that a user may choose from
 //   commands OPTION...      two command lines: the one with these options, and the one that trains
 //
-// Standard output and standard error are files, because the terminal that emscripten emulates takes
-// one call of JavaScript a byte.
+// Standard output and standard error are files, because emscripten's terminal calls JavaScript for
+// every byte.
 #define GPT2_NO_MAIN 1
 #include "../../train_gpt2.c"
 
-// Linux's system call, used when checkpoints are written; emscripten has none.
+// Stub of Linux's system call, which emscripten lacks; only code that writes checkpoints calls it.
 int sync_file_range(int fd, off_t at, off_t bytes, unsigned flags) {
     (void)fd, (void)at, (void)bytes, (void)flags;
     return 0;
@@ -23,7 +23,7 @@ static void print_string(const char *before, const char *text) {
     printf("\"");
 }
 
-// Prints a name and what it stands for, as an array of two strings.
+// Prints a name and its meaning as an array of two strings.
 static void print_pair(int first, const char *name, const char *meaning) {
     print_string(first ? "[" : ",\n[", name);
     print_string(",", meaning);
@@ -81,7 +81,7 @@ static void tables_print(void) {
     printf("]}\n");
 }
 
-// Ends the program at options that would make it measure this machine, which a page cannot do.
+// Refuses options for which the program would have to measure this machine; a page cannot do that.
 static void refuse_here(const Options *o) {
     if (!o->minimum && !o->gpu[0] && !o->gpu_mem && o->gpus == 1) {
         die("--gpu: name a card, or give its memory with --gpu-mem");

@@ -120,7 +120,8 @@ if [ $# -gt 0 ]; then
     call "$*" "$@"
 else
     call "all hidden: make test ALL=1" make test ALL=1
-    # If hiding something changes no flag, only what builds quickly is built again.
+    # make rebuilds everything if the hidden tool changes a flag, otherwise only the programs that
+    # are removed here, which build quickly.
     for name in $HIDE; do
         hide "$name"
         (cd "$scratch/clone" && rm -f train_gpt2 data/tokenize build/{bench_cpu,bench_files,dump})

@@ -1,6 +1,6 @@
 // checkpoints.cpp -- checkpoint folders changed by a user, a full disk or another program: damaged
-// checkpoints are skipped by name, foreign ones are refused, nothing complete is lost, and a
-// resumed run ends with the same bytes as an uninterrupted one.
+// checkpoints are reported and skipped, those of other runs are refused, no complete checkpoint is
+// lost, and a resumed run ends with the same bytes as an uninterrupted one.
 //
 // Run:    build/test/checkpoints [--program build/train_gpt2_asan] [NAME...]
 
@@ -28,8 +28,8 @@ static void passed_over_at(int line, const Outcome &o, const Words &skipped, con
 static const char eight_steps[] = TINY "--quiet -x 8 -n 2 -y 1 -o out ";
 static const char every_second[] = "step-00000002 step-00000004 step-00000006 step-00000008";
 
-// A damaged checkpoint is skipped by name, and the run resumed from the previous one ends with the
-// same bytes.
+// A damaged checkpoint is reported and skipped, and the run resumed from the previous one ends with
+// the same bytes.
 TEST(checkpoint_damaged) {
     const Text run = eight_steps;
     expect_success(program(run), "first run");
@@ -38,7 +38,8 @@ TEST(checkpoint_damaged) {
     for (int i = 0; i < SAVED_FILES; i++) {
         const Text path = at + saved_files[i], file = read_file(path);
         const Text newest = "step-00000008: ";
-        const Text named = newest + (i == SAVED_MANIFEST ? "" : saved_files[i]);  // or its entry
+        // The message for a damaged manifest may name one of its entries instead.
+        const Text named = newest + (i == SAVED_MANIFEST ? "" : saved_files[i]);
         const size_t size = file.size();
         for (size_t byte : {(size_t)0, (size_t)9, size / 3, size - 1, size}) {
             Text bad = file;
@@ -57,7 +58,8 @@ TEST(checkpoint_damaged) {
     }
 }
 
-// Without a complete checkpoint nothing is deleted or started; another run's checkpoint is refused.
+// If no checkpoint is complete, nothing is deleted and no run starts; another run's checkpoint is
+// refused.
 TEST(checkpoint_foreign) {
     const Text run = eight_steps;
     expect_success(program(run), "first run");
@@ -78,7 +80,7 @@ TEST(checkpoint_foreign) {
     other.replace(SHARD_BYTES, 2000, other.substr(SHARD_BYTES + 1000, 2000));
     write_file("other.bin", other);
     expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "it was trained on train.bin; other.bin has other tokens", "other data");
+                   "it was trained on train.bin; other.bin has different tokens", "other data");
 }
 
 // A resume must agree with its checkpoint in everything that determines the tokens of a step.
@@ -96,7 +98,8 @@ TEST(checkpoint_identity) {
     expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");
 }
 
-// A resume without -i and -j reads the data of its checkpoint, also if the newest one is damaged.
+// A resume without -i and -j reads the data files that its checkpoint names, even if the newest
+// checkpoint is damaged and an older one is used.
 TEST(resume_data) {
     rename("val.bin", "some_val.bin");
     rename("train.bin", "some_train.bin");
@@ -117,7 +120,8 @@ TEST(resume_data) {
     expect(o.status == 0 && has(o.out, "no validation"), "%s", o.out.c_str());
 }
 
-// The model card of bytes says what ids are; its checkpoints stay complete without it.
+// A checkpoint of a byte model has a model card that explains its token ids, and is complete even
+// without the card.
 TEST(model_card) {
     const Text run = TINY "--quiet -n 2 --keep 1 -o out ", card = "out/step-00000002/README.md";
     expect_success(program(run + "-x 2"), "bytes");
@@ -131,7 +135,7 @@ TEST(model_card) {
     expect(exists("other/step-00000001/config.json") && !exists("other/step-00000001/README.md"));
 }
 
-// Lines of `out` that start with `begin`.
+// Returns the lines of `out` that start with `begin`.
 static Text lines_with(const Text &out, const Text &begin) {
     Text lines;
     for (size_t at = 0; (at = out.find("\n" + begin, at)) != Text::npos; at++) {
@@ -141,7 +145,8 @@ static Text lines_with(const Text &out, const Text &begin) {
 }
 
 // A resume reports the options that differ from the checkpoint's and take effect from here on, and
-// refuses by name those that must not differ. Options of the command itself are neither.
+// refuses those that must not differ. Options that do not describe the run (--output, --resume,
+// --quiet) may differ without a report.
 TEST(resume_options) {
     write_file("same.bin", read_file("train.bin"));
     expect_success(program(TINY "--quiet -x 2 -l 1e-3 --top-k 5 --prompt \x1b[2J -o out"), "first");
@@ -188,7 +193,7 @@ TEST(resume_nothing) {
 
 // If the only checkpoint has a name given by the user, or is the output folder itself, a resume
 // reports that and changes nothing, because a new run would delete the log of its steps. If another
-// checkpoint can be resumed, it is skipped; -e can load its weights.
+// checkpoint can be resumed, that one is used. -e can load the renamed checkpoint's weights.
 TEST(resume_renamed) {
     const Text run = TINY "--quiet -n 2 -y 1 -x 4 ";
     expect_success(program(run + "-o out"), "first run");
@@ -272,24 +277,24 @@ TEST(output_lock) {
     expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "step").c_str());
     const Outcome o = program(TINY "-x 1 -o without --quiet", [] { without_locks(ENOLCK); });
     if (o.status == 98) {
-        skip("no seccomp here");
+        skip("seccomp is not available");
     }
     expect(o.status == 0 && has(o.err, "warning: cannot lock without/lock: No locks available"),
            "status %d: %s", o.status, o.err.c_str());
 }
 
-// A log that cannot be read is not treated as one that ends there.
+// An unreadable log is an error; it is not taken for the end of the log.
 TEST(unreadable_log) {
     expect_success(program(TINY "-x 2 --quiet -o out"), "first run");
     unlink("out/log.jsonl");
-    // A regular file whose first bytes are not mapped, so that every read fails.
+    // Every read of this regular file fails, because its first bytes are not mapped.
     expect(symlink("/proc/self/mem", "out/log.jsonl") == 0);
     expect_refused(program(TINY "-x 3 --quiet -y 1 -o out", no_leaks),
                    "cannot read or truncate log out/log.jsonl: I", "a resume");
 }
 
-// Folders that only look like checkpoints are left alone. Foreign files in a damaged checkpoint are
-// moved aside, not removed. --keep does not count checkpoints newer than the run's own.
+// Folders that only look like checkpoints are left alone. A user's files in a damaged checkpoint
+// are moved aside, not removed. --keep does not count checkpoints newer than the run's own.
 TEST(checkpoint_strangers) {
     const Text run = TINY "--quiet -n 2 -y 1 -o out ";
     expect_success(program(run + "-x 4"), "first run");
@@ -312,8 +317,8 @@ TEST(checkpoint_strangers) {
     expect(read_file("out/step-00000004.damaged/notes") == "mine");
 }
 
-// A finished run resumes to the same end with the norms it recorded. Incomplete checkpoints, and
-// those beyond --keep, are removed. A log is truncated to whole lines.
+// Resuming a finished run leaves its weights, moments and gradient norms as they are. Incomplete
+// checkpoints, and those beyond --keep, are removed. A log is truncated to whole lines.
 TEST(checkpoint_folder) {
     const Text run = eight_steps;
     expect_success(program(run), "first run");
@@ -350,8 +355,8 @@ TEST(checkpoint_folder) {
            names_in("kept", "step").c_str());
 }
 
-// An available GPT-2 vocabulary is saved with a checkpoint in the files that transformers reads.
-// They are listed in the manifest; a checkpoint without them can also be resumed.
+// If GPT-2's vocabulary is available, a checkpoint contains it in the files that transformers
+// reads. They are listed in the manifest; a checkpoint without them can also be resumed.
 TEST(vocabulary_files) {
     const Text merges = vocab_bpe();
     static const char *const files[] = {"merges.txt", "vocab.json", "tokenizer_config.json"};
@@ -384,8 +389,9 @@ TEST(vocabulary_files) {
     expect(exists("out/step-00000003/manifest.json") && !exists("out/step-00000003/merges.txt"));
 }
 
-// A state from a state file in the memory order of one rank: the matrices of each block between its
-// vectors. For the run's model, l2h2c16t16 with 257 tokens, whose tensors start at multiples of 64.
+// Returns one state (m or v) of a state file, rearranged from buckets into the memory order of one
+// rank, in which each block's matrices and vectors are interleaved. Only for l2h2c16t16 with 257
+// tokens, whose tensors start at multiples of 64 elements.
 static Text whole_state(const Text &state_file, const Text &state) {
     enum { C = 16, ROWS = 384 };
     Text first, whole, bucket[5];  // vectors, wte, wpe, two blocks
@@ -417,7 +423,7 @@ static Text whole_state(const Text &state_file, const Text &state) {
     return whole;
 }
 
-// Replaces a checkpoint's state files, and updates its manifest.
+// Replaces a checkpoint's state files and updates its manifest.
 static void write_states(const Text &folder, const std::vector<Members> &files, const Text &first) {
     for (const Text &name : split(names_in(folder, "state-").c_str())) {
         unlink((folder + "/" + name).c_str());
@@ -448,7 +454,7 @@ static std::vector<Members> cut_states(const Members &whole, size_t n) {
 }
 
 // State files of the checkpoint at step 2 that belong to another step or are missing are reported
-// by name, and are removed with their checkpoint: the second half of the test below.
+// by name, and state files are removed with their checkpoint. Second half of the test below.
 static void state_files_apart(const Text &run, const Members &whole, const Text &first) {
     const Text at = "out/step-00000002";
     remove_folder("out/step-00000004");
@@ -470,8 +476,8 @@ static void state_files_apart(const Text &run, const Members &whole, const Text 
     expect(names_in("out", "step") == "step-00000004", "%s", names_in("out", "step").c_str());
 }
 
-// A checkpoint whose states are in any parts of any number of files resumes to the same bytes. A
-// part that is missing, duplicated, of another step or of another model is refused by name.
+// A checkpoint resumes to the same bytes however its state is divided into parts and files. A part
+// that is missing, duplicated, or from another step or model is refused with its name.
 TEST(state_parts) {
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
@@ -510,7 +516,7 @@ TEST(state_parts) {
              {"v.4.0", "elements of v.4.1027 are stored twice"},
              {"v.4.2051", "v.4.2051: outside the states of this model"}}) {
         bad = cut(3);
-        Members &file = name == "v.4.0" ? bad[1] : bad[0];  // bucket 10 of 10, part 0 and 2
+        Members &file = name == "v.4.0" ? bad[1] : bad[0];  // parts 0 and 2 of the last bucket
         Member &longer = named(&file, name);
         longer.data += longer.data.substr(0, 4);
         longer.shape = text("%zu", longer.data.size() / 4);
@@ -520,7 +526,7 @@ TEST(state_parts) {
     state_files_apart(run, whole, first);
 }
 
-// A choice or a loss scale that this run cannot use is reported and dropped.
+// Matmul algorithms or a loss scale that this run cannot use are reported and dropped.
 TEST(state_dropped) {
     const Text run = TINY "-x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
@@ -583,7 +589,8 @@ TEST(state_refused) {
             expect_success(resume(row.first), "an unknown key");
         }
     }
-    // The last number is the second moment's; a wrong size is detected before hashes are computed.
+    // The file's last number is a second moment; a wrong size is detected before hashes are
+    // computed.
     expect_refused(resume(good.substr(0, good.size() - 4) + Text("\x00\x00\x80\x7f", 4)),
                    "v of h.1.mlp.c_proj.weight: element 1023 is inf: ", "moments");
     expect(truncate((at + "/model.safetensors").c_str(), (off_t)1 << 35) == 0, "no sparse file");
@@ -601,8 +608,8 @@ TEST(state_refused) {
     }
 }
 
-// Counters, norms and moments that no run can produce are refused by name although all hashes
-// match, and so is a folder named after another step.
+// Counters, norms and moments that no run can produce are refused with their names although all
+// hashes match; so is a folder named after another step.
 TEST(state_values) {
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
@@ -683,7 +690,7 @@ TEST(manifest_refused) {
 // -e with a checkpoint folder: its weights are trained as a new model.
 TEST(model_option) {
     expect_success(program(TINY "--quiet -x 4 -n 3 -a 1 -o out"), "first run");
-    // Repeats one batch: the next step starts from the same weights with the same tokens.
+    // -a 1 repeats one batch: the next step starts from the same weights with the same tokens.
     auto loss_of_step = [](const Text &log, int step) {
         const size_t at = log.find(text("{\"step\":%d,\"loss\":", step)) + 9;
         return at < 9 ? Text("no such step") : log.substr(log.find(',', at), 24);
@@ -722,7 +729,8 @@ TEST(model_option) {
 }
 
 // A disk that fills up while any file of a checkpoint is written, and other obstacles, leave the
-// previous checkpoint unchanged; a folder in the first format, or without a manifest, is skipped.
+// previous checkpoint unchanged. A folder without a manifest (such as one in the first format, with
+// state.bin) is skipped.
 TEST(checkpoint_writes) {
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
     const Text good = checkpoint_bytes("out", 2), run = TINY "--quiet -x 4 -y 1 -o out";
@@ -746,7 +754,7 @@ TEST(checkpoint_writes) {
         mkdir("out/step-00000004.tmp", 0755);
         mkdir(in_the_way.c_str(), 0755);
         expect_refused(program(run), ("cannot write " + in_the_way).c_str(), in_the_way);
-        expect(names_in("out/step-00000004.tmp", "") == file, "more than %s is written", file);
+        expect(names_in("out/step-00000004.tmp", "") == file, "files besides %s exist", file);
         remove_folder("out/step-00000004.tmp");
         expect_stands(file);
     }
@@ -766,7 +774,7 @@ TEST(checkpoint_writes) {
 // every moment.
 
 #ifdef PTRACE_GET_SYSCALL_INFO
-// The string at an address in another process.
+// Returns the string at an address in another process.
 static Text text_in(pid_t pid, uint64_t address) {
     Text path(4096, 0);
     const int fd = open(text("/proc/%d/mem", (int)pid).c_str(), O_RDONLY);
@@ -775,7 +783,7 @@ static Text text_in(pid_t pid, uint64_t address) {
     return path.substr(0, n > 0 ? strlen(path.c_str()) : 0);
 }
 
-// The path of another process's file descriptor, relative to the test's folder.
+// Returns the path of another process's file descriptor, relative to the test's folder.
 static Text file_of(pid_t pid, uint64_t fd) {
     char path[4096], here[4096];
     const Text link = text("/proc/%d/fd/%d", (int)pid, (int)fd);
@@ -784,7 +792,7 @@ static Text file_of(pid_t pid, uint64_t fd) {
     return all + "/" == folder ? "." : all.find(folder) == 0 ? all.substr(folder.size()) : all;
 }
 
-// A system call that changes files, as one line; "" for any other.
+// Returns a system call that changes files as one line; "" for any other.
 static Text disk_call(pid_t pid) {
     struct __ptrace_syscall_info call = {};
     if (ptrace(PTRACE_GET_SYSCALL_INFO, pid, sizeof call, &call) <= 0 ||
@@ -794,7 +802,7 @@ static Text disk_call(pid_t pid) {
     const auto &arg = call.entry.args;
     switch (call.entry.nr) {
         case SYS_write:
-        case SYS_writev:  // musl's streams
+        case SYS_writev:  // used by musl's stdio
         case SYS_pwrite64: return "write " + file_of(pid, arg[0]);
         case SYS_fsync: return "sync " + file_of(pid, arg[0]);
 #ifdef SYS_rename
@@ -808,10 +816,10 @@ static Text disk_call(pid_t pid) {
     }
 }
 
-// The traced calls of a run of the program, including all its threads, in order.
+// Returns the traced calls of a run of the program, including all its threads, in order.
 static Words disk_calls(const Text &arguments) {
     const pid_t pid = start(arguments, [] {
-        setenv("ASAN_OPTIONS", "detect_leaks=0", 1);  // impossible under a debugger
+        setenv("ASAN_OPTIONS", "detect_leaks=0", 1);  // the leak check fails under ptrace
         if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) != 0) {
             _exit(SKIPPED);
         }
@@ -821,7 +829,7 @@ static Words disk_calls(const Text &arguments) {
     for (pid_t at; (at = waitpid(-1, &status, __WALL)) > 0;) {
         if (at == pid && WIFEXITED(status)) {
             if (WEXITSTATUS(status) == SKIPPED) {
-                skip("no process may trace another here");
+                skip("ptrace is not permitted");
             }
             expect(WEXITSTATUS(status) == 0, "%s", read_file("stderr").c_str());
         }
@@ -842,7 +850,7 @@ static Words disk_calls(const Text &arguments) {
     return calls;
 }
 
-// The index of the last matching call before index `before`; -1 if there is none.
+// Returns the index of the last matching call before index `before`; -1 if there is none.
 static long last_of(const Words &calls, const Text &call, size_t before = SIZE_MAX) {
     for (size_t i = std::min(before, calls.size()); i-- > 0;) {
         if (calls[i] == call) {
@@ -875,7 +883,7 @@ TEST(sync_order) {
         const auto from = calls.begin() + std::max(renamed, 0L);
         const auto stays = std::find(from, calls.end(), "sync runs/out");
         const auto told = std::find(from, calls.end(), "write runs/out/log.jsonl");
-        expect(stays < told, "%s: the log tells of it before its name is synced", path.c_str());
+        expect(stays < told, "%s: the log mentions it before its name is synced", path.c_str());
         before = renamed;
         if (step == 2) {
             const Text old = "runs/out/step-00000001";
@@ -890,7 +898,7 @@ TEST(sync_order) {
     detail = text("%zu calls", calls.size());
 }
 #else
-TEST(sync_order) { skip("this system's headers cannot name a traced call"); }
+TEST(sync_order) { skip("the system's headers lack PTRACE_GET_SYSCALL_INFO"); }
 #endif
 
 int main(int argc, char **argv) {

@@ -1,5 +1,6 @@
-// data.cpp -- what data/README.md specifies, byte by byte: SHA-256, JSON, tokens, learned merges
-// and evaluation files, compared with known answers and naive references, and files with one error.
+// data.cpp -- tests of the formats that data/README.md specifies: SHA-256, JSON, tokens, learned
+// merges and evaluation files are compared with known answers and naive references, and files with
+// a single error are refused.
 //
 // Run:    build/test/data [NAME...]         build/test/data_asan: with sanitizers
 
@@ -9,8 +10,8 @@
 #include "files.h"
 #include <sys/time.h>
 
-// A slowly read pipe and a timer that interrupts: writes are short or fail with EINTR, and all
-// bytes are still written.
+// Writes to a slowly read pipe, interrupted by a timer, are short or fail with EINTR, but all bytes
+// arrive.
 TEST(write_all) {
     const Text data = random_bytes(1 << 20, 3);
     int ends[2];
@@ -35,12 +36,12 @@ TEST(write_all) {
     close(ends[1]);
     int status = 1;
     waitpid(reader, &status, 0);
-    expect(status == 0, "other bytes came out");
+    expect(status == 0, "different bytes arrived");
     const int full = open("/dev/full", O_WRONLY);
     expect(full < 0 || (write_all(full, "x", 1) == -1 && errno == ENOSPC), "a full disk");
 }
 
-// Messages are one line whatever a name contains; sizes are readable.
+// Messages are one line whatever a name contains; sizes are printed in readable units.
 TEST(messages) {
     expect_death(die("a\x7f\x1b[2J\nb\tc"), "train_gpt2: a??[2J?b?c\n");
     // C1 controls are two bytes of UTF-8 that terminals obey; neighbouring characters are text.
@@ -57,7 +58,8 @@ TEST(messages) {
            Text(duration_text(3599.5).s) == "1:00:00");
 }
 
-// Files are mapped unchanged, including empty ones; what is not a file is refused, pipes at once.
+// Files are mapped unchanged, including empty ones. Folders and pipes are refused, pipes without
+// waiting for a writer.
 TEST(mapping) {
     const Text data = random_bytes(3 * 4096 + 5, 4);
     Mapping m;
@@ -67,7 +69,7 @@ TEST(mapping) {
     expect(mapping_open(&m, "some") == 0 && m.size == data.size() &&
            memcmp(m.bytes, data.data(), m.size) == 0);
     mapping_release(m.bytes + 1, m.size - 2);
-    expect(memcmp(m.bytes, data.data(), m.size) == 0, "pages given back");
+    expect(memcmp(m.bytes, data.data(), m.size) == 0, "after mapping_release");
     mapping_close(&m);
     expect(m.bytes == NULL && m.size == 0);
     expect(mapping_open(&m, "empty") == 0 && m.size == 0, "an empty file");
@@ -77,7 +79,7 @@ TEST(mapping) {
     expect(mapping_open(&m, "pipe") == -1 && errno == EINVAL);
 }
 
-// The hash of `data`, added in two chunks.
+// Returns the hash of `data`, added in two chunks.
 static Text sha256_of(const Text &data, size_t cut) {
     Sha256 s;
     char out[SHA256_TEXT];
@@ -88,8 +90,9 @@ static Text sha256_of(const Text &data, size_t cut) {
     return out;
 }
 
-// FIPS 180-4's examples; all lengths around the padding's boundaries, in any two chunks, compared
-// with the plain rounds on a message that is padded here; the CPU's SHA instructions likewise.
+// FIPS 180-4's examples, and all lengths around the padding's boundaries, in any two chunks. The
+// latter are compared with the plain C rounds on a message padded by the test, and so are the CPU's
+// SHA instructions.
 TEST(sha256) {
     static const char *const known[][2] = {
         {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
@@ -122,7 +125,7 @@ TEST(sha256) {
         sha256_blocks_plain(b, (const unsigned char *)data.data(), length / 64);
         expect(memcmp(a, b, sizeof a) == 0, "%zu blocks", length / 64);
     }
-    Sha256 s, want;    // 2^29 bytes before the end: their bits need more than 32 of the length
+    Sha256 s, want;    // a message of 2^29 bytes, whose length in bits needs 33 bits
     char out[SHA256_TEXT];
     Text block(64, 0), digits;
     sha256_start(&s);
@@ -139,7 +142,8 @@ TEST(sha256) {
     detail = SHA256_X86 ? "x86's instructions and plain C" : "plain C";
 }
 
-// The fault in a JSON text, which is in memory of exactly its size; "" if there is none.
+// Returns the parser's error for a JSON text, or "" if it is valid. The text is copied to a buffer
+// of exactly its size, so that sanitizers detect reads beyond it.
 static Text json_fault(const Text &json) {
     std::vector<unsigned char> bytes(json.begin(), json.end());
     Json j = {bytes.data(), 0, bytes.size(), NULL};
@@ -151,7 +155,8 @@ static Text json_fault(const Text &json) {
     return j.fault ? j.fault : "";
 }
 
-// Valid JSON and almost valid JSON; one text with every byte changed and with every length.
+// Valid and almost valid JSON, and one text with every byte changed in turn and cut to every
+// length.
 TEST(json) {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
     static const char value[] = "expected a value", number[] = "expected a number",
@@ -225,8 +230,8 @@ TEST(json_counts) {
     }
 }
 
-// All pairs of bytes, with various tails, compared with RFC 3629's table; truncated ones are
-// invalid.
+// Every pair of bytes, with various tails, is valid exactly if RFC 3629's table says so; truncated
+// characters are invalid.
 TEST(utf8) {
     static const char tails[][3] = {"\x80\x80", "\xbf\xbf", "\x7f\x80", "\xc0\x80", "\x80\x7f"};
     for (int first = 0x80; first < 256; first++) {
@@ -256,13 +261,13 @@ static void open_bpe(const Text &merges) {
     bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
 }
 
-// The same tokens in the same table.
+// True if both have the same tokens in the same hash table.
 static bool same_bpe(const Bpe &a, const Bpe &b) {
     return memcmp(&a, &b, offsetof(Bpe, text)) == 0 &&
            memcmp(a.text, b.text, a.start[a.count]) == 0;
 }
 
-// llm.c's tokenizer file for the open vocabulary; token `other` has the bytes `instead`.
+// Returns llm.c's tokenizer file for the open vocabulary; token `other` has the bytes `instead`.
 static Text gpt2_tokenizer_bin(int other = -1, const Text &instead = "") {
     uint32_t header[256] = {20240328, 2, 50257, 50256};
     Text all((const char *)header, sizeof header);
@@ -299,8 +304,8 @@ static Text decode(const Ids &ids) {
     return all;
 }
 
-// Encodings by tiktoken 0.14.0 (dev/check/against_tiktoken.py compares many more), and the
-// published token counts of tinyshakespeare.
+// Compares with encodings by tiktoken 0.14.0 (dev/check/against_tiktoken.py compares many more) and
+// with the published token counts of tinyshakespeare.
 TEST(bpe_known) {
     open_bpe(vocab_bpe());
     static const struct {
@@ -346,8 +351,8 @@ TEST(bpe_known) {
     }
 }
 
-// Text of difficult characters: all kinds of spaces, parts of contractions, letters, digits and
-// symbols of several lengths, and invalid UTF-8.
+// Returns text of difficult characters: all kinds of spaces, parts of contractions, letters, digits
+// and symbols of several lengths, and invalid UTF-8.
 static Text awkward_text(uint64_t seed, size_t count) {
     static const char *const parts[] = {
         " ", " ", " ", "  ", "\n", "\t", "\xe3\x80\x80", "\xc2\xa0", "\xe2\x80\x89", "\xc2\x85",
@@ -362,7 +367,7 @@ static Text awkward_text(uint64_t seed, size_t count) {
     return all;
 }
 
-// Tokens of one pre-token by the definition: repeatedly merge the best pair of neighbours.
+// Encodes one pre-token by the definition of BPE: repeatedly merge the best pair of neighbours.
 static Ids naive_merge(const Text &piece) {
     std::vector<Text> parts;
     for (char c : piece) {
@@ -392,8 +397,8 @@ static Ids naive_merge(const Text &piece) {
     return ids;
 }
 
-// A synthetic vocabulary is read as written. Tokens worked out by hand: the merge with the lowest
-// rank is applied first, at any position; among equal ones the leftmost.
+// A synthetic vocabulary is read as written. Tokens are worked out by hand: the merge with the
+// lowest rank is applied first, at any position (ties: the leftmost).
 TEST(bpe_ties) {
     const Text merges = made_merges();
     open_bpe(merges);
@@ -439,14 +444,14 @@ TEST(bpe_table) {
     expect(bpe_add(&bpe, longest.data(), 0) == 0 && bpe_id(&bpe, longest.data(), 0) == -1);
     expect(bpe_add(&bpe, longest.data(), BPE_LONGEST) == 1);
     Text token = longest;
-    for (int i = 0; i < 10000; i++) {    // the text is full before the table
+    for (int i = 0; i < 10000; i++) {    // the text buffer fills up before the hash table
         token.replace(0, 4, text("%04d", i));
         const int fits = bpe.start[bpe.count] + BPE_LONGEST <= BPE_TEXT;
         expect(bpe_add(&bpe, token.data(), BPE_LONGEST) == fits, "token %d", i);
     }
 }
 
-// Where GPT-2's pattern splits text: at the bars.
+// GPT-2's pattern splits these texts at the bars.
 TEST(bpe_pretokens) {
     static const char *const known[] = {
         "it|'s| I|'ll| THEY|'|RE| we|'d|'ve|'| '|s|'m|'|r|'|l|'|v|'t|e|'",
@@ -469,7 +474,7 @@ TEST(bpe_pretokens) {
     }
 }
 
-// Exactly Unicode's White_Space.
+// The spaces are exactly the characters with Unicode's property White_Space.
 TEST(spaces) {
     const Ids spaces = {9, 10, 11, 12, 13, ' ', 0x85, 0xa0, 0x1680, 0x2000, 0x2001, 0x2002, 0x2003,
                         0x2004, 0x2005, 0x2006, 0x2007, 0x2008, 0x2009, 0x200a, 0x2028, 0x2029,
@@ -482,7 +487,7 @@ TEST(spaces) {
     }
 }
 
-// Words around the limits of what an encoder caches, in random order and repeated.
+// Words around the limits of what an encoder caches, repeated and in random order.
 TEST(bpe_words) {
     open_bpe(made_merges());
     Words words;
@@ -505,7 +510,7 @@ TEST(bpe_words) {
 }
 
 // Merging compared with its definition; encoded text decodes to itself, whatever the bytes; a text
-// can be split where bpe_cut says; long pre-tokens take no longer than necessary.
+// can be split where bpe_cut says; a pre-token of a million characters is encoded in time.
 TEST(bpe_rules) {
     open_bpe(made_merges());
     int cuts = 0, pieces = 0;
@@ -567,7 +572,7 @@ TEST(bpe_files) {
         {"#ver", "not a vocab.bpe"},
         {Text(2000000, '#'), "not a vocab.bpe"},
         {first, "not GPT-2's vocabulary: 257 tokens"},
-        {first + "a b\na b\n", ":3: not a merge of two tokens from above to a new one"},
+        {first + "a b\na b\n", ":3: not a merge of two earlier tokens into a new one"},
         {first + "\n", ":2: not a merge"},
         {first + "ab\n", ":2: not a merge"},
         {first + " a\n", ":2: not a merge"},
@@ -586,8 +591,8 @@ TEST(bpe_files) {
         {merges + "Z Q\n", "not GPT-2's vocabulary: 50258 tokens with fingerprint"},
         {tokens.substr(0, 1023), "1023 bytes is too short for an llm.c tokenizer"},
         {with_int(tokens, 1, 1), "an llm.c tokenizer of version 1; this program reads version 2"},
-        {with_int(tokens, 2, INT32_MAX), "its header counts 2147483647 tokens"},
-        {with_int(tokens, 3, 0), "ends texts with 0; GPT-2's vocabulary has 50257"},
+        {with_int(tokens, 2, INT32_MAX), "its header has 2147483647 tokens"},
+        {with_int(tokens, 3, 0), "end of text 0; GPT-2's vocabulary has 50257"},
         {tokens.substr(0, 1024), "token 0 is not one of GPT-2's: 0 bytes, of 0 left"},
         {tokens.substr(0, tokens.size() - 1), "token 50256 is not one"},
         {tokens.substr(0, 90000), "is not one of GPT-2's"},
@@ -607,8 +612,8 @@ TEST(bpe_files) {
     detail = text("%zu bad files", sizeof table / sizeof table[0]);
 }
 
-// A vocabulary of own merges: identified by the SHA-256 of its file, which is written again byte by
-// byte, and encoded by the same rules. Merges that contradict each other are refused.
+// A vocabulary with merges of one's own is identified by the SHA-256 of its file, is saved as the
+// same bytes, and encodes by the same rules. Merges that contradict each other are refused.
 TEST(bpe_own) {
     const Text merges = stories_merges(), first = "#version: 0.2\n";
     write_file("own", merges);
@@ -622,7 +627,7 @@ TEST(bpe_own) {
     bpe_open(&bpe, "own", &want, "data");
     size_t size;
     char *again = bpe_merges_text(&bpe, &size);
-    expect(Text(again, size) == merges, "other merges are written");
+    expect(Text(again, size) == merges, "the saved merges differ");
     free(again);
     const Words tokens = tokens_of_merges(merges);
     for (size_t i = 0; i < tokens.size(); i++) {
@@ -664,7 +669,7 @@ TEST(bpe_own) {
     detail = text("%zu bad files", sizeof table / sizeof table[0]);
 }
 
-// A table of these words; each of them once for every time it is in the list.
+// Returns a table that counts how often each word occurs in the list.
 static WordTable word_table(const Words &words) {
     WordTable t = {};
     words_clear(&t);
@@ -674,8 +679,8 @@ static WordTable word_table(const Words &words) {
     return t;
 }
 
-// The first `merges` merges of the words by the definition: count all pairs of neighbours, take the
-// most frequent one, of several the one with the lowest ids, and merge it from left to right.
+// Learns `merges` merges by the definition: count all pairs of neighbours, take the most frequent
+// one (ties: the lowest ids), and merge it from left to right.
 static std::vector<std::pair<int, int>> naive_merges(const Words &words, int merges) {
     std::vector<std::vector<int>> parts;
     for (const Text &word : words) {
@@ -713,7 +718,7 @@ static std::vector<std::pair<int, int>> naive_merges(const Words &words, int mer
 }
 
 // Learned merges compared with their definition on small texts full of ties and runs, until no pair
-// is left; every merge is what encoding the token without it leaves.
+// is left. Encoding a token's bytes with only the merges before it gives the two tokens it merges.
 TEST(bpe_learned) {
     int merges = 0, byte_of[BYTE_CHARACTERS];
     for (uint64_t seed = 0; seed < 100; seed++) {
@@ -755,8 +760,8 @@ TEST(bpe_learned) {
     detail = text("%d merges", merges);
 }
 
-// A table of words counts each of them, keeps the most frequent ones when it is full, of equally
-// frequent ones the first, and does not depend on how the text was divided.
+// A word table counts every word, however the text was divided. A full table keeps the most
+// frequent words (ties: the first).
 TEST(bpe_word_table) {
     std::map<Text, int64_t> want;
     WordTable all = {}, full = {};
@@ -783,7 +788,7 @@ TEST(bpe_word_table) {
     }
     for (uint32_t i = 0; i < full.word_count; i++) {
         const Text word(full.text + full.words[i].at, full.words[i].bytes);
-        expect(full.words[i].count <= want[word], "'%s' comes %d times", word.c_str(),
+        expect(full.words[i].count <= want[word], "'%s' occurs %d times", word.c_str(),
                (int)full.words[i].count);
         sum += full.words[i].count;
     }
@@ -802,7 +807,7 @@ TEST(bpe_word_table) {
     words_free(&t);
 }
 
-// The merges that belong to a shard, by its name.
+// The merges file that belongs to a shard, derived from the shard's name.
 TEST(merges_find) {
     static const char *const table[][3] = {
         {"", "data/mine_train.bin", "data/mine_merges.txt"},
@@ -817,7 +822,8 @@ TEST(merges_find) {
     }
 }
 
-// Where the vocabulary is searched: where --tokenizer says, else in data/, merges first.
+// The vocabulary is the file that --tokenizer names, else data/vocab.bpe, else
+// data/gpt2_tokenizer.bin.
 TEST(bpe_find) {
     char path[PATH_BYTES];
     expect(!bpe_find(path, "") && bpe_find(path, "absent") && strcmp(path, "absent") == 0);
@@ -828,7 +834,7 @@ TEST(bpe_find) {
     expect(bpe_find(path, "") && strcmp(path, "data/vocab.bpe") == 0);
 }
 
-// Runs the parser on exactly these bytes, at an odd address: status and stderr.
+// Runs the parser on exactly these bytes at an odd address. Returns its status and stderr.
 static Outcome eval_parsed(const Text &bytes) {
     return outcome(spawn([&] {
         std::vector<unsigned char> all(bytes.size() + 1);
@@ -843,7 +849,7 @@ static Text small_eval() {
     return eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
 }
 
-// Files with one wrong field are refused by the field's name.
+// Files with one wrong field are refused with a message about that field.
 TEST(eval_fields) {
     const Text good = small_eval();
     const size_t body = LLMC_HEADER_BYTES, second = body + 2 * 17;
@@ -867,27 +873,27 @@ TEST(eval_fields) {
         {with_int(good, 2, 3), "example 2: the file ends before it"},
         {with_int(good, 3, 0), "of at most 0 bytes"},
         {with_int(good, 3, 65536), "of at most 65536 bytes"},
-        {with_int(good, 3, 33), "example 0: of 34 bytes, where the file has 56 more and the header "
+        {with_int(good, 3, 33), "example 0: has 34 bytes; the file has 56 left and the header "
                                 "allows 33"},
-        {with_word(body, 65534), "example 0: begins with 65534 and index 0; 65535 and 0 are due"},
+        {with_word(body, 65534), "example 0: begins with 65534 and index 0; expected 65535 and 0"},
         {with_word(body + 2, 33), "example 0: text 4 (0 is the context) has 1 tokens"},
-        {with_word(body + 2, 35), "example 0: of 35 bytes"},
+        {with_word(body + 2, 35), "example 0: has 35 bytes"},
         {with_word(body + 2, 6), "example 0: text 0 (0 is the context) has 0 tokens"},
         {with_word(body + 2, 0), "example 0: text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 4, 1), "begins with 65535 and index 1; 65535 and 0 are due"},
+        {with_word(body + 4, 1), "begins with 65535 and index 1; expected 65535 and 0"},
         {with_word(body + 6, 4), "example 0: label 4 of 4 completions"},
         {with_word(body + 8, 1), "label 3 of 1 completions; allowed are 2 to 8"},
         {with_word(body + 8, 9), "label 3 of 9 completions"},
         {with_word(body + 8, 5), "example 0: text 5 (0 is the context) has 0 tokens"},
         {with_word(body + 10, 0), "text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 10, 12), "leave room for 11"},
+        {with_word(body + 10, 12), "leave space for 11"},
         {with_word(body + 10, 65535), "text 0 (0 is the context) has 65535 tokens"},
         {with_word(body + 12, 50257), "token 50257 is outside the model's vocabulary of 50257"},
         {with_word(body + 32, 50257), "example 0: token 50257"},
         {with_word(body + 26, 0), "example 0: text 3 (0 is the context) has 0 tokens"},
-        {with_word(second, 1), "example 1: begins with 1 and index 1; 65535 and 1 are due"},
-        {with_word(second + 2, 24), "example 1: of 24 bytes, where the file has 22"},
-        {with_word(second + 2, 24) + "ab", "example 1: 24 bytes, of which its tokens fill 22"},
+        {with_word(second, 1), "example 1: begins with 1 and index 1; expected 65535 and 1"},
+        {with_word(second + 2, 24), "example 1: has 24 bytes; the file has 22"},
+        {with_word(second + 2, 24) + "ab", "example 1: has 24 bytes, but its tokens fill only 22"},
         {with_word(second + 6, 2), "example 1: label 2 of 2 completions"},
         {good + "x", "1 bytes follow the last of its 2 examples"},
         {good + good.substr(second), "22 bytes follow"},
@@ -900,7 +906,8 @@ TEST(eval_fields) {
     detail = text("%zu wrong fields", sizeof table / sizeof table[0]);
 }
 
-// Files truncated anywhere are refused, files with a flipped bit parsed or refused, in one line.
+// Files truncated anywhere are refused; files with a flipped bit are parsed, or refused in one
+// line.
 TEST(eval_hostile) {
     const Text good = small_eval();
     const size_t body = LLMC_HEADER_BYTES;

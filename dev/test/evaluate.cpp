@@ -1,5 +1,5 @@
-// evaluate.cpp -- --eval and samples: scores, output lines and JSON, and text if the vocabulary is
-// available.
+// evaluate.cpp -- --eval and samples: scores, output lines and JSON; samples are text if the
+// vocabulary is available.
 //
 // Run:    build/test/evaluate [--program build/train_gpt2_asan] [NAME...]
 
@@ -9,7 +9,7 @@
 static const char gpt2_run[] = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 ";
 static const char sample_begins[] = "--- sample after step 1 ---\n";
 
-// The tokens of a sample printed as numbers.
+// Returns the tokens of a sample that was printed as numbers.
 static Ids sampled_ids(const Outcome &o) {
     Ids ids;
     std::istringstream numbers(o.out.substr(o.out.find(sample_begins) + strlen(sample_begins)));
@@ -63,8 +63,8 @@ TEST(bpe_samples) {
                    "--prompt: 17 tokens, more than --seq-len (-t) 16", "long prompt");
 }
 
-// --eval needs no data file. Its lines as documented, the same score for any B, JSON, a T or a
-// vocabulary that is too small, and an interruption, which is not an error.
+// --eval needs no data file. Its output lines and JSON are as documented, the score is the same for
+// any B, a T or a vocabulary that is too small is reported, and an interruption is not an error.
 TEST(eval_command) {
     std::vector<Question> questions = random_questions(12, 50257, 2);
     const Text run = "-e l1h1c16t16 --eval e.bin ", first = "e.bin: 12 examples, accuracy ";
@@ -123,7 +123,7 @@ TEST(eval_command) {
            has(o.out, " of 60 examples, accuracy "), "%s", o.out.c_str());
 }
 
-// Weights are those that -e names: a checkpoint answers the questions that its run memorized.
+// --eval uses the weights that -e names: a checkpoint answers the questions its run memorized.
 TEST(eval_checkpoint) {
     expect_success(program("-i train.bin --shuffle 0 -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 "
                            "--quiet -o out"), "training");

@@ -23,7 +23,7 @@ enum { SHARD_BYTES = 1024, OWN_VOCABULARY = 1000 };         // header size; of s
 // The first 8 bytes of the SHA-256 of stories_merges.txt.
 #define OWN_HASH "\x9f\xfa\x32\x8f\x67\x63\x6d\xdb"
 
-// A token file that holds these tokens.
+// Returns a token file that holds these tokens.
 inline Text shard_bytes(const Ids &tokens, int kind) {
     static const int vocabularies[] = {50257, 257, OWN_VOCABULARY};
     int32_t header[SHARD_BYTES / 4] = {20240520, 1, (int32_t)tokens.size(), vocabularies[kind],
@@ -35,13 +35,13 @@ inline Text shard_bytes(const Ids &tokens, int kind) {
            Text((const char *)tokens.data(), tokens.size() * 2);
 }
 
-// The same bytes with the int32 at `index` of the header replaced.
+// Returns the same bytes with the int32 at `index` of the header replaced.
 inline Text with_int(Text bytes, size_t index, int32_t value) {
     memcpy(&bytes[index * 4], &value, 4);
     return bytes;
 }
 
-// train.bin and val.bin: byte tokens of a text that has a pattern to learn.
+// Writes train.bin and val.bin: byte tokens of a text that has a pattern to learn.
 inline void write_corpus() {
     Ids tokens;
     for (int i = 0; i < 3000; i++) {
@@ -52,7 +52,7 @@ inline void write_corpus() {
     write_file("val.bin", shard_bytes(tokens, BYTE_TOKENS));
 }
 
-// Every test of a program finds them in its folder.
+// Creates both files in the folder of every test that drives a program.
 inline const bool prepares_corpus = (prepare = write_corpus, true);
 
 // First options of a run on that text.
@@ -72,8 +72,8 @@ inline Text training_files() {
     return "-i t.bin -j v.bin";
 }
 
-// A published data file: $DATA_MIRROR/NAME (relative to the folder where the tests were started),
-// else data/ and the last component of NAME. Empty if neither exists.
+// Returns a published data file: $DATA_MIRROR/NAME (relative to the folder where the tests were
+// started), else data/ and the last component of NAME. Empty if neither exists.
 inline Text real_data(const Text &name) {
     const char *mirror = getenv("DATA_MIRROR");
     Text folder = mirror && mirror[0] != '/' ? root + "/" + mirror : Text(mirror ? mirror : "");
@@ -81,7 +81,7 @@ inline Text real_data(const Text &name) {
     return text.empty() ? read_file(root + "/data/" + name.substr(name.rfind('/') + 1)) : text;
 }
 
-// `n` bytes that depend only on the seed.
+// Returns `n` bytes that depend only on the seed.
 inline Text random_bytes(size_t n, uint64_t seed) {
     Text out(n, 0);
     for (size_t i = 0; i < n; i++) {
@@ -94,16 +94,16 @@ inline Text random_bytes(size_t n, uint64_t seed) {
 // Vocabularies
 // GPT-2's vocabulary if it is available, and a synthetic one of the same format and size.
 
-// GPT-2's merges; skips the test if they are not available.
+// Returns GPT-2's merges; skips the test if they are not available.
 inline Text vocab_bpe() {
     Text text = real_data("gpt2/vocab.bpe");
     if (text.empty()) {
-        skip("no vocab.bpe: DATA_MIRROR names the folder that has gpt2/vocab.bpe");
+        skip("no vocab.bpe: set DATA_MIRROR to the folder that contains gpt2/vocab.bpe");
     }
     return text;
 }
 
-// All byte values in the order of their tokens: printable ones first.
+// Returns all byte values in the order of their tokens: printable ones first.
 inline Ids bytes_in_order() {
     Ids order, others;
     for (int c = 0; c < 256; c++) {
@@ -114,14 +114,14 @@ inline Ids bytes_in_order() {
     return order;
 }
 
-// The character by which vocab.bpe represents the i-th of them: itself if it is printable, else a
-// character from U+0100 on.
+// Returns the character by which vocab.bpe represents the i-th of these bytes: the byte's own
+// character if it is printable, else one from U+0100 on.
 inline int merges_character(int i) {
     enum { PRINT = 188 };
     return i < PRINT ? bytes_in_order()[(size_t)i] : 0x100 + i - PRINT;
 }
 
-// A token as vocab.bpe writes it.
+// Returns a token as vocab.bpe writes it.
 inline Text merges_word(const Text &token) {
     static Words characters;
     if (characters.empty()) {
@@ -139,7 +139,7 @@ inline Text merges_word(const Text &token) {
     return word;
 }
 
-// All tokens of a vocab.bpe as bytes: 256 single bytes, one per merge, and end of text.
+// Returns all tokens of a vocab.bpe as bytes: 256 single bytes, one per merge, and <|endoftext|>.
 inline Words tokens_of_merges(const Text &merges) {
     Text bytes(0x144, 0);
     Words tokens;
@@ -167,9 +167,9 @@ inline const char *const made_first[][2] = {
     {"a", "a"}, {"aa", "aa"}, {"a", "b"}, {"b", "c"}, {"ab", "c"}, {" ", "t"}, {"h", "e"},
     {" t", "he"}, {"\n", "\n"}, {"\xc3", "\xa9"}, {"'", "s"}, {"1", "2"}, {"12", "3"}, {" ", " "}};
 
-// A synthetic vocab.bpe of GPT-2's size: first merges whose tokens can be worked out by hand, then
-// all pairs of lower-case letters, then pairs of those pairs. The order is neither alphabetical nor
-// the order of occurrence in the text.
+// Returns a synthetic vocab.bpe of GPT-2's size: first merges whose tokens can be worked out by
+// hand, then all pairs of lower-case letters, then pairs of those pairs. The order is neither
+// alphabetical nor the order of occurrence in the text.
 inline Text made_merges() {
     Text all = "#version: 0.2\n";
     std::set<Text> known;
@@ -194,12 +194,12 @@ inline Text made_merges() {
     return all;
 }
 
-// The 743 merges that `data/tokenize --train-bpe 1000` learns from data/stories' text, the same as
-// those of Hugging Face's BpeTrainer (dev/check/against_tokenizers.py).
+// Returns the 743 merges that `data/tokenize --train-bpe 1000` learns from data/stories' text, the
+// same as those of Hugging Face's BpeTrainer (dev/check/against_tokenizers.py).
 inline Text stories_merges() { return read_file(root + "/dev/test/stories_merges.txt"); }
 
-// Writes mine_merges.txt, mine_train.bin and mine_val.bin, which repeat one line of eight tokens:
-// end of text and the seven that the result consists of.
+// Writes mine_merges.txt, mine_train.bin and mine_val.bin. The two .bin files repeat one line of
+// eight tokens: <|endoftext|> and seven others, whose texts are returned.
 inline Words write_own_data() {
     const Words tokens = tokens_of_merges(stories_merges());
     const Ids line = {OWN_VOCABULARY - 1, 262, 700, OWN_VOCABULARY - 2, 301, 500, 901, 256};
@@ -220,7 +220,7 @@ inline Words write_own_data() {
 
 // -------------------------------------------------------------------------------------------------
 // Evaluation files
-// Built from questions, so that a test can change a single word of a question.
+// Built from questions, so that a test can change a single 16-bit word of a question.
 
 typedef std::vector<int> Ints;
 struct Question {
@@ -234,7 +234,6 @@ inline Text words_bytes(const Ints &words) {
     return Text((const char *)all.data(), all.size() * 2);
 }
 
-// An evaluation file of these questions.
 inline Text eval_bytes(const std::vector<Question> &questions) {
     Text body;
     size_t longest = 0;
@@ -255,7 +254,7 @@ inline Text eval_bytes(const std::vector<Question> &questions) {
     return Text((const char *)header, sizeof header) + body;
 }
 
-// Random questions: tokens below V, contexts of 1-9 tokens, four completions of 1-5 tokens.
+// Returns random questions: tokens below V, contexts of 1-9 tokens, four completions of 1-5 tokens.
 inline std::vector<Question> random_questions(int n, int V, uint64_t seed) {
     std::vector<Question> questions;
     uint64_t place = 0;
@@ -300,8 +299,8 @@ inline Text with_length(const Text &header, const Text &data) {
     return Text((const char *)&length, 8) + header + data;
 }
 
-// A safetensors file of these tensors. `first`: header text before them, e.g. __metadata__ and a
-// comma.
+// Returns a safetensors file of these tensors. `first`: header text before them, e.g. __metadata__
+// and a comma.
 inline Text safetensors_bytes(const Members &list, const Text &first = "") {
     Text header = "{" + first, data;
     for (const Member &m : list) {
@@ -324,7 +323,7 @@ inline std::pair<Text, Text> header_and_data(const Text &bytes) {
     return {bytes.substr(8, length), bytes.substr(8 + length)};
 }
 
-// The file with the first occurrence of `was` in its header replaced.
+// Returns the file with the first occurrence of `was` in its header replaced by `now`.
 inline Text with_header(const Text &bytes, const Text &was, const Text &now) {
     auto [header, data] = header_and_data(bytes);
     expect(has(header, was), "no %s in the header", was.c_str());
@@ -332,7 +331,7 @@ inline Text with_header(const Text &bytes, const Text &was, const Text &now) {
     return with_length(header, data);
 }
 
-// The tensors of a state file in header order; *first receives the header text before them.
+// Returns the tensors of a state file in header order; *first receives the header text before them.
 inline Members members_of(const Text &bytes, Text *first) {
     const auto [header, data] = header_and_data(bytes);
     const size_t begin = header.find("},\"norms\":") + 2;
@@ -371,7 +370,8 @@ inline Member &named(Members *list, const Text &name) {
     give_up("the test's file has no " + name);
 }
 
-// A finite number of random bits: returns its bytes in a file, and its value in *want.
+// Draws a finite number with random bits. Returns its bytes as a file holds them; *want receives
+// its value.
 inline Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, double *want) {
     uint32_t bits = (uint32_t)(random_unit(seed, index) * 0x1p32);
     uint16_t half = (uint16_t)bits;
@@ -390,7 +390,7 @@ inline Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, doubl
     return dtype == "BF16" ? Text((const char *)&bits + 2, 2) : Text((const char *)&bits, 4);
 }
 
-// Hugging Face's names, and rows and columns in units of C (of wte and wpe only the columns).
+// Hugging Face's names, with rows and columns in units of C (for wte and wpe, only the columns).
 enum { MEMBERS = 16 };
 inline const struct {
     const char *name;
@@ -403,8 +403,8 @@ inline const struct {
     {"mlp.c_proj.weight", 1, 4},  {"mlp.c_proj.bias", 1, 0},  {"ln_f.weight", 1, 0},
     {"ln_f.bias", 1, 0}};
 
-// A model's tensors in Hugging Face's layout and order (tensor by tensor, layer by layer), cycling
-// through `dtypes`.
+// Returns a model's tensors in Hugging Face's layout, tensor by tensor and layer by layer, whose
+// types cycle through `dtypes`.
 template <class M>
 inline Members hugging_face(const M &m, const Words &dtypes, const Text &prefix) {
     Members list;
@@ -432,7 +432,7 @@ inline Members hugging_face(const M &m, const Words &dtypes, const Text &prefix)
     return list;
 }
 
-// config.json in the format that transformers writes.
+// Returns a config.json in the format that transformers writes.
 template <class M> inline Text config_text(const M &m) {
     return text("{\n  \"activation_function\": \"gelu_new\",\n  \"architectures\": [\"GPT2LMHead"
                 "Model\"],\n  \"attn_pdrop\": 0.1,\n  \"initializer_range\": 0.02,\n  "
@@ -450,8 +450,8 @@ inline void write_model(const Text &folder, const Text &bytes, const Text &confi
     write_file(folder + "/config.json", config);
 }
 
-// An llm.c file: header, then each tensor with all its layers; wte's rows are padded to a multiple
-// of 128. *values receives the numbers of each tensor.
+// Returns an llm.c file: header, then each tensor with all its layers; wte's rows are padded to a
+// multiple of 128. *values receives the numbers of each tensor.
 template <class M>
 inline Text llmc_bytes(const M &m, int version, std::vector<std::vector<double>> *values) {
     const int padded = (m.V + 127) / 128 * 128;
@@ -473,10 +473,10 @@ inline Text llmc_bytes(const M &m, int version, std::vector<std::vector<double>>
 }
 
 // -------------------------------------------------------------------------------------------------
-// What a run leaves
-// The log as JSON, checkpoints as files.
+// Output of a run
+// Reads the log as JSON and checkpoints as files.
 
-// Names in `folder` that begin with `prefix`, sorted and joined by spaces.
+// Returns the names in `folder` that begin with `prefix`, sorted and joined by spaces.
 inline Text names_in(const Text &folder, const Text &prefix) {
     glob_t found;
     Text all;
@@ -493,12 +493,11 @@ enum { SAVED_MODEL, SAVED_CONFIG, SAVED_STATE, SAVED_MANIFEST, SAVED_FILES };
 inline const char *const saved_files[SAVED_FILES] = {
     "model.safetensors", "config.json", "state-0-of-1.safetensors", "manifest.json"};
 
-// The contents of one file of a checkpoint.
 inline Text in_checkpoint(const Text &folder, int step, int file) {
     return read_file(folder + text("/step-%08d/", step) + saved_files[file]);
 }
 
-// All files of a checkpoint, concatenated; `ranks`: number of its state files.
+// Returns all files of a checkpoint, concatenated; `ranks`: number of its state files.
 inline Text checkpoint_bytes(const Text &folder, int step, int ranks = 1) {
     Text all;
     for (int i = 0; i < SAVED_FILES; i++) {
@@ -510,8 +509,8 @@ inline Text checkpoint_bytes(const Text &folder, int step, int ranks = 1) {
     return all;
 }
 
-// Weights, moments and master weights of a checkpoint as one text, which does not depend on the
-// number of state files. *first receives the counters and norms, which must agree in all of them.
+// Returns weights, moments and master weights of a checkpoint as one text, which does not depend on
+// the number of state files. *first receives the counters and norms, which must agree in all files.
 inline Text states_of(const Text &folder, int step, Text *first) {
     const Text at = folder + text("/step-%08d/", step);
     std::map<std::tuple<Text, int, long>, Member> ranges;
@@ -528,7 +527,7 @@ inline Text states_of(const Text &folder, int step, Text *first) {
         const size_t counters = header.find("\"step\":");
         const Text these = header.substr(counters, header.find('}') - counters) +
                            ranges[{"norms", 0, 0}].data;
-        expect(first->empty() || *first == these, "%s: other counters", name.c_str());
+        expect(first->empty() || *first == these, "%s: different counters", name.c_str());
         *first = these;
     }
     Text all = in_checkpoint(folder, step, SAVED_MODEL);
@@ -540,14 +539,14 @@ inline Text states_of(const Text &folder, int step, Text *first) {
     return all;
 }
 
-// Everything in a checkpoint except the options in its headers.
+// Returns everything in a checkpoint except the options in its headers.
 inline Text tensors_of(const Text &folder, int step) {
     Text first;
     const Text states = states_of(folder, step, &first);
     return first.empty() ? "" : states + first;
 }
 
-// SHA-256 of files, computed by the system's sha256sum.
+// Returns the SHA-256 of files, computed by the system's sha256sum.
 inline Words sha256_of(const Words &paths) {
     Text command = "sha256sum", line(4096, 0);
     for (const Text &path : paths) {
@@ -564,7 +563,7 @@ inline Words sha256_of(const Words &paths) {
     return sums;
 }
 
-// Writes a manifest for the checkpoint's current files; `more`: text inserted before their list.
+// Writes a manifest of the files now in `folder`. `more` is JSON inserted before the first file.
 inline void write_manifest(const Text &folder, const Text &more = "") {
     unlink((folder + "/manifest.json").c_str());
     const Words names = split(names_in(folder, "").c_str());
@@ -581,7 +580,7 @@ inline void write_manifest(const Text &folder, const Text &more = "") {
     write_file(folder + "/manifest.json", all + "}}");
 }
 
-// For program(): no file can grow beyond `bytes`, as on a full disk.
+// For program(): limits the size of files to `bytes`, as on a full disk.
 inline std::function<void()> full_disk(size_t bytes) {
     return [bytes] {
         struct rlimit r = {bytes, bytes};
@@ -590,7 +589,6 @@ inline std::function<void()> full_disk(size_t bytes) {
     };
 }
 
-// For program(): sets an environment variable.
 inline std::function<void()> with(const char *name, const char *value) {
     return [=] { setenv(name, value, 1); };
 }
@@ -603,7 +601,7 @@ struct Refusal {
     const char *arguments, *words;
 };
 
-// Length of the well-formed UTF-8 character at p, by RFC 3629's table; 0 if malformed.
+// Returns the length of the UTF-8 character at p, by RFC 3629's table; 0 if it is malformed.
 inline int utf8_size(const char *p) {
     auto at = [&](int i, int low, int high) {
         const unsigned char c = (unsigned char)p[i];
@@ -628,7 +626,7 @@ inline int utf8_size(const char *p) {
     return four && more(2) && more(3) ? 4 : 0;
 }
 
-// The end of one JSON value; NULL if malformed.
+// Returns the end of the JSON value at p, or NULL if it is malformed.
 inline const char *json_past(const char *p) {
     p += strspn(p, " \n");
     if (*p == '{' || *p == '[') {
@@ -677,11 +675,11 @@ inline int json_valid(const Text &line) {
     return end && end[strspn(end, " \n")] == 0;
 }
 
-// The steps that have a loss in a log; every line must be JSON.
+// Returns the steps that have a loss in a log; every line must be JSON.
 inline Ints log_steps(const Text &path) {
     Text all = read_file(path);
     Ints steps;
-    expect(!all.empty() && all.back() == '\n', "%s ends in a whole line", path.c_str());
+    expect(!all.empty() && all.back() == '\n', "%s: incomplete last line", path.c_str());
     for (size_t at = 0, end; (end = all.find('\n', at)) != Text::npos; at = end + 1) {
         Text line = all.substr(at, end - at);
         int step;
@@ -693,7 +691,6 @@ inline Ints log_steps(const Text &path) {
     return steps;
 }
 
-// 1, 2, ... n.
 inline Ints one_to(int n) {
     Ints steps;
     for (int i = 1; i <= n; i++) {
@@ -702,7 +699,6 @@ inline Ints one_to(int n) {
     return steps;
 }
 
-// All values of `key` in a log.
 inline std::vector<double> values_in(const Text &log, const char *key) {
     const Text name = Text("\"") + key + "\":";
     std::vector<double> values;
@@ -712,7 +708,6 @@ inline std::vector<double> values_in(const Text &log, const char *key) {
     return values;
 }
 
-// The last value of `key` in a log.
 inline double last_value(const Text &log, const char *key) {
     size_t at = log.rfind(Text("\"") + key + "\":");
     return at == Text::npos ? (double)NAN : strtod(log.c_str() + at + strlen(key) + 3, NULL);

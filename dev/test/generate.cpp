@@ -1,5 +1,5 @@
-// generate.cpp -- --generate: reproduces a training run's sample, reads prompts from stdin, ends at
-// end of text, and refuses invalid options.
+// generate.cpp -- --generate: reproduces a training run's sample, reads prompts from stdin, stops
+// at the end-of-text token, and refuses invalid options.
 //
 // Run:    build/test/generate [--program build/train_gpt2_asan] [NAME...]
 
@@ -18,7 +18,7 @@ static Text train(const Text &prompt) {
 }
 #define TRAINED "--generate -e out/step-00000300 " SAMPLING
 
-// For program(): the contents of stdin.
+// For program(): sets the contents of stdin.
 static std::function<void()> with_stdin(const Text &bytes) {
     write_file("stdin", bytes);
     return [] {
@@ -39,15 +39,16 @@ static Text memory_of(const Text &err) {  // "train_gpt2: ...; 8.8 MiB\n"
     return line.substr(from, line.find('\n') - from);
 }
 
-// Reproduces the run's own sample up to its end of text, which ends generation: from a checkpoint
-// under any name, or from a copy of weights, config and manifest, with any number of threads. The
-// first of several samples is the same, the others differ; --quiet prints only the text.
+// Reproduces the run's own sample up to its end-of-text token, which ends generation: from a
+// checkpoint under any name, or from a copy of weights, config and manifest, with any number of
+// threads. The first of several samples is the same, the others differ; --quiet prints only the
+// text.
 TEST(generate_sample) {
     const Text sample = train("abc");
     Outcome o = program(TRAINED "-g 60 --prompt abc");
     expect_made(o, "--generate");
     const Text made = o.out.substr(0, o.out.size() - 1);
-    // The run's own sample continues after its end of text, which is printed as nothing.
+    // The run's own sample continues after its end-of-text token, which is not printed.
     expect(made.size() > 30 && sample.compare(0, made.size(), made) == 0, "%s, sample %s",
            made.c_str(), sample.c_str());
     expect(has(o.err, " prompt tokens, ") && has(o.err, " tokens/s") &&
@@ -102,8 +103,8 @@ TEST(generate_stdin) {
            (o.out + o.err).c_str());
 }
 
-// A model that memorized one line prints it and stops at its end of text, or after the maximum
-// number of tokens. An untrained model is reported.
+// A model that memorized one line prints it and stops at the end-of-text token, or after the
+// maximum number of tokens. An untrained model is reported.
 TEST(generate_end) {
     Ids tokens;
     for (int i = 0; i < 400; i++) {
@@ -124,10 +125,11 @@ TEST(generate_end) {
     write_model("odd", safetensors_bytes(hugging_face(Shape{1, 1, 8, 16, 300}, {"F32"}, "")),
                 config_text(Shape{1, 1, 8, 16, 300}));
     expect_refused(program("--generate -e odd"),
-                   "--generate: odd has a vocabulary of 300 and no merges.txt; --tokenizer", "V");
+                   "--generate: odd has a vocabulary of 300 and no merges.txt; give one with", "V");
 }
 
-// GPT-2 tokens: numbers without a vocabulary, text with the one next to the weights.
+// GPT-2 tokens are printed as numbers without a vocabulary, and as text with the one next to the
+// weights.
 TEST(generate_gpt2) {
     Ids tokens;
     for (int i = 0; i < 400; i++) {
@@ -146,8 +148,9 @@ TEST(generate_gpt2) {
     expect(o.status == 0 && o.out.find("Hello,\xc3\xa9") == 0, "%s", (o.out + o.err).c_str());
 }
 
-// A model of 1,000 own tokens trains, samples, saves its tokenizer, resumes with the same bits, and
-// generates from its checkpoint alone, also if that is a copy of two files and the merges.
+// A model with its own vocabulary of 1,000 tokens trains, samples, saves its tokenizer, resumes
+// with the same bits, and generates from its checkpoint alone, even from a copy of two of its files
+// and the merges.
 TEST(generate_own) {
     const Words words = write_own_data();
     Text line;
@@ -171,7 +174,7 @@ TEST(generate_own) {
     expect_success(program(run + "-x 60 -o half"), "the first half");
     expect_success(program(run + "-x 120 -y 1 -o half"), "resumed");
     expect(tensors_of("half", 120) == tensors_of("out", 120) && !tensors_of("out", 120).empty(),
-           "a resume has other bits");
+           "a resume gives different bits");
     const Text generate = "--generate --temperature 0 --quiet -e ";
     o = program(generate + folder);
     expect(o.out == line + "\n", "%s", (o.out + o.err).c_str());
@@ -187,11 +190,11 @@ TEST(generate_own) {
     expect_success(program("-i mine_train.bin -e l1h1c8t16v1000 -b 2 -x 1 --quiet"), "v1000");
 }
 
-// Data, tokenizer, weights and shape that disagree are refused by name.
+// Data, tokenizer, weights and shape that disagree are refused with a message that names them.
 TEST(own_refused) {
     write_own_data();
     Text other = stories_merges();
-    other.resize(other.rfind('\n', other.size() - 2) + 1);  // one merge less
+    other.resize(other.rfind('\n', other.size() - 2) + 1);  // one merge fewer
     write_file("fewer.txt", other);
     Text swapped = stories_merges();
     swapped.replace(swapped.rfind('\n', swapped.size() - 2) + 1, Text::npos, "q q\n");
@@ -212,8 +215,8 @@ TEST(own_refused) {
         {"-i mine_*.bin -j train.bin", "train.bin has bytes; "},
         {"-i *_train.bin", "hash_train.bin has 1000 own tokens (01000000); alone_train.bin has"},
         {"-i alone_train.bin -s 1", "alone_train.bin needs its merges: alone_merges.txt cannot be "
-                                    "read; --tokenizer names their file"},
-        {"-i alone.bin -o out", "alone.bin needs its merges: --tokenizer names their file"},
+                                    "read; give their file with --tokenizer"},
+        {"-i alone.bin -o out", "alone.bin needs its merges: give their file with --tokenizer"},
         {"-i wrong_train.bin -o out", "wrong_merges.txt has 1000 own tokens"},
         {"-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 own tokens"},
         {"-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 own tokens"},
@@ -233,7 +236,8 @@ TEST(own_refused) {
     detail = text("%zu refusals", sizeof refusals / sizeof refusals[0]);
 }
 
-// Options without effect on generation are refused by name, and so is a prompt longer than T.
+// Options without effect on generation are refused with their names, and so is a prompt longer than
+// T.
 TEST(generate_refused) {
     static const Refusal refusals[] = {
         {"-y 1 -o out", "--generate neither trains nor writes files: leave --output out"},
@@ -255,8 +259,8 @@ TEST(generate_refused) {
     expect_refused(program("--samples 2"), "--samples needs --generate", "--samples");
 }
 
-// A signal ends generation and prints what there is, also if stdin never ends; so does a closed
-// pipe.
+// A signal ends generation with status 0, even while it waits for stdin or for a stopped reader; so
+// does a closed pipe. A full disk is an error.
 TEST(generate_signal) {
     pid_t pid = start("--generate -e l2h2c64t64 -g 1000000 --temperature 2");
     wait_until([] { return read_file("stdout").size() > 200; });

@@ -133,7 +133,7 @@ for ((look = 0; look < 200; look++)); do
 done
 kill -KILL $killed "$(cat "$PID")"
 work=$(dirname "$(cat "$PID.output")")
-[[ $work != */build/gpu_check.?????? ]] || rm -rf "$work"    # it had no time to
+[[ $work != */build/gpu_check.?????? ]] || rm -rf "$work"    # the killed script could not
 says "killed in a later stage: the archive has the earlier ones" "lo gs/bench.verdicts" \
     "$(tar -tzf "$OUT/kept.tgz")"
 rm -rf "$LOGS"

@@ -1,6 +1,6 @@
 // gpu_program.cpp -- the GPU program, emulated or on a GPU: what it refuses, its commands,
-// checkpoints exchanged with the CPU program, and training. For the emulated one, variables set the
-// visible GPUs (the switches of dev/cuda_cpu/emu_core.h).
+// checkpoints exchanged with the CPU program, and training. The emulated device is configured by
+// environment variables (see dev/cuda_cpu/emu_core.h).
 //
 // Run:    build/test/gpu_program [--program ./train_gpt2cu] [NAME...]
 
@@ -8,7 +8,7 @@
 #include <map>
 #include <numeric>
 
-// The CPU program, for results on which both must agree.
+// Runs the CPU program, for results on which both programs must agree.
 static Outcome cpu_program(const Text &arguments) {
     return outcome(start_program("train_gpt2", arguments));
 }
@@ -25,13 +25,13 @@ static bool can_run(const Text &options) {
     return can;
 }
 
-// One line that names the error, exit status 1, no checkpoint.
+// Invalid options give one line that names the error, exit status 1, and no checkpoint.
 TEST(gpu_bad_input) {
     static const Refusal table[] = {
         {"--dtype fp16 -w none", "--master (-w) none: with --dtype fp16 the fp32 weights"},
         {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
         {"--offload moments,weight", "--offload: 'moments,weight' is not a list"},
-        {"-z 1", "--zero (-z) 1 divides states among GPUs"},
+        {"-z 1", "--zero (-z) 1 shards states across GPUs"},
         {"-z 4", "--zero (-z): '4' is not a whole number from 0 to 3"},
         {"--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"},
         {"--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
@@ -72,7 +72,7 @@ TEST(gpu_bad_input) {
         expect(has(small.err, "-r ") && has(small.err, " frees "),
                "remedies: %s", small.err.c_str());
     }
-    expect(names_in("small", "step").empty() && !exists("small/log.jsonl"), "nothing was started");
+    expect(names_in("small", "step").empty() && !exists("small/log.jsonl"), "a run was started");
     expect_success(program("-i train.bin -e l2h2c16t16 -b 2 -x 2 -o other --quiet"), "a run");
     Text kept = checkpoint_bytes("other", 2);
     expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 4 -o other -y 1 --quiet"),
@@ -80,10 +80,11 @@ TEST(gpu_bad_input) {
     expect(checkpoint_bytes("other", 2) == kept, "it has changed");
 }
 
-// Start of a run on a GPU with unusual cuBLASLt, driver or peak rates.
+// Start of a run on a GPU whose peak rates are unknown, or whose context and libraries take much
+// memory.
 TEST(gpu_start) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 2 ";
     Outcome o = program(run + "-o out", with("EMU_CC", "999"));
@@ -101,7 +102,7 @@ TEST(gpu_start) {
     const long plan = atol(o.out.c_str() + o.out.find(key) + strlen(key));
     for (long less : {0, 1}) {
         o = program(fixed + "--quiet", [=] {
-            setenv("XDG_CACHE_HOME", "/proc/none", 1);  // what this GPU took is for this run alone
+            setenv("XDG_CACHE_HOME", "/proc/none", 1);  // the next run must not know this one's use
             setenv("EMU_CONTEXT", "300M", 1);
             setenv("EMU_LIBRARY", "200M", 1);
             setenv("EMU_GPU_MEM", text("%ld", plan + (500L << 20) - less).c_str(), 1);
@@ -123,7 +124,7 @@ TEST(gpu_start) {
 // A driver older than the toolkit ends a run; a plan that needs the GPU reports it.
 TEST(gpu_driver) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 2 ";
     const auto old = with("EMU_DRIVER", "11080");
@@ -145,10 +146,10 @@ TEST(gpu_driver) {
     }
 }
 
-// Timing of algorithms is announced once, in a run that prints; the next run uses its results.
+// A run that times algorithms announces it, unless --quiet; the next run uses the results.
 TEST(gpu_announced) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 2 ";
     const Text cache = current_folder() + "/cache";
@@ -167,7 +168,7 @@ TEST(gpu_announced) {
     }
 }
 
-// The losses in a run's log, as text.
+// Returns the losses in a run's log, as text.
 static Text losses_in(const Text &folder) {
     const Text log = read_file(folder + "/log.jsonl");
     Text losses;
@@ -177,11 +178,11 @@ static Text losses_in(const Text &folder) {
     return losses;
 }
 
-// Under WSL registered memory has a different address on the GPU. There CUDA itself allocates the
-// pinned memory; the bits are the same, whichever states are in it.
+// Under WSL, registered memory has a different address on the GPU, so CUDA allocates the pinned
+// memory instead. The bits are the same, whichever states are offloaded.
 TEST(gpu_alias) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     for (const char *states : {"none", "weights,gradients,moments,master,residuals"}) {
         const Text run = Text("-i train.bin -e l2h2c16t16 -b 2 -x 3 --offload ") + states;
@@ -203,7 +204,7 @@ TEST(gpu_alias) {
 // simulates the same card on a larger one, to the byte.
 TEST(gpu_auto) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     const Text run = "-i train.bin -e l3h2c16t16 -b 4 -x 3 --offload none ";
     auto planned = [&](const Text &options) {
@@ -250,7 +251,7 @@ TEST(gpu_auto) {
 // --plan compares pinned memory with this machine's memory, like a run.
 TEST(gpu_plan_host) {
     if (!is_emulated() || has_sanitizers()) {
-        skip("a limit of the process's own memory leaves memory for the emulated device only");
+        skip("needs the emulated device without sanitizers");
     }
     const Text run = "-i train.bin -e l12h12c768t64 -b 1 -x 1 -r none --offload moments,master ";
     auto low = [] {
@@ -262,15 +263,15 @@ TEST(gpu_plan_host) {
     expect(plan.status == 3 && has(out, "; fits, ") &&
            has(out, "\nhost memory of this machine: ") && has(out, " (ulimit -d") &&
            has(out, "; DOES NOT FIT, "), "status %d, %s", plan.status, plan.out.c_str());
-    expect_too_large(program(run, low), "fewer states in --offload need less", "the run");
+    expect_too_large(program(run, low), "short; --offload fewer states", "the run");
     expect_success(program(run + "--plan"), "without a limit");
 }
 
-// An emulated run says at once that it is emulated and what it will do, also in a file, because its
-// start may take minutes. A second signal ends it during the start.
+// An emulated run prints at once that it is emulated and what it will do, even to a file, because
+// its start may take minutes. A second signal ends it during the start.
 TEST(gpu_header) {
     if (!is_emulated() || has_sanitizers()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     const pid_t pid = start("-i train.bin -e l6h6c384t64 -b 4");
     wait_until([] { return has(read_file("stdout"), "\nopening the GPU\n"); });
@@ -286,8 +287,8 @@ TEST(gpu_header) {
            "status %d, %s", o.status, o.err.c_str());
 }
 
-// A run stores the GPU's speed in the user's cache, once, and compares it with its own steps; later
-// plans use it. If nothing can be stored the run continues.
+// A run stores the GPU's speed in the user's cache once, and compares it with its own steps; later
+// plans use it. If it cannot be stored, the run continues.
 TEST(gpu_speed) {
     mkdir("cache", 0755);
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 51 ";
@@ -321,19 +322,20 @@ TEST(gpu_speed) {
     expect(forecast("1e-12", "--offload moments") != forecast("1e-3", "--offload moments"),
            "transfers cost nothing");
     write_file("cache/train_gpt2/speed", "what is this\n");
-    expect_success(program(run, cache("cache")), "a file that is none");
-    expect_success(program(run, cache("/proc/none")), "no place for it");
+    expect_success(program(run, cache("cache")), "a malformed file");
+    expect_success(program(run, cache("/proc/none")), "no cache folder");
     expect(program(run + "--quiet", cache("cache")).out.empty(), "--quiet");
     // A micro-batch that takes more than 2 % of the run is not timed.
     const Text out = program(run + "-x 49", cache("none")).out;
     expect(!has(out, "forecast") && !exists("none/train_gpt2/speed"), "%s", out.c_str());
 }
 
-// A run keeps the library memory that it measured in the user's cache; later plans and runs on this
-// GPU reserve the most that was measured instead of an estimate. Lines of other GPUs are ignored.
+// A run stores the measured memory of the libraries in the user's cache; later plans and runs on
+// this GPU reserve the largest measured value instead of an estimate. Lines of other GPUs are
+// ignored.
 TEST(gpu_library) {
     if (!is_emulated()) {
-        skip("sets the library's bytes");
+        skip("needs the emulated device");
     }
     const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 1 -r none --offload none ";
     const Text cache = current_folder() + "/cache";
@@ -366,7 +368,7 @@ TEST(gpu_library) {
     expect(std::count(kept.begin(), kept.end(), '\n') == 1, "%s", kept.c_str());
     expect_success(program(run, with_library("40M")), "more is measured");
     planned(" 41,943,040    40.0 MiB   measured on this GPU");
-    // A run reserves it too: 20 MiB of libraries would fit, but the GPU once took 40.
+    // A run reserves it too: 20 MiB of libraries would fit, but 40 MiB were measured on this GPU.
     const Text json = program(run + "--plan --json", with_library("20M")).out;
     const long bytes = (long)last_value(json, "total_bytes");
     expect_too_large(program(run, with_library("20M", text("%ld", bytes + (30L << 20)).c_str())),
@@ -391,7 +393,7 @@ TEST(gpu_forecast) {
     }
 }
 
-// --check agrees in all 17 numbers, --compare lists two levels; --plan needs no GPU.
+// --check passes for all 17 numbers, --compare lists two levels, and --plan needs no GPU.
 TEST(gpu_commands) {
     for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none",
                                   "--dtype fp16",
@@ -447,11 +449,11 @@ TEST(gpu_eval) {
         expect_success(small, "less than training takes");
         expect(small.out == half.out, "%s", small.out.c_str());
         expect_too_large(program(run, with("EMU_GPU_MEM", "2000000")),
-                         "--eval takes weights and a batch on its way forward", "too little");
+                         "--eval needs weights and one forward pass", "too little");
     }
 }
 
-// Weights of a checkpoint as numbers, without the low halves of the master weights.
+// Returns the weights of a checkpoint as numbers, without the low halves of the master weights.
 static std::vector<float> weights_of(const Text &folder, int step) {
     const auto [header, data] = header_and_data(in_checkpoint(folder, step, SAVED_MODEL));
     const size_t bytes = has(header, "\"BF16\"") ? 2 : 4;
@@ -462,7 +464,7 @@ static std::vector<float> weights_of(const Text &folder, int step) {
     return all;
 }
 
-// Norm of the difference between two checkpoints' weights over the norm of the second.
+// Returns the norm of the difference between two checkpoints' weights over the norm of the second.
 static double weights_apart(const std::vector<float> &a, const std::vector<float> &b) {
     double error = 0, size = 0;
     for (size_t i = 0; i < b.size() && a.size() == b.size(); i++) {
@@ -472,9 +474,9 @@ static double weights_apart(const std::vector<float> &a, const std::vector<float
     return size > 0 ? sqrt(error / size) : NAN;
 }
 
-// A resumed run ends with the bytes of the uninterrupted one, with other recompute levels too. Each
-// program resumes the other's checkpoints: the CPU program ends at the GPU's own result up to fp32
-// rounding.
+// A resumed run ends with the bytes of the uninterrupted one, even with another recompute level.
+// Each program resumes the other's checkpoints: the CPU program ends at the GPU's own result up to
+// fp32 rounding.
 TEST(gpu_checkpoints) {
     const Text run = "-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 "
                      "-g 4 --quiet -o ";
@@ -521,14 +523,13 @@ TEST(gpu_checkpoints) {
     }
 }
 
-// The matmul algorithms stored in a checkpoint.
 static Text choices_in(const Text &folder, int step) {
     const Text state = in_checkpoint(folder, step, SAVED_STATE);
     const size_t at = state.find("\"matmul\":\"");
     return at == Text::npos ? "" : state.substr(at, state.find('"', at + 10) - at);
 }
 
-// Number of matmuls that have the same algorithm in both texts.
+// Returns the number of matmuls that have the same algorithm in both texts.
 static int algorithms_in(const Text &choices, const Text &other) {
     int same = 0;
     for (const Text &word : split(choices.c_str())) {
@@ -539,11 +540,11 @@ static int algorithms_in(const Text &choices, const Text &other) {
 
 // A run resumes with the algorithms of its checkpoint, whatever it would choose itself, even with
 // --quiet. Its result has the same bytes, but not if a wrong result is injected into the algorithm
-// that the checkpoint names. The contents of its own file of choices remain. On another GPU it
-// reports that it keeps its own.
+// that the checkpoint names. The user's file of choices is unchanged. On another GPU a run reports
+// that it uses its own choices.
 TEST(gpu_choices) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     more_arguments = "";
     auto in = [](const char *times, const char *wrong, const char *more, const char *cache) {
@@ -588,12 +589,12 @@ TEST(gpu_choices) {
     }
 }
 
-// -b auto, the default with -d: the largest micro-batch that divides the step of each GPU and fits
-// into the card without recomputation, whatever is free on it. A resumed run keeps that of its
-// checkpoint. Without -d, and on the CPU, it is 4.
+// -b auto, the default with -d, is the largest micro-batch that divides the step of each GPU and
+// fits into the card's memory without recomputation, however much of it is free. A resumed run
+// keeps the micro-batch of its checkpoint. Without -d, and on the CPU, the default is 4.
 TEST(gpu_batch) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     write_corpus();
     const Text run = "-i train.bin -e l1h1c16t16 -x 1 ";
@@ -652,12 +653,13 @@ TEST(gpu_batch) {
     expect_refused(program(run + "-d 384 -b auto8"),
                    "--batch (-b): 'auto8' is not a whole number from 1 to 65536 or auto", "auto8");
     expect_refused(program(run + "-d 100", large), "-d): 100 is not a multiple of B x T", "-d 100");
-    // Plans have the same batch; also the CPU program's, for a card.
+    // Plans have the same batch, including the CPU program's plan for a card.
     const Outcome plan = program(run + "-d 384 --plan", small);
     expect(plan.out.find("B 8") != Text::npos, "%s", plan.out.c_str());
     const Outcome d12 = cpu_program("--plan -e d12 -d 524288 --gpu h100");
     expect(d12.out.find(" 64, T 1024") != Text::npos, "%s", d12.out.c_str());
-    // The same bits as with -b; a resume on another card, with as many ranks or others.
+    // The bits are those with -b. A resume on another card keeps the checkpoint's batch if it
+    // divides the step of each GPU.
     expect_success(program(run + "-d 384 -o auto", small), "auto");
     expect_success(program(run + "-d 384 -b 8 -o given", large), "given");
     expect(losses_in("auto") == losses_in("given"), "%s", losses_in("auto").c_str());
@@ -670,11 +672,12 @@ TEST(gpu_batch) {
     expect(batch(program(run + "-d 384 -o empty -y 1", large)) == 24, "nothing to resume");
 }
 
-// Kernel trials. A small model with two heads and a folder for the caches of the test's runs.
+// Kernel trials use a small model with two heads.
 static const Text tried_run = "-i train.bin -e l1h2c16t64 -b 2 ";
 
-// Environment of a run whose trials find the candidate `kernels` (EMU_KERNELS) and whose caches are
-// in `cache`, plus variables such as "EMU_KERNEL_NUMBER=3 EMU_KERNEL_TIMES=35".
+// For program(): sets the environment of a run whose trials find the candidate `kernels`
+// (EMU_KERNELS) and whose caches are in `cache`, plus variables such as "EMU_KERNEL_NUMBER=3
+// EMU_KERNEL_TIMES=35".
 static std::function<void()> with_kernels(const Text &kernels, const Text &cache,
                                           const Text &more = "") {
     const Text here = cache[0] == '/' ? cache : current_folder() + "/" + cache;
@@ -690,7 +693,7 @@ static std::function<void()> with_kernels(const Text &kernels, const Text &cache
     };
 }
 
-// The line in which a run prints its kernels; "" if there is none, or more than one.
+// Returns the line in which a run prints its kernels; "" if there is none, or more than one.
 static Text kernels_in(const Text &out) {
     const Text begins = "\nkernels  ";
     const size_t at = out.find(begins);
@@ -698,7 +701,7 @@ static Text kernels_in(const Text &out) {
                ? "" : out.substr(at + begins.size(), out.find('\n', at + 1) - at - begins.size());
 }
 
-// Runs in `folder`, expects success and `says` in its line, and returns its losses.
+// Runs in `folder`, expects success and `says` in its line of kernels, and returns its losses.
 static Text tried(const Text &folder, const Text &says, const std::function<void()> &where,
                   const Text &options = "") {
     const Outcome o = program(tried_run + "-x 3 -o " + folder + " " + options, where);
@@ -712,11 +715,11 @@ static Text tried(const Text &folder, const Text &says, const std::function<void
 }
 
 // A candidate that is right and faster is used. With any other, a run has the bits of the default
-// kernels and says why in one line. The verdict is cached: the next run has the same kernels and
-// tries nothing, whatever it would find.
+// kernels and prints the reason in one line. The verdict is cached: the next run uses the same
+// kernels without a trial, whatever a trial would find.
 TEST(gpu_kernels) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     more_arguments = "";
     const Text plain = tried("plain", "", with_kernels("", "none"));
@@ -766,7 +769,7 @@ TEST(gpu_kernels) {
             tried("some", says, with_kernels("crash", "some.cache", "EMU_KERNEL_NUMBER=2"));
         expect((losses == plain) == (says[0] == 'f'), "%s: %s", says, losses.c_str());
     }
-    // The default kernel is not right either: a line that asks for a report.
+    // If the default kernel is not right either, a line asks the user to report it.
     const Outcome o = program(tried_run + "-x 1", with_kernels("judge", "judge.cache"));
     expect(o.status == 0 && std::count(o.err.begin(), o.err.end(), '\n') == 3 &&
                has(o.err, ": attention's default kernel is wrong on this GPU or in this trial: out "
@@ -780,7 +783,7 @@ TEST(gpu_kernels) {
 // of another build, or with other text, does not count as a verdict.
 TEST(gpu_kernels_cache) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     more_arguments = "";
     const Text path = "cache/train_gpt2/kernels", fast = "forward planted, 1.67x; dQ planted, ";
@@ -838,7 +841,7 @@ TEST(gpu_kernels_cache) {
     expect_success(o, "a child that cannot be started");
     expect(kernels_in(o.out).find(not_tried) != Text::npos, "%s", o.out.c_str());
     expect(!exists("empty/train_gpt2/kernels"), "a verdict without a trial");
-    // The program's own candidates; a build without their instructions.
+    // --prove of the program's own candidates, also in a build without their instructions.
     for (const char *ptx : {"EMU_PTX=90", "EMU_PTX=80"}) {
         o = program("--prove 64,64,1,1", with_kernels("own", "empty", ptx));
         const bool any = !has(o.out, ": 0 candidates\n");
@@ -858,23 +861,22 @@ TEST(gpu_kernels_cache) {
                               "8,15,2,2", "8,999999999,2,2", "8,64,0,2", "128,64,33,2", "8,64,2,0",
                               "8,64,2,-1", "8,64,2,2x", "99999999999,64,2,2"}) {
         o = program(Text("--prove=") + shape, with_kernels("good", "empty"));
-        expect_refused(o, shape[0] ? "--prove: '" : "--prove: '' names nothing", shape);
+        expect_refused(o, shape[0] ? "--prove: '" : "--prove: the value is empty", shape);
     }
     expect_refused(program("--prove 8,64,2,2 --check"), "are commands: give one", "two commands");
     expect_refused(cpu_program("--prove 8,64,2,2"), "--prove is a command of the GPU program",
                    "the CPU program");
 }
 
-// The processes that process `pid` has started.
 static Text children_of(pid_t pid) {
     return read_file(text("/proc/%d/task/%d/children", (int)pid, (int)pid));
 }
 
-// A signal during a trial ends it and the run, with no verdict; so does the end of the run itself,
-// even if it is killed.
+// A signal during a trial ends the trial and the run, without a verdict. If the run ends during a
+// trial, even by SIGKILL, the trial ends too.
 TEST(gpu_kernels_stopped) {
     if (!is_emulated() || has_sanitizers()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     more_arguments = "";
     for (int number : {SIGINT, SIGKILL}) {
@@ -890,10 +892,10 @@ TEST(gpu_kernels_stopped) {
         expect(child > 0 && !exists("cache/train_gpt2/kernels"), "%d: %s", (int)child,
                read_file("cache/train_gpt2/kernels").c_str());
     }
-    // A child that is ended from outside has no verdict either.
+    // A trial whose process is killed from outside has no verdict either.
     const pid_t pid =
         start(tried_run + "-x 1", with_kernels("hang", "cache", "EMU_KERNEL_LIMIT_S=60"));
-    const Text key = "\nvoluntary_ctxt_switches:";  // many if it hangs, for it sleeps in a loop
+    const Text key = "\nvoluntary_ctxt_switches:";  // many once it hangs, sleeping in a loop
     wait_until([=] {
         const Text status = read_file(text("/proc/%d/status", atoi(children_of(pid).c_str())));
         const size_t at = status.find(key);
@@ -909,7 +911,7 @@ TEST(gpu_kernels_stopped) {
 // All ranks use what rank 0 has found or, if one of them has another GPU, the default kernels.
 TEST(gpu_kernels_ranks) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     more_arguments = "";
     const Text plain = tried("plain", "", with_kernels("", "cache"), "--gpus 2");
@@ -930,18 +932,19 @@ TEST(gpu_kernels_ranks) {
                kernels_in(o.out) == "attention; rank 1 has another GPU or driver than rank 0: "
                                     "forward mma.sync; dQ mma.sync; dK and dV mma.sync",
            "%s%s", o.err.c_str(), o.out.c_str());
-    // A trial takes less than --timeout in all, for which the other ranks wait.
+    // All trials together take less than --timeout, because the other ranks wait for them.
     const double began = wall_ms();
     expect(tried("hang", "forward mma.sync (planted hung: no answer in ",
                  with_kernels("hang", "other", "EMU_KERNEL_LIMIT_S=60"),
                  "--gpus 2 --timeout 4") == plain && wall_ms() - began < 40e3, "hang");
 }
 
-// A resumed run has the kernels of its checkpoint, if they are right here, however fast; a run that
-// began with the default kernels keeps them. Otherwise it says that losses may differ.
+// A resumed run uses the kernels of its checkpoint if they are right on this GPU, even if they are
+// slower; a run that began with the default kernels keeps them. Otherwise it reports that losses
+// may differ.
 TEST(gpu_kernels_resume) {
     if (!is_emulated()) {
-        skip("on the emulated device");
+        skip("needs the emulated device");
     }
     more_arguments = "";
     auto kernels_at = [](const Text &folder, int step) {
@@ -996,8 +999,8 @@ TEST(gpu_kernels_resume) {
     }
 }
 
-// The order in which a run uploads whole batches (U), updates (A), and first waits after that (W),
-// from the emulated device's log.
+// Returns the order in which a run uploads whole batches (U), updates (A), and first waits after an
+// update (W), from the emulated device's log.
 static Text order_of(const Text &arguments, int batch_bytes) {
     const Text log = program(arguments, with("EMU_LOG", "1")).err;
     const Text upload = text("copy up of %d bytes", batch_bytes);
@@ -1014,8 +1017,8 @@ static Text order_of(const Text &arguments, int batch_bytes) {
 }
 
 // The next step's first batch is uploaded before the host waits for this step's loss; none is
-// uploaded after the last step. A validation replaces it and it is read again; an unreadable batch
-// ends the run only when it is needed. No bit changes.
+// uploaded after the last step. A validation overwrites it, so it is read again; an unreadable
+// batch ends the run only when it is needed. No bit changes.
 TEST(gpu_prepared) {
     const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 3 --shuffle 0 ";
     const Text warm_up = "UUAW";
@@ -1026,7 +1029,7 @@ TEST(gpu_prepared) {
         expect(twice == warm_up + "UUUAWUUAWUAW", "two micro-steps: %s", twice.c_str());
     }
     expect_success(program(run + "-o plain"), "a run");
-    expect_success(program(run + "-j val.bin -v 1 -m 2 -s 1 -g 3 -n 1 -o looks"), "one that looks");
+    expect_success(program(run + "-j val.bin -v 1 -m 2 -s 1 -g 3 -n 1 -o looks"), "with -v and -s");
     expect(losses_in("plain") == losses_in("looks") && losses_in("plain").size() > 30, "%s",
            losses_in("looks").c_str());
     Text bytes = read_file("train.bin");
@@ -1041,10 +1044,10 @@ TEST(gpu_prepared) {
            names_in("odd", "step") == "step-00000002", "%s", losses_in("odd").c_str());
 }
 
-// Generates text from a checkpoint: in fp32 the same as the CPU program, also beyond the 16
-// positions, and the same as the run's own sample, which was computed without a KV cache and so
+// Generates text from a checkpoint: in fp32 the same as the CPU program, even beyond the 16
+// positions, and the same as the run's own sample, which was computed without a KV cache and hence
 // with other matmuls. Their rounding is equal on the emulated device; on a GPU only fp32 is precise
-// enough for the same text. The plan contains no training states.
+// enough for the same text. The plan contains no gradients, moments or master weights.
 TEST(gpu_generate) {
     const Text rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc ";
     const Text type = is_emulated() ? "" : "--dtype fp32";
@@ -1162,9 +1165,9 @@ TEST(gpu_learns) {
     expect(last < 2.9, "the last 20 losses are %.3f on average; a uniform guess has 5.55", last);
 }
 
-// 1,000 own tokens: in fp32 the losses and norms of the CPU program up to rounding, on one GPU and
-// on two that share the optimizer states. The CPU program generates the same text from their
-// checkpoint, and in bf16 a run learns them.
+// A vocabulary of one's own with 1,000 tokens: in fp32, losses and norms are those of the CPU
+// program up to rounding, on one GPU and on two with sharded optimizer states. The CPU program
+// generates the same text from their checkpoint, and a run in bf16 learns the data.
 TEST(gpu_own_tokens) {
     write_own_data();
     const Text run = "-i mine_train.bin -j mine_val.bin -e l2h2c32t16 -b 2 -d 64 -x 24 -l 1e-2 "

@@ -5,7 +5,7 @@
 
 #include "harness.h"
 
-// Texts of any length are formatted, as in a failure that quotes a whole command.
+// text() formats results of any length, such as a failure that quotes a whole command.
 TEST(long_text) {
     const Text long_word(5000, 'x');
     expect(text("<%s>", long_word.c_str()) == "<" + long_word + ">");
@@ -25,7 +25,7 @@ TEST(waiting_fails) {
 TEST(main_part) {}
 TEST(rest_part, REST) {}
 
-// ALL selects which tests run, and FULL runs all of them; this program calls itself.
+// The tests that ALL and FULL select, counted by running this program within itself.
 TEST(parts) {
     if (getenv("INSIDE")) {
         return;

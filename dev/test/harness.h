@@ -2,8 +2,8 @@
 // folder, and one line of output per test: the comparison closest to failing, its error and
 // tolerance, the share of the tolerance that was used, and ok or FAILED.
 //
-// C++17 and system headers only, none of the project's own code, so that a test drives a program as
-// a user does. A test program ends with
+// Uses C++17 and system headers only, and none of the project's code, so that a test drives a
+// program as a user does. A test program ends with
 //     TEST(name) { expect(1 + 1 == 2); }
 //     int main(int argc, char **argv) { return harness_main(argc, argv); }
 // and accepts
@@ -15,10 +15,10 @@
 //     --program PATH   the built program to drive, for tests that drive one
 // The last line is `N passed, N failed, N skipped`; the exit status is 0 only if no test failed.
 //
-// ALL and FULL (set means neither empty nor 0) select how much is run. ALL also runs the tests
-// marked REST; its values `main` and `rest` select one of the two parts. FULL also runs the tests
-// marked REST, and every case of a cartesian product that a test otherwise samples. A test named on
-// the command line runs whichever part it belongs to.
+// The environment variables ALL and FULL (set means neither empty nor 0) select how much is run.
+// ALL adds the tests marked REST, except that `main` selects only the others and `rest` only these.
+// FULL runs every case of a cartesian product that a test otherwise samples, and implies ALL if ALL
+// is not set. A test named on the command line always runs.
 //
 // The harness is strict: NaN fails every comparison, a test that crashes or hangs has failed, and a
 // skipped test prints the reason.
@@ -89,7 +89,7 @@ inline void (*prepare)();         // writes the files that tests of programs sta
 inline int failures;              // of the current test
 inline Text detail;               // text of its output line
 inline int shows_all, stays_here; // --all, --here
-inline Text (*switches)();        // environment variables that repeat the run, or NULL
+inline Text (*switches)();        // returns the variables that reproduce the run; NULL: none
 inline struct {
     double err, tol, share;
     Text where;
@@ -103,10 +103,10 @@ inline bool is_set(const char *name) {
 
 inline bool is_full() { return is_set("FULL"); }
 
-// Number of cases a test runs: `sample`, or `all` with FULL=1.
+// Returns the number of cases a test runs: `sample`, or `all` with FULL=1.
 inline int full_or(int sample, int all) { return is_full() ? all : sample; }
 
-// Time limit of a test in seconds; 0: none. FULL=1 runs more cases and needs longer.
+// Returns the time limit of a test in seconds; 0: none. FULL=1 runs more cases and needs longer.
 inline unsigned limit_s() { return stays_here ? 0 : (unsigned)full_or(LIMIT_S, 3600); }
 
 __attribute__((format(printf, 1, 2))) inline Text text(const char *format, ...) {
@@ -121,7 +121,6 @@ __attribute__((format(printf, 1, 2))) inline Text text(const char *format, ...) 
     return out;
 }
 
-// Returns whether `all` contains `part`.
 inline bool has(const Text &all, const Text &part) { return all.find(part) != Text::npos; }
 
 // Counts a failed expectation and prints it if it is among the first SHOWN of its test.
@@ -171,7 +170,7 @@ inline double wall_ms() {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
-// A number in [0, 1) that depends only on seed and index.
+// Returns a number in [0, 1) that depends only on seed and index.
 inline double random_unit(uint64_t seed, uint64_t index) {
     uint64_t z = (seed * 0x2545F4914F6CDD1Du + index + 1) * 0x9E3779B97F4A7C15u;
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
@@ -183,7 +182,7 @@ inline double random_unit(uint64_t seed, uint64_t index) {
 // Files
 // Paths are relative to the test's folder, which is removed afterwards.
 
-// Contents of a file; empty if it does not exist.
+// Returns the contents of a file; empty if it does not exist.
 inline Text read_file(const Text &path) {
     Text all;
     char piece[4096];
@@ -205,7 +204,7 @@ inline void write_file(const Text &path, const Text &bytes) {
     }
 }
 
-// The current folder, which is the test's own.
+// Returns the current folder, which is the test's own.
 inline Text current_folder() {
     char path[4096];
     return getcwd(path, sizeof path) ? path : "";
@@ -230,7 +229,7 @@ inline void remove_folder(const Text &folder) {
 
 // -------------------------------------------------------------------------------------------------
 // Programs
-// Programs run as a user runs them; the result is an Outcome.
+// Runs programs as a user does; the result is an Outcome.
 
 struct Outcome {
     int status;  // exit status, or 256 + the signal that ended it
@@ -276,7 +275,7 @@ inline Words split(const char *arguments) {
     return words;
 }
 
-// The argv of a program; it points into `words`.
+// Returns the argv of a program; it points into `words`.
 inline std::vector<char *> arguments_of(Words *words) {
     std::vector<char *> argv = {(char *)"train_gpt2"};
     for (Text &word : *words) {
@@ -304,10 +303,9 @@ inline pid_t start_program(const Text &path, const Text &arguments,
     });
 }
 
-// Arguments appended to every run of the program that --program names.
+// Arguments appended to every run of the program under test.
 inline Text more_arguments;
 
-// The program that --program names.
 inline pid_t start(const Text &arguments, const std::function<void()> &before = nullptr) {
     const bool apart = more_arguments.empty() || arguments.empty() || arguments.back() == ' ';
     return start_program(tested, arguments + (apart ? "" : " ") + more_arguments, before);
@@ -343,13 +341,13 @@ inline void refused_at(const char *file, int line, const Outcome &o, const Text 
     }
 }
 #define expect_refused(outcome, words, who) refused_at(__FILE__, __LINE__, outcome, words, who)
-// Refused because it does not fit in memory: status 3.
+// Like expect_refused, with status 3: it does not fit in memory.
 #define expect_too_large(outcome, words, who)                                                      \
     refused_at(__FILE__, __LINE__, outcome, words, who, 3)
 #define expect_death(action, words)                                                                \
     refused_at(__FILE__, __LINE__, outcome(spawn([&] { action; })), words, #action)
 
-// Text without the line breaks of a wrapped line, whose further lines are indented.
+// Joins the lines of wrapped text: continuation lines are those indented by two spaces or more.
 inline Text flat(const Text &wrapped) {
     Text line;
     for (size_t i = 0; i < wrapped.size(); i++) {
@@ -370,7 +368,7 @@ inline void expect_success_at(const char *file, int line, const Outcome &o, cons
 #define expect_success(outcome, who) expect_success_at(__FILE__, __LINE__, outcome, who)
 
 // -------------------------------------------------------------------------------------------------
-// The table
+// Running the tests
 // Selects tests by name, lists them, runs each in its own process, and counts results.
 
 // Runs a test in its own folder and prints its line.
@@ -396,7 +394,7 @@ inline void print_again(const Text &command, const Test *t) {
            t->name);
 }
 
-// Processor seconds used so far by the tests and all their child processes.
+// Returns the processor seconds used so far by the tests and all their child processes.
 inline double processor_s() {
     struct rusage used = {};
     getrusage(RUSAGE_CHILDREN, &used);
@@ -444,7 +442,7 @@ inline Text make_scratch() {
     return folder;
 }
 
-// Copies the program under test into that folder: next to the original there may be a data/ folder,
+// Copies the program under test into `scratch`: next to the original there may be a data/ folder,
 // which the program would find.
 inline Text copy_of_program(const Text &path) {
     const Text copy = scratch + "/" + path.substr(path.rfind('/') + 1);
@@ -474,7 +472,7 @@ inline Asked harness_options(int argc, char **argv) {
         } else if (word == "--program" && a + 1 < argc) {
             tested = argv[++a];
         } else if (word[0] == '-') {
-            fprintf(stderr, "%s: unknown option; there are --list, --all, --here NAME and "
+            fprintf(stderr, "%s: unknown option; expected --list, --all, --here NAME or "
                             "--program PATH\n", argv[a]);
             exit(1);
         } else {
@@ -537,7 +535,7 @@ inline int harness_main(int argc, char **argv, const char *by_default = "") {
     }
     remove_folder(scratch);
     if (passed + failed + skipped == 0 && !asked.names.empty()) {
-        fprintf(stderr, "%s: no test is named so; --list names them\n", argv[0]);
+        fprintf(stderr, "%s: no test has that name; --list prints the names\n", argv[0]);
         return 1;
     }
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);

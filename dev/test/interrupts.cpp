@@ -9,7 +9,7 @@ static const char resumable[] =
     "-i ../train.bin -j ../val.bin -v 7 -e l2h2c16t16 -b 2 -d 64 -r norm "
     "-x 40 -n 3 --keep 2 -y 1 -s 9 -g 5 --quiet -o out --clip 0.5";
 
-// The final checkpoint and the steps in the log equal those of the uninterrupted run.
+// Expects that the final checkpoint and the steps in the log are those of the uninterrupted run.
 static void expect_same_end(const Text &want, const char *who) {
     expect(!want.empty() && checkpoint_bytes("out", 40) == want, "%s: different result", who);
     expect(log_steps("out/log.jsonl") == one_to(40), "%s: steps of the log", who);
@@ -40,7 +40,8 @@ TEST(kill) {
     detail = text("%d kills", kills);
 }
 
-// SIGTERM and SIGINT save and exit with 0; the resumed run is as if uninterrupted.
+// On SIGTERM and SIGINT a run saves and exits with 0; the resumed run ends like an uninterrupted
+// one.
 TEST(signals) {
     enter("whole");
     expect_success(program(resumable), "undisturbed");
@@ -64,9 +65,8 @@ TEST(signals) {
     }
 }
 
-// Options of a run whose step takes most of a second, with 40 micro-batches or one of the same
-// size.
-// With sanitizers a smaller model is as slow.
+// Options of a run whose step takes most of a second, as 40 micro-batches or as one batch of the
+// same size. With sanitizers, a smaller model takes as long.
 #define MANY_BATCHES "-b 1 -d 2560 "
 #define ONE_BATCH "-b 40 "
 static Text slow(const char *more) {
@@ -76,7 +76,7 @@ static Text slow(const char *more) {
 
 // Starts a run and waits until it is in its first step.
 static pid_t start_training(const Text &arguments, const std::function<void()> &before = nullptr) {
-    remove("stdout");  // of the previous run, like its stderr
+    remove("stdout");  // both are left by the previous run
     remove("stderr");
     pid_t pid = start(arguments, before);
     wait_until([] { return has(read_file("stdout"), "\npeak "); });
@@ -84,7 +84,7 @@ static pid_t start_training(const Text &arguments, const std::function<void()> &
     return pid;
 }
 
-// Waits until the run's log holds `words`, then sends the signal.
+// Waits until the run's log contains `words`, then sends the signal.
 static void signal_at(pid_t pid, const char *words, int number) {
     wait_until([&] { return has(read_file("out/log.jsonl"), words); });
     usleep(5000);
@@ -138,14 +138,14 @@ TEST(second_signal) {
         kill(pid, number);
         const int status = outcome(pid).status, wanted = number == SIGHUP ? 0 : 128 + number;
         expect(status == wanted, "signal %d: status %d", number, status);
-        const Text last = number == SIGHUP ? " step-00000002" : "";  // one micro-batch
+        const Text last = number == SIGHUP ? " step-00000002" : "";  // its one batch is finished
         expect(names_in("out", "step") == "step-00000001" + last &&
                checkpoint_bytes("out", 1) == before, "%s", names_in("out", "step").c_str());
     }
 }
 
-// A forecast is measured after all checks, is announced, stops at the first signal and changes no
-// bit; a run of 20 steps has none.
+// A run measures its speed for a forecast after all checks, announces it, stops at the first
+// signal, and changes no bit by it; a run of 20 steps has no forecast.
 TEST(forecast) {
     static const char timing[] = "\ntiming two micro-batches of the first step for a forecast\n";
     const Text run = TINY "-d 64 -o ";
@@ -172,15 +172,15 @@ TEST(forecast) {
            "status %d: %s", o.status, o.out.c_str());
 }
 
-// A run announces everything slow before it starts: first the box, then what is verified and
-// loaded, then the engine.
+// A run announces everything slow before it starts: after the list of settings come the files that
+// it verifies and loads, then the device.
 TEST(start_lines) {
     const Text run = TINY "-y 1 -o out -x ";
     const auto in_order = [](const Text &out, const Words &lines) {
         size_t at = 0;
         for (const Text &line : lines) {
             const size_t next = ("\n" + out).find("\n" + line, at);
-            expect(next != Text::npos, "no '%s' after the lines before: %s", line.c_str(),
+            expect(next != Text::npos, "'%s' is missing or too early: %s", line.c_str(),
                    out.c_str());
             at = next == Text::npos ? at : next;
         }
@@ -211,7 +211,7 @@ TEST(nohup) {
     expect(names_in("out", "step") == "step-00000001 step-00000002");
 }
 
-// A validation that a signal interrupts is repeated once by the resumed run, and the log has the
+// A resumed run repeats once a validation that a signal interrupted, and the log has the validation
 // loss of an uninterrupted run.
 TEST(cut_validation) {
     const Text validating = slow("-j train.bin -v 1 -m 0 -b 1 -x 1 -y 1 -o out --quiet");
@@ -235,8 +235,8 @@ TEST(cut_validation) {
     }
 }
 
-// Output that cannot be written ends the printing, not the run. A closed pipe is not an error; any
-// other failure is one line and status 1 at the end.
+// A failed write to stdout ends the printing, not the run. A closed pipe is not an error; any other
+// failure gives one line and status 1 at the end.
 TEST(lost_output) {
     Outcome o = program(TINY "-x 30 -o pipe", [] {
         int ends[2];
@@ -254,7 +254,7 @@ TEST(lost_output) {
         expect_refused(o, "cannot write to stdout: No space left on device", arguments);
     }
     expect(log_steps("full/log.jsonl") == one_to(30) && names_in("full", "s") == "step-00000030");
-    // A stream closed by the shell (>&-) leaves its number free; no file of the run may use it.
+    // A stream closed by the shell (>&-) leaves its descriptor free; no file of the run may use it.
     for (int fd = 0; fd < 3; fd++) {
         const Text folder = text("closed%d", fd);
         o = program(TINY "-x 30 -o " + folder, [fd] { close(fd); });
@@ -305,8 +305,9 @@ TEST(paused_reader) {
     }
 }
 
-// The checks of the output that start with a signal do not interrupt a save, because writes would
-// fail on some file systems; signals are still handled. A file that waits for a reader blocks it.
+// After a signal, SIGALRM interrupts writes to a blocked output. It does not interrupt a save,
+// because on some file systems the save's writes would fail; other signals are still handled. Here
+// a FIFO without a reader blocks the save.
 TEST(save_undisturbed) {
     const pid_t pid = start(TINY "-x 100000 -n 1000 -k constant --quiet -o out");
     wait_until([] { return has(read_file("out/log.jsonl"), "\"loss\":"); });
@@ -322,7 +323,7 @@ TEST(save_undisturbed) {
     const size_t at = status.find("SigBlk:");
     const long long blocked = strtoll(status.c_str() + (at == Text::npos ? 0 : at + 7), NULL, 16);
     kill(pid, SIGTERM);
-    expect(outcome(pid).status == 128 + SIGTERM, "the second signal was not heard");
+    expect(outcome(pid).status == 128 + SIGTERM, "the second signal was ignored");
     expect(blocked == 1LL << (SIGALRM - 1), "blocked: %llx", blocked);
     // The message of a failed save does not wait forever for a stopped reader.
     const pid_t full = start(TINY "-x 100000 -k constant --quiet -o full", [] {
@@ -354,15 +355,15 @@ TEST(file_limit) {
     expect(names_in("out", "step").empty(), "%s", names_in("out", "step").c_str());
 }
 
-// A log that reaches the size limit stops the run, which is saved with a log of whole lines,
-// reports it once and fails; the resumed run ends like an uninterrupted one.
+// If the log reaches the size limit, the run saves its state and a log of whole lines, reports the
+// failure once and ends with status 1; the resumed run ends like an uninterrupted one.
 TEST(full_log) {
-    enum { LIMIT = 400000 };  // in bytes; more than any file of the checkpoint has
+    enum { LIMIT = 400000 };  // in bytes; larger than any file of the checkpoint
     const Text part = TINY "-j val.bin -v 7 -x 30 -k constant --quiet -y 1 -o ";
     expect_success(program(part + "whole"), "undisturbed");
     const Text want = tensors_of("whole", 30), log = read_file("whole/log.jsonl");
     const size_t starts = log.find('\n') + 1, end = log.rfind("{\"event\":\"end\"");
-    // Space for the first line and some of the next ones, or for all but the last.
+    // There is space for the first line and some of the next ones, or for all but the last.
     for (const size_t space : {starts + 500, (starts + end) / 2, end + 10}) {
         remove_folder("full");
         mkdir("full", 0755);

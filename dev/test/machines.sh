@@ -71,15 +71,15 @@ verdict "no GPU: make train_gpt2cu" $status "$said"
 says "no GPU: sm_80 and PTX" \
     "arch=compute_80,code=sm_80 .*arch=compute_80,code=compute_80" "$calls"
 says "no GPU: message" "No GPU to build for: train_gpt2cu is for sm_80 .* ARCH=75 a T4" "$said"
-says_not "a warning is none of the user's errors" "-Werror" "$calls"
-says "lines for the sanitizers" " -lineinfo " "$calls"
-says "where the libraries are" "-rpath,$toolkit/lib64" "$calls"
+says_not "for users, warnings are not errors" "-Werror" "$calls"
+says "line numbers for the sanitizers" " -lineinfo " "$calls"
+says "an rpath to the toolkit's libraries" "-rpath,$toolkit/lib64" "$calls"
 says "only cuBLASLt is linked" "-lcublasLt *$" "$calls"
-says_not "no library that nothing calls" "-lcublas |-lnccl" "$calls"
+says_not "no unused library is linked" "-lcublas |-lnccl" "$calls"
 rm -f "$clone/train_gpt2cu"
 GPU=8.9 make_there train_gpt2cu
 says "one GPU: its own code" "arch=compute_89,code=sm_89" "$calls"
-says_not "one GPU: that alone" "compute_80|No GPU" "$calls $said"
+says_not "one GPU: no other code" "compute_80|No GPU" "$calls $said"
 rm -f "$clone/train_gpt2cu"
 GPU=$'6.1\n8.9' make_there train_gpt2cu
 says "a card that is too old next to another: ignored" "arch=compute_89,code=sm_89" "$calls"
@@ -91,12 +91,12 @@ rm -f "$clone/train_gpt2cu"
 GPU=9.0 make_there train_gpt2cu WERROR=-Werror
 says "WERROR makes warnings errors" "-Werror all-warnings .*-Xcompiler .*-Werror" "$calls"
 make_there train_gpt2cu WERROR=-Werror ARCH="80 90a"
-says "GPUs by name" "sm_80 .*sm_90a" "$calls"
+says "ARCH names the GPUs" "sm_80 .*sm_90a" "$calls"
 make_there train_gpt2cu ARCH="80 90a"
-says_not "WERROR builds nothing again" "-gencode" "$calls"
+says_not "without WERROR: not built again" "-gencode" "$calls"
 
 make_there train_gpt2cu NCCL=yes "mpi=-I$scratch/mpi -L$scratch -lmpi"
-says "NCCL and MPI in their folders" "-lcublasLt -DGPT2_NCCL=1 -lnccl -DGPT2_MPI=1 -isystem \
+says "NCCL, and MPI in its own folder" "-lcublasLt -DGPT2_NCCL=1 -lnccl -DGPT2_MPI=1 -isystem \
 $scratch/mpi -L$scratch -lmpi *$" "$calls"
 
 # mpicc's output is passed to the linker through nvcc, and a program is rebuilt if it changes, as
@@ -120,7 +120,7 @@ says "NCCL removed: built again" "-lcublasLt *$" "$calls"
 for target in "" help clean; do
     # shellcheck disable=SC2086  # no word is no target
     make_there $target
-    says_not "make $target: nvidia-smi is not asked" "nvidia-smi" "$calls"
+    says_not "make $target: nvidia-smi is not called" "nvidia-smi" "$calls"
 done
 
 # A failure in data/ is one line, and the program is built anyway.
@@ -141,18 +141,18 @@ verdict "... and the program is built" $?
 touch "$clone/data/some.bin"
 
 make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes
-says "headers next to what nvcc's link points to" "-isystem $toolkit/include" "$said"
+says "headers of the toolkit that the link nvcc points to" "-isystem $toolkit/include" "$said"
 make_there -n build/sm_80.log
-says "nvcc is called where its own programs are" "$toolkit/bin/nvcc -std" "$said"
+says "nvcc is called in its toolkit, not through the link" "$toolkit/bin/nvcc -std" "$said"
 mv "$toolkit/bin/nvcc" "$toolkit/bin/cache"
 ln -sf "$toolkit/bin/cache" "$scratch/bin/nvcc"
 make_there -n build/sm_80.log
 says "a link to ccache is called by its own name" "$scratch/bin/nvcc -std" "$said"
 mv "$toolkit/bin/cache" "$toolkit/bin/nvcc" && ln -sf "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
 make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes NVCC=/usr/bin/nvcc
-says_not "/usr/include is not named" "-isystem /usr/include" "$said"
+says_not "no -isystem /usr/include" "-isystem /usr/include" "$said"
 said=$(cd "$clone" && make -n train_gpt2cu_cpu mpi= CUDA_HEADERS=yes NVCC= 2>&1)
-says_not "no nvcc, no folder" "-isystem" "$said"
+says_not "without nvcc, no -isystem" "-isystem" "$said"
 mkdir "$scratch/a b" && cp -r "$toolkit" "$scratch/a b/"
 PATH="$scratch/a b/toolkit/bin:$PATH"
 said=$(cd "$clone" && make -n build/sm_80.log NCCL= mpi= 2>&1)
@@ -213,8 +213,8 @@ fi
 
 # --- dev/gpu_check.sh -----------------------------------------------------------------------------
 
-# A sanitizer that finds the injected errors in every tool's probe, and in a program those of FINDS.
-# With OLD it only has the first versions' options.
+# A sanitizer that finds the injected errors in the probe with every tool, and in a program the
+# errors that FINDS selects. With OLD it has only the options of its first versions.
 cat > "$scratch/bin/compute-sanitizer" << 'END'
 #!/bin/sh
 echo "$OMP_WAIT_POLICY $CUDA_DEVICE_ORDER $*" >> "$CALLS"
@@ -286,7 +286,7 @@ if [ -x train_gpt2cu_cpu ]; then
 else
     skip "gpu_check on the emulated device" "no train_gpt2cu_cpu"
 fi
-sanitized nothing ok "no errors in kernels of ours"
+sanitized nothing ok "no errors in our kernels"
 says "gpu_check: only our kernels are checked" \
     "passive PCI_BUS_ID --tool synccheck --kernel-name kns=_kernel --report-api-errors explicit \
 --print-limit 1000" \

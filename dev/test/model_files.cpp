@@ -1,11 +1,11 @@
-// model_files.cpp -- foreign models that the program must refuse: in one line that names the file
-// and the error, and with little memory, whatever the file claims.
+// model_files.cpp -- invalid and unsupported models, which the program must refuse with one line
+// that names the file and the error, and with little memory, whatever the file claims.
 //
 // Run:    build/test/model_files [--program build/train_gpt2_asan] [NAME...]
 
 #include "files.h"
 
-// Opens a model with little address space, because no claim of a file may cost memory.
+// Opens a model with little address space: sizes that a file claims must not cost memory.
 static Outcome open_model(const Text &path) {
     return program("--plan -e " + path, [] {
         enum { SPACE = 48 << 20 };
@@ -17,7 +17,7 @@ static Outcome open_model(const Text &path) {
 }
 #define expect_model_refused(path, words) expect_refused(open_model(path), words, words)
 
-// llm.c files with one word of the header changed, or truncated.
+// llm.c files that are truncated, or have one changed word in the header, are refused.
 TEST(llmc_refused) {
     const Shape m = {2, 2, 20, 7, 257};
     std::vector<std::vector<double>> ignored;
@@ -103,7 +103,7 @@ static void refuse_at(int line, const Text &file, const Text &words) {
 }
 #define refuse(file, words) refuse_at(__LINE__, file, words)
 
-// Files and headers that no program writes are refused by name and with little memory.
+// Malformed files and headers are refused with the file's name and with little memory.
 TEST(model_refused) {
     const Members good = small_model();
     const Text bytes = safetensors_bytes(good);
@@ -129,8 +129,8 @@ TEST(model_refused) {
         {bytes + "x", "do not cover its"},
         {bytes.substr(0, size - 1), "outside the file"}, {bytes.substr(0, 400), not_one},
         {with_header(bytes, "\"dtype\":\"F32\",", ""), wte + "dtype, shape and two data_offsets"},
-        {with_header(bytes, "\"F32\"", "\"F32\",\"dtype\":\"F32\""), wte + "duplicate key"},
-        {with_header(bytes, "\"dtype\"", "\"Dtype\""), wte + "duplicate key, or other"},
+        {with_header(bytes, "\"F32\"", "\"F32\",\"dtype\":\"F32\""), wte + "duplicate or unknown"},
+        {with_header(bytes, "\"dtype\"", "\"Dtype\""), wte + "duplicate or unknown key"},
         {with_header(bytes, "\"F32\"", "5"), wte}, {with_header(bytes, "F32", "F32\\u0000"), wte},
         {with_header(bytes, "[5,4]", "5"), wte}, {with_header(bytes, "[5,4]", "[5,4"), wte},
         {with_header(bytes, "[0,80]", "[0]"), wte},
@@ -150,7 +150,7 @@ TEST(model_refused) {
     detail = text("%zu files", sizeof files / sizeof *files);
 }
 
-// One tensor changed, missing, duplicated, or unknown.
+// Files in which one tensor is changed, missing, duplicated or unknown are refused.
 TEST(tensor_refused) {
     const Members good = small_model();
     for (auto &row : changes) {
@@ -185,7 +185,7 @@ TEST(tensor_refused) {
     detail = text("%zu changes", sizeof changes / sizeof *changes);
 }
 
-// __metadata__ must be an object of strings, as the format says.
+// __metadata__ must be an object of strings, as the format requires.
 TEST(metadata_refused) {
     const Shape m = {2, 2, 4, 3, 5};
     const Members good = hugging_face(m, {"F32"}, "");
@@ -203,7 +203,7 @@ TEST(metadata_refused) {
     }
 }
 
-// config.json with one change.
+// Models whose config.json has one unsupported or invalid entry are refused.
 TEST(config_refused) {
     const Shape m = {2, 2, 4, 3, 5};
     const Text bytes = safetensors_bytes(hugging_face(m, {"F32"}, ""));
@@ -259,7 +259,7 @@ TEST(config_refused) {
     detail = text("%zu changes", sizeof table / sizeof *table);
 }
 
-// A non-finite number is reported by its tensor and its index in the file's order.
+// A non-finite number is reported with its tensor and its index in the file's order.
 TEST(not_finite) {
     const Shape m = {2, 2, 4, 3, 257};
     static const struct {
@@ -290,7 +290,7 @@ TEST(not_finite) {
 }
 
 // A model split into several files with an index loads the same weights as a single file;
-// contradictions are refused by tensor and file.
+// contradictions are refused with the names of the tensor and file.
 TEST(parts) {
     const Shape m = {2, 2, 4, 16, 257};
     const Members all = hugging_face(m, {"F32", "BF16"}, "transformer.");
@@ -351,8 +351,8 @@ TEST(parts) {
     expect_model_refused("parts", "safetensors.index.json: not a regular file");
 }
 
-// A vocabulary padded to 50304 rows, like nanoGPT's, accepts GPT-2 tokens; the rows without a token
-// are part of the softmax and are kept; other paddings are refused.
+// A model whose vocabulary is padded to 50304 rows, like nanoGPT's, accepts GPT-2 tokens. The rows
+// without a token are part of the softmax and are kept. Other paddings are refused.
 TEST(padded_vocabulary) {
     write_file("train.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
     for (int rows : {50304, 50305}) {

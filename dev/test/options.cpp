@@ -1,6 +1,6 @@
-// options.cpp -- invalid options and file names, and the answers of --plan: one line on stderr that
-// names the option or file, the value found and the values allowed; nothing is trained, no file is
-// left.
+// options.cpp -- invalid options and file names, which are answered by one line on stderr that
+// names the option or file, the value found and the values allowed; nothing is trained and no file
+// is left. Also the output of --plan, --fit, --minimum and --largest, and of a run on a terminal.
 //
 // Run:    build/test/options [--program build/train_gpt2_asan] [NAME...]
 
@@ -24,9 +24,9 @@ static const Refusal bad_options[] = {
     {"--eval x.bin -o out", "leave --output (-o) out"},
     {"--eval x.bin -y 1", "needs --output (-o)"},
     {"--eval missing.bin", "--eval: cannot open missing.bin: No such file"},
-    {"--eval=", "--eval: '' names nothing"},
-    {"-i train.bin -e l2h2c16t16 -x 1 --output=", "--output: '' names nothing"},
-    {"-e l2h2c16t16 -x 1 --train-data=", "--train-data: '' names nothing"},
+    {"--eval=", "--eval: the value is empty"},
+    {"-i train.bin -e l2h2c16t16 -x 1 --output=", "--output: the value is empty"},
+    {"-e l2h2c16t16 -x 1 --train-data=", "--train-data: the value is empty"},
     {"--eval .", "--eval: cannot open .: Is a directory"},
     {"--eval train.bin", "train.bin: not an evaluation file"},
     {"--gpu t4", "--gpu needs --plan, --fit, --minimum or --largest"},
@@ -76,11 +76,11 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t16 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
-    {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
+    {"--plan --gpus 2 -e d12 --offload gradients", "works on one GPU only"},
     {"--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is unknown here"},
     {"--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"},
-    {"--minimum -e d12 -z 1", "--zero (-z) 1 divides states among GPUs: --gpus N"},
-    {"--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 divides states among GPUs: --gpus N"},
+    {"--minimum -e d12 -z 1", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"},
+    {"--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"},
     {"--minimum -e d12 -b 2", "finds the least memory by itself: leave --batch out"},
     {"--minimum -e d12 -r gelu", "leave --recompute out"},
     {"--minimum -e d12 --offload none", "leave --offload out"},
@@ -97,7 +97,6 @@ static const Refusal bad_options[] = {
     {"-e l2h2c16t16", "no training data: 'make data'"},
 };
 
-// One line that names the option, the value and the allowed values; nothing is trained.
 TEST(bad_options) {
     for (const Refusal &row : bad_options) {
         expect_refused(program(row.arguments), row.words, row.arguments);
@@ -146,7 +145,7 @@ TEST(not_regular) {
     detail = text("%zu files", sizeof table / sizeof table[0]);
 }
 
-// One line that names the file; no checkpoint is left.
+// An invalid token file is named in one line, and no checkpoint is written.
 TEST(bad_data) {
     const Text good = read_file("train.bin");
     Ids short_tokens(16, 7), outside(400, 7);
@@ -189,7 +188,7 @@ TEST(bad_data) {
         {"-i train.bin -j gpt2.bin", "(-j): gpt2.bin has GPT-2's tokens; train.bin has bytes"},
         {"-i story.txt", "story.txt is text, not tokens: data/tokenize --train-bpe 8192 -o"},
         {"-i train.bin -j long.txt", "long.txt is text, not tokens"},
-        {"-i data/mine_train.bin", "data/mine_train.bin; data/tokenize makes token files of text"},
+        {"-i data/mine_train.bin", "mine_train.bin; data/tokenize makes token files from text"},
         {"-i data/stories_bytes_train.bin", "stories_bytes_train.bin; 'make data' prepares it"},
         {"-i own.bin", "own.bin: a vocabulary of 256 in the header; its tokenizer has 257"},
         {"-i own2.bin", "own2.bin: a vocabulary of 65536 in the header"},
@@ -207,7 +206,7 @@ TEST(bad_data) {
     detail = text("%zu files and sizes", sizeof table / sizeof table[0]);
 }
 
-// A full disk (by a limit on file sizes), folders that cannot be created or written.
+// A full disk, simulated by a limit on file sizes, and folders that cannot be created or written.
 TEST(bad_output) {
     expect_success(program(TINY "--quiet -x 2 -u 2 -o out"), "a warmup of all steps");
     expect_refused(program(TINY "--quiet -x 4 -y 1 -o out", full_disk(20000)),
@@ -229,7 +228,7 @@ TEST(bad_output) {
                    "closed/out: Permission denied", "unwritable folder");
 }
 
-// Output and exit status of --plan for GPUs, for this machine, and as JSON.
+// The output and exit status of --plan for GPUs, for this machine, and as JSON.
 TEST(plan_command) {
     Outcome o = program("--plan -e d48 --gpu h200");
     expect_success(o, "--plan -e d48 --gpu h200");
@@ -241,7 +240,7 @@ TEST(plan_command) {
     expect(o.status == 3 && has(o.out, "DOES NOT FIT, ") &&
                has(o.out, "\nit fits with --offload moments,master: "),
            "status %d: %s", o.status, o.out.c_str());
-    // One card of 16 GB: what does not fit otherwise is offloaded, and reported.
+    // On a card with 16 GB, states that do not fit otherwise are offloaded, and this is reported.
     o = program("--plan -e gpt2-xl --gpu 4080");
     expect_success(o, "gpt2-xl on a 4080");
     expect(flat(o.out).find("; --offload moments,master") != Text::npos &&
@@ -272,7 +271,7 @@ TEST(plan_command) {
     }
 }
 
-// The command that --fit or --minimum recommends after the text `words`; it says that it fits.
+// Returns the options of the command that --fit or --minimum recommends after the text `words`.
 static Text recommended(const Text &out, const char *words) {
     const size_t at = out.find(words), line = out.find("train_gpt2", at);
     const size_t from = out.find(' ', line) + 1;
@@ -335,8 +334,8 @@ TEST(fit_command) {
     }
 }
 
-// --minimum and --fit for several GPUs: the more there are, the less each needs; the command has
-// their number and fits, and --plan forecasts it.
+// --minimum and --fit for several GPUs: the more GPUs, the less memory each needs. The recommended
+// command contains their number and fits, and --plan gives a forecast for it.
 TEST(fit_gpus) {
     const char *model = "d48";
     for (const char *title : {"GPU, nothing offloaded: ", "GPU, all but gradients on the host: "}) {
@@ -369,8 +368,8 @@ TEST(fit_gpus) {
     expect(has(two, "; predicted for these cards "), "16 GPUs are two machines");
 }
 
-// The command that --fit recommends contains the user's options and can be pasted; it contains
-// nothing that a program would not accept.
+// The command that --fit recommends contains the user's options, can be pasted, and contains no
+// option that the program would refuse.
 TEST(fit_given) {
     static const struct {
         const char *options, *in, *not_in;
@@ -414,7 +413,7 @@ TEST(fit_given) {
            "%s", moved.out.c_str());
 }
 
-// The first number after `words` in a text, with its commas removed; -1 if there is none.
+// Returns the first number after `words` in a text, ignoring its commas; -1 if there is none.
 static double number_after(const Text &out, const Text &words) {
     const size_t at = out.find(words);
     const size_t from = at == Text::npos ? at : out.find_first_of("0123456789", at + words.size());
@@ -425,7 +424,7 @@ static double number_after(const Text &out, const Text &words) {
     return digits.empty() ? -1 : atof(digits.c_str());
 }
 
-// --largest: its command fits, and the next value that is possible does not.
+// --largest: its command fits, and the next possible value does not.
 TEST(largest) {
     static const struct {
         const char *options, *card, *flag;
@@ -506,8 +505,8 @@ TEST(all_cards) {
            o.out.c_str());
 }
 
-// Suggestions are true: each one that --plan prints fits when it is typed, none is printed twice,
-// and switches that only --minimum used to know are among them.
+// Each suggestion that --plan prints fits when it is typed, and none is printed twice. They include
+// --logit-rows and --workspace, as in --minimum.
 TEST(suggestions) {
     static const char *const plans[] = {
         "-e gpt2-xl --gpu-mem 1.7GiB -b 1", "-e gpt2-xl --gpu 4060ti -r none --offload none",
@@ -521,7 +520,7 @@ TEST(suggestions) {
         for (size_t at = 0; (at = out.find("\nit fits with ", at)) != Text::npos; at++) {
             const Text remedy = out.substr(at + 14, out.find(": ", at) - at - 14);
             Text line = Text("--plan ") + options + " ";
-            for (const char *given : {"-r ", "-b ", "--offload "}) {  // given anew by the remedy
+            for (const char *given : {"-r ", "-b ", "--offload "}) {  // set by the suggestion
                 const size_t old = line.find(given);
                 if (has(remedy, given) && old != Text::npos) {
                     const size_t value = line.find(' ', old);
@@ -549,8 +548,8 @@ TEST(suggestions) {
            twice.c_str());
 }
 
-// The plan for a Hopper GPU also has the speed with attention kernels that the GPU has to prove,
-// which are for heads of 64 channels in bf16.
+// The plan for a Hopper GPU also gives the speed with wgmma attention, which a run uses only after
+// a trial on that GPU; those kernels are for heads of 64 channels in bf16.
 TEST(proved_kernels) {
     static const struct {
         const char *options;
@@ -571,7 +570,8 @@ TEST(proved_kernels) {
     }
 }
 
-// What unused memory would buy: the batch fits, and is faster by the factor that is printed.
+// --plan tells what unused memory would buy: the batch that it names fits, and is faster by the
+// printed factor.
 TEST(unused_memory) {
     const Text run = "-e d12 --gpu h100";
     for (const Text &step : {Text(" -d 524288"), Text()}) {
@@ -595,8 +595,8 @@ TEST(unused_memory) {
     expect(!has(full, "unused"), "%s", full.c_str());
 }
 
-// What scripts read: every command's JSON is valid, has the numbers of its text and ends with the
-// same status; rows of text fit 80 columns, except commands to paste.
+// Every command's JSON is valid, has the numbers of its text output and gives the same exit status.
+// Lines of text fit 80 columns, except commands to paste.
 TEST(json_and_text) {
     static const struct {
         const char *options;
@@ -641,7 +641,7 @@ TEST(json_and_text) {
                    "%s: %zu columns: %s", row.options, line.size(), line.c_str());
         }
     }
-    // Speeds and bytes of a list of candidates are those of the text.
+    // The speeds and bytes of --fit's candidates are those of the text.
     const Text options = "--fit bits -e gpt2-xl --gpu 4060ti -d 524288";
     const Text rows = program(options).out, json = program(options + " --json").out;
     size_t at = json.find("\"candidates\""), row = rows.find("settings\n");
@@ -674,14 +674,14 @@ TEST(memory_unknown) {
         }));
     };
     if (hidden("true").status != 0) {
-        skip("this user may not hide files of the system");
+        skip("no permission to mount over system files");
     }
     const Outcome o = hidden("'" + tested + "' -e l2h2c16t16 --plan");
     expect_success(o, "a plan");
     expect(has(o.out, "\nmemory available to this process: unknown\n"), "%s", o.out.c_str());
 }
 
-// Limits of a process that would end it later are detected before, by --plan and by a run.
+// Resource limits that would end a run later are detected at its start, and by --plan.
 TEST(memory_limits) {
     if (has_sanitizers()) {
         skip("a sanitizer needs more address space than any limit leaves");
@@ -719,7 +719,7 @@ TEST(memory_limits) {
             }
         }
         expect_too_large(program("--generate -e l12h12c1536t64", low),
-                         "short; --generate takes weights and a KV cache", limit.name);
+                         "short; --generate needs weights and a KV cache", limit.name);
         // Threads start after the plan is allocated, and their stacks count against the limit.
         for (const char *threads : {"7", "9"}) {
             o = program("-i train.bin -e l2h2c16t16 -x 1 --quiet", [&] {
@@ -752,12 +752,12 @@ TEST(launcher) {
         }
         expect_success(program(TINY "-x 1 --quiet", with(variable, "1")), "one copy");
     }
-    // A shell of sbatch or salloc, in which the program is started once.
+    // In a shell of sbatch or salloc, the program is started once.
     expect_success(program(TINY "-x 1 --quiet", with("SLURM_NTASKS", "8")), "a shell");
-    expect(!exists("out"), "nothing was started");
+    expect(!exists("out"), "a run was started");
 }
 
-// A signal ends a plan like any program that has nothing to save.
+// A signal ends --plan and --fit as it ends any program that has nothing to save.
 TEST(plan_signal) {
     int ends[2];
     expect(pipe2(ends, O_NONBLOCK) == 0);
@@ -767,7 +767,7 @@ TEST(plan_signal) {
     for (const char *plan : {"--plan -e l2h2c16t16", "--fit bits -e l2h2c16t16"}) {
         const pid_t pid = start(plan, [&] {
             dup2(ends[1], 1);
-            signal(SIGINT, SIG_DFL);  // a shell ignores it for background processes
+            signal(SIGINT, SIG_DFL);  // shells start background processes with it ignored
             alarm(10);
         });
         usleep(300000);
@@ -778,11 +778,11 @@ TEST(plan_signal) {
     }
 }
 
-// The start-up box and the log list all memory of a run, also if host and device share it, and no
+// The start-up box and the log list all memory of a run, even if host and device share it, and no
 // list ends with a comma.
 TEST(memory_shown) {
     if (has(tested, "cu")) {
-        skip("of the CPU program");
+        skip("needs the CPU program");
     }
     const Text run = "-e l3h2c64t16 -b 2 -r none --offload weights,gradients,moments ";
     const Outcome plan = program("--plan " + run), o = program("-i train.bin -x 1 -o out " + run);
@@ -843,7 +843,7 @@ TEST(command) {
     }
 }
 
-// Step lines are printed every --log-every steps, and for the last step; also after a resume.
+// Step lines are printed every --log-every steps and for the last step, after a resume too.
 TEST(log_every) {
     const Outcome o = program(TINY "-x 10 -n 5 --log-every 4 -y 1 -o out");
     expect_success(o, "--log-every 4");
@@ -857,7 +857,7 @@ TEST(log_every) {
     remove_folder("out/step-00000010");
     expect_success(program(TINY "--quiet -x 10 -n 5 --log-every 3 -y 1 -o out"), "resumed");
     expect(log_steps("out/log.jsonl") == Ints({4, 6, 9, 10}), "a log cut back to step 5");
-    // A run that is stopped also prints its last step, which was not known to be the last.
+    // A run that is stopped prints its last step too, although it was not known to be the last.
     const pid_t pid = start(TINY "-x 99999999 -k constant --log-every 50000000 -n 20 -o cut");
     wait_until([] { return exists("cut/step-00000020/manifest.json"); });
     kill(pid, SIGINT);
@@ -869,8 +869,8 @@ TEST(log_every) {
            "%zu lines: %s", last.size(), cut.out.c_str());
 }
 
-// Output of a program on a terminal of `columns` columns; `each` receives the output so far and may
-// resize the terminal.
+// Returns the output of a program on a terminal of `columns` columns; `each` receives the output so
+// far and may resize the terminal.
 static Text on_terminal(const Text &arguments, int columns,
                         const std::function<void(int, const Text &)> &each = nullptr) {
     const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
@@ -896,7 +896,8 @@ static Text on_terminal(const Text &arguments, int columns,
     return all;
 }
 
-// Lines that are rewritten in place; each byte of the clearing sequence is replaced by a space.
+// Returns the lines that are rewritten in place; each byte of the clearing sequence is replaced by
+// a space.
 static Words live_lines(const Text &all) {
     Words lines;
     for (size_t at = 0, end; (at = all.find("\r\033[K", at)) != Text::npos; at = end) {
@@ -907,7 +908,7 @@ static Words live_lines(const Text &all) {
     return lines;
 }
 
-// A line rewritten in place fits the terminal at any width, also after it is resized; on a narrow
+// A line rewritten in place fits the terminal at any width, even after it is resized; on a narrow
 // terminal the least useful parts are omitted first, and no step is missing.
 TEST(live_line) {
     for (int columns : {200, 80, 56, 20}) {

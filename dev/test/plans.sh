@@ -5,8 +5,8 @@
 #   dev/test/plans.sh build/plan_32        a build with 32-bit pointers
 #   dev/test/plans.sh build/plan.html      the page, its form filled in by headless Chromium
 #
-# The settings are drawn; SEED=N draws others, which a failure names. Last line `N passed, N failed,
-# N skipped`.
+# The settings are drawn at random; SEED=N draws others, and a failure names the seed. Last line `N
+# passed, N failed, N skipped`.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 program=$PWD/${1?}
@@ -16,7 +16,7 @@ trap 'rm -rf "$scratch"' EXIT
 SEED=${SEED-1}
 DRAWS=${DRAWS-40}
 
-# draws: prints the options of one plan a line. Most of the drawn combinations are valid.
+# draws: prints the options of one plan per line. Most of the drawn combinations are valid.
 draws() {
     awk -v seed="$SEED" -v count=$DRAWS '
     function pick(list,  n, word) { n = split(list, word, " "); return word[1 + int(rand() * n)] }
@@ -61,17 +61,18 @@ questions='-e gpt2-xl --gpu 4090|fit|--fit any
 -e d36 --gpu 4070 -b 2|length|--largest seq-len
 -e gpt2-xl --dtype bf16|minimum|--minimum'
 
-# The native program, in a folder without data: with data, the commands that it prints name it.
+# The native program runs in a folder without data, which its printed commands would name.
 mkdir "$scratch/bare" && cp train_gpt2 "$scratch/bare" || exit 1
 native() { (cd "$scratch/bare" && exec ./train_gpt2 "$@"); }
 
-# answer FILE COMMAND...: writes what the command says and its exit status into FILE.
+# answer FILE COMMAND...: writes the command's output and exit status to FILE.
 answer() {
     "${@:2}" > "$1" 2>&1
     echo "status $?" >> "$1"
 }
 
-# compare_program: draw by draw. A copy with the same path prints the same commands.
+# compare_program: compares plan by plan. Both programs run as ./train_gpt2, so that the commands
+# they print are equal.
 compare_program() {
     local how differ='' options question
     mkdir "$scratch/other bare" && cp "$program" "$scratch/other bare/train_gpt2"
@@ -102,8 +103,8 @@ compare_program() {
     verdict "--fit, --gpu all, --largest and --minimum too" $? "$differ"
 }
 
-# What the page's scripts share: fill() sets the form's fields from a line of options, answer()
-# waits for the page's answer and returns it, or the message that it shows.
+# Functions for the page's scripts: fill() sets the form's fields from a line of options, answer()
+# waits for the page's answer and returns it, or the error message that is shown.
 helpers='
 const $ = id => document.getElementById(id);
 const answer = async () => {
@@ -133,13 +134,13 @@ const fill = line => {
 };
 '
 
-# browse WIDTHxHEIGHT SCRIPT: what the script returns.
+# browse WIDTHxHEIGHT SCRIPT: runs the script in the page and prints what it returns.
 browse() {
     timeout 120 node dev/test/chromium.js "$program#-e d12 --gpu t4" "$1" "$helpers $2"
 }
 
-# compare_page: all draws in one visit. The page answers --plan --json for each and --plan for every
-# fourth; the command line that it offers must print the same.
+# compare_page: all plans in one browser session. The page answers --plan --json for each and --plan
+# for every fourth; the command line that it offers must print the same.
 compare_page() {
     local command n=0
     browse 1200x900 "let out = '';

@@ -33,7 +33,7 @@ static void need_mpi() {
     }
 }
 
-// Losses, norms and validations of a run as in its log; empty if it failed.
+// Returns the losses, norms and validations in a run's log; empty if the run failed.
 static Text numbers(const Text &log) {
     Text all;
     for (const char *key : {"loss", "grad_norm", "val_loss"}) {
@@ -46,7 +46,7 @@ static Text numbers(const Text &log) {
 
 static Text numbers_of(const Text &folder) { return numbers(read_file(folder + "/log.jsonl")); }
 
-// Runs with an output folder and expects success.
+// Runs the program with an output folder and expects success.
 static void run(const Text &arguments, const Text &folder,
                 const std::function<void()> &before = nullptr) {
     expect_success(program("--quiet -o " + folder + " " + arguments, before), arguments.c_str());
@@ -62,8 +62,8 @@ static void expect_same(const Text &a, const Text &b, int steps) {
            b.c_str());
 }
 
-// The same sequences per step on 1 to 4 ranks: in fp32 the same losses and norms up to rounding
-// and, with a learning rate of 0, the same bits in the validation.
+// With the same sequences per step, 1 to 4 ranks in fp32 have the same losses and norms up to
+// rounding and, with a learning rate of 0, the same bits in the validation.
 TEST(ranks_numbers) {
     for (int n = 1; n <= 4; n++) {
         const Text ranks = ODD "-d 288 --dtype fp32 -v 1 -m 7 " + text("--gpus %d ", n);
@@ -83,8 +83,7 @@ TEST(ranks_numbers) {
                 }
             }
         }
-        // fp16: every rank multiplies by the loss scale, and the sum over all ranks is divided by
-        // it.
+        // fp16: each rank scales its loss; the reported norm is that of the unscaled sum.
         run(ODD "-d 288 -x 2 -l 0 --dtype fp16 " + text("--gpus %d", n), text("fp16-%d", n));
         const auto norms = values_in(read_file(text("fp16-%d/log.jsonl", n)), "grad_norm");
         const auto alone = values_in(read_file("fp16-1/log.jsonl"), "grad_norm");
@@ -99,12 +98,12 @@ TEST(ranks_numbers) {
     }
 }
 
-// All stages have the same bits with one micro-step; with more, stages 0 and 1 agree, and 2 and 3,
-// where gradients are rounded once per micro-step. With clipping, skipped steps, every type of the
-// states, and every stream order.
+// All ZeRO stages give the same bits with one micro-step. With more, stages 0 and 1 agree, and so
+// do 2 and 3, which round gradients once per micro-step. Tested with clipping, skipped steps, every
+// type of the states, and every stream order.
 TEST(ranks_stages) {
     enum { LAST = 3 };
-    const bool full = is_full();  // every order, and level, at every stage
+    const bool full = is_full();  // every stream order and recompute level at every stage
     static const struct {
         int ranks, micros;
         const char *options;
@@ -147,7 +146,7 @@ TEST(ranks_stages) {
     }
 }
 
-// Offloaded states of ranks change no bit, at any ZeRO stage.
+// Offloading changes no bit of a run on several ranks, at any ZeRO stage.
 TEST(ranks_offload, REST) {
     enum { STAGES = 4 };
     static const struct {
@@ -209,7 +208,7 @@ TEST(ranks_mpirun, REST) {
     }
 }
 
-// A socket of the loopback interface listening on *port; 0 selects a free port.
+// Returns a socket of the loopback interface that listens on *port; 0 selects a free port.
 static int listen_on(int *port) {
     const int yes = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     struct sockaddr_in at = {};
@@ -227,7 +226,7 @@ static int listen_on(int *port) {
     return fd;
 }
 
-// A free port whose successor is also free.
+// Returns a free port whose successor is also free.
 static int free_port() {
     for (int tries = 0; tries < 100; tries++) {
         int port = 0, next;
@@ -262,8 +261,8 @@ static std::vector<Outcome> start_by_tcp(const Words &variables, const Text &lin
 static Text master(int port) { return text("MASTER_ADDR=localhost MASTER_PORT=%d ", port); }
 
 // Ranks started by torchrun and srun give the same bits as with --gpus, without MPI: with
-// torchrun's variables while its own store listens on MASTER_PORT, and with srun's, which are not
-// affected by sbatch's. A port scanner is not taken for a rank.
+// torchrun's variables while its own store listens on MASTER_PORT, and with srun's, whatever those
+// of sbatch say. A port scanner is not taken for a rank.
 TEST(ranks_tcp) {
     const Text part = TINY "-x 2 --clip 0.5 -z 1 ", line = part + "--quiet -o ";
     run(part + "--gpus 3", "gpus");
@@ -311,7 +310,7 @@ TEST(ranks_tcp) {
     expect_same("gpus", "srun", 2);
 }
 
-// Each failure of the ranks to find each other ends in one line that names it.
+// Each failure to connect the ranks ends in one line that names it.
 TEST(ranks_tcp_refused) {
     int port = free_port(), taken = 0;
     const int listener = listen_on(&taken);
@@ -322,7 +321,7 @@ TEST(ranks_tcp_refused) {
         const Outcome o = start_by_tcp({variables}, TINY "-x 1 --quiet --timeout 1")[0];
         expect_refused(o, words, variables);
     };
-    // Another process uses the port: rank 0 cannot listen, and others get no reply of a rank 0.
+    // Another process uses the port: rank 0 cannot listen, and others get no reply from a rank 0.
     one(both(taken, "2") + "0", text("rank 0 cannot listen on port %d (MASTER_PORT): Address "
                                      "already in use", taken));
     const pid_t other = fork();
@@ -366,7 +365,7 @@ TEST(ranks_tcp_refused) {
     }
 }
 
-// Contradictory variables of launchers.
+// Contradictory or incomplete variables of launchers are refused.
 TEST(ranks_variables) {
     static const Refusal words[] = {
         {"WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0", "but MASTER_PORT is not set: "},
@@ -380,13 +379,13 @@ TEST(ranks_variables) {
     for (const Refusal &row : words) {
         expect_refused(start_by_tcp({row.arguments}, TINY "-x 1")[0], row.words, row.arguments);
     }
-    // srun's place on the machine chooses the GPU, and not the order of ranks there.
+    // srun's local ID selects the GPU, not the order of the ranks on the machine.
     const Text same = master(free_port()) + "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_PROCID=";
     expect_refused(start_by_tcp({same + "0", same + "1"}, TINY "-x 1 --timeout 1")[0],
-                   "ranks 0 and 1 would share one GPU, ", "two ranks at one place");
+                   "ranks 0 and 1 would share one GPU, ", "two ranks with one local ID");
 }
 
-// In a build with MPI, an address selects TCP. Without one, MPI is initialised for calls from one
+// In a build with MPI, MASTER_ADDR selects TCP. Without it, MPI is initialised for calls from one
 // thread, after this rank's GPU has become the current device.
 TEST(ranks_mpi_starts) {
     need_mpi();
@@ -434,19 +433,20 @@ TEST(ranks_whole_lines) {
 
 // All ranks compute with the algorithms that rank 0 measured as the fastest. Here that is the
 // third, which is wrong on rank 1: the numbers show that rank 1 uses it, although it would choose
-// the first itself. So do ranks that resume a checkpoint, although both would choose the first.
+// the first itself. Ranks that resume the checkpoint also use it, although both would choose the
+// first.
 TEST(ranks_choices, REST) {
     need_mpi();
     for (const char *second : {"951", "159", "951 EMU_LT_WRONG=3", "159 EMU_LT_WRONG=3"}) {
         const Text program = " $PROGRAM " ODD "-d 48 -x 2 --quiet -o ";
         const Text folder = text("with%zu", strlen(second)) + second[0];
-        // Without a shared file of choices.
+        // Without HOME, the ranks have no common file of choices.
         const Text env = " -np 1 env -u HOME -u XDG_CACHE_HOME EMU_LT_TIMES=";
         expect_success(shell("mpirun --oversubscribe" + env + "951" + program + folder + " :" +
                              env + second + program + folder + " < /dev/null"), second);
     }
     const Text right = numbers_of("with39"), wrong = numbers_of("with189");
-    expect(!right.empty() && numbers_of("with31") == right, "other bits of one algorithm");
+    expect(!right.empty() && numbers_of("with31") == right, "one algorithm, different bits");
     expect(!wrong.empty() && wrong != right && numbers_of("with181") == wrong,
            "rank 1 keeps its own choice: %s, %s", right.c_str(), numbers_of("with181").c_str());
     for (const char *second : {"159", "159 EMU_LT_WRONG=3"}) {
@@ -458,7 +458,7 @@ TEST(ranks_choices, REST) {
                              second + program + " < /dev/null"), second);
     }
     expect(!numbers_of("on3").empty() && numbers_of("on18") != numbers_of("on3"),
-           "rank 1 does not take the checkpoint's: %s", numbers_of("on3").c_str());
+           "rank 1 does not use the checkpoint's: %s", numbers_of("on3").c_str());
 }
 
 // A checkpoint of three ranks is equivalent to that of one: any other number of ranks resumes it at
@@ -468,7 +468,7 @@ TEST(ranks_resume) {
     const Text part = ODD "-d 144 -s 2 -g 4 ", whole = "-d 144 -x 4 -z 3 --gpus 3 ";
     run(ODD + whole + "--keep 9 -v 1 -m 2 -s 2 -g 4 -n 2", "undisturbed");
     run(ODD + whole + "-v 0", "plain");
-    expect(tensors_of("plain", 4) == tensors_of("undisturbed", 4), "what looks on changes bits");
+    expect(tensors_of("plain", 4) == tensors_of("undisturbed", 4), "-v, -s or -n changes bits");
     for (int n : {1, 2, 3}) {
         const Text folder = text("from%d", n);
         shell("mkdir " + folder + "; cp -r undisturbed/step-00000002 " + folder);
@@ -482,12 +482,12 @@ TEST(ranks_resume) {
     }
     expect(!tensors_of("undisturbed", 4).empty() &&
                tensors_of("from3", 4) == tensors_of("undisturbed", 4),
-           "three ranks go on to other bits");
+           "three ranks resume with different bits");
     shell("mkdir cpu; cp -r undisturbed/step-00000002 cpu");
     expect_success(outcome(start_program("train_gpt2", ODD "-d 144 -x 3 -y 1 --quiet -o cpu")),
                    "the CPU program");
     run(part + "-x 4 -y 1 --gpus 2 -z 3", "cpu");
-    // Types whose weights have separate low halves, or complete masters, at any stage.
+    // From bf16, whose master weights are stored as low halves, to fp32 and fp16, at two stages.
     for (const char *type : {"fp32", "fp16"}) {
         for (int z : {2, 3}) {
             const Text folder = type + text("z%d", z);
@@ -502,7 +502,7 @@ TEST(ranks_resume) {
     run(small + "-x 1", "small", with("EMU_GPUS", "13"));
     run(small + "-x 2 -y 1", "small", with("EMU_GPUS", "13"));
     expect_same("whole", "small", 2);
-    // Choices for matmuls of another type are not used, and checking them keeps fp16's loss scale.
+    // Algorithms chosen for another type are not used, and checking them keeps fp16's loss scale.
     const Text types = ODD "-d 48 --tune 1 --gpus 2 ";
     run(types + "-x 2 --dtype bf16", "types");
     run(types + "-x 3 -y 1 --dtype fp16", "types");
@@ -590,8 +590,8 @@ TEST(ranks_states, REST) {
     }
 }
 
-// A rank runs in exactly the bytes of its plan, the reserve for NCCL, context and libraries, and is
-// refused with one byte less; NCCL's use of its reserve, which depends on the link and on
+// A rank runs in exactly the bytes of its plan plus those of NCCL, context and libraries, and is
+// refused with one byte less. NCCL's use of its reserve, which depends on the link and on
 // NCCL_MAX_CTAS, is reported.
 TEST(ranks_memory) {
     static const struct {
@@ -612,7 +612,7 @@ TEST(ranks_memory) {
         const Text plan = program(line + " --plan --json").out;
         const char *key = "\"total_bytes\":";
         const long bytes = atol(&plan[plan.find(key) + strlen(key)]);
-        // For peers and the ring: thread blocks, MiB; NVLS.
+        // 12 MiB per CTA for each peer and for the ring, and 64 MiB for NVLS.
         const long nccl = ((long)row.ranks * row.ctas * 12 + (row.nvlink[0] ? 64 : 0)) << 20;
         expect(bytes > 1 << 20, "%s: %ld bytes", line.c_str(), bytes);
         const char *pinned = "\"host_bytes\":";
@@ -663,17 +663,18 @@ TEST(ranks_refused) {
     expect_refused(program(ODD "--gpus 3", with("EMU_GPUS", "2")),
                    "ranks 0 and 2 would share one GPU, 0000:00:00.0 of ", "too few GPUs");
     expect_refused(program(ODD "--gpus 2", with("PMI_SIZE", "2")),
-                   "a launcher has already started ranks", "two who start ranks");
+                   "a launcher has already started ranks", "two launchers");
     expect_too_large(program(ODD "--gpus 2", with("EMU_GPU_MEM", "82000000")), " short",
                      "memory");
-    expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
+    expect_refused(program(ODD "--gpus 2 --offload gradients"), "works on one GPU only", "offload");
     expect_refused(program(ODD "--gpus 2", with("NCCL_MAX_CTAS", "0")),
                    "NCCL_MAX_CTAS is '0'; allowed: a number from 1 to 64", "NCCL_MAX_CTAS");
     expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),
                    "--gpus 2: several ranks are not supported: this program runs on", "CPU");
 }
 
-// If ranks differ in options, data or program, rank 0 names the first one, and none trains.
+// If ranks differ in options, data or program, rank 0 names the first rank that differs, and none
+// trains.
 TEST(ranks_mixed) {
     need_mpi();
     write_file("other.bin", read_file("val.bin"));
@@ -718,7 +719,6 @@ TEST(ranks_mixed) {
     }
 }
 
-// The child processes of a parent, in order.
 static Ints children_of(pid_t parent) {
     Ints pids;
     const Text list = read_file(text("/proc/%d/task/%d/children", (int)parent, (int)parent));
@@ -730,7 +730,7 @@ static Ints children_of(pid_t parent) {
     return pids;
 }
 
-// For program(): sets environment variables, and makes ranks wait forever for one that is gone.
+// For program(): sets environment variables, and makes ranks wait forever for one that has exited.
 static std::function<void()> with_faults(const Text &variables) {
     return [=] {
         for (const Text &word : split((variables + " EMU_NCCL_HANG=1").c_str())) {
@@ -756,12 +756,12 @@ static Ints start_ranks(pid_t *parent, const char *more) {
 static void expect_none_left(const Ints &ranks, const char *who) {
     for (const int pid : ranks) {
         wait_until([&] { return kill(pid, 0) != 0; });
-        expect(kill(pid, 0) != 0, "%s: a rank is left", who);
+        expect(kill(pid, 0) != 0, "%s: a rank still exists", who);
     }
 }
 
-// A rank that is killed ends the run in one line that names it, although on GPUs the others would
-// wait for it forever; if the parent is killed, its ranks end too.
+// If a rank is killed, the run ends with one line that names it, although on GPUs the others would
+// wait for it forever. If the parent is killed, its ranks end too.
 TEST(ranks_die) {
     for (size_t victim : {2, 0}) {
         pid_t parent;
@@ -783,10 +783,10 @@ TEST(ranks_die) {
     expect_none_left(ranks, "a killed parent");
 }
 
-// A rank that is stopped or hangs ends the run in one line that names it; after a rank skipped a
-// collective, the line says what each rank waits in. On an idle machine this takes at most
-// --timeout and 5 seconds; here 30 are allowed, and the timeouts tolerate a machine that stalls for
-// a second or two.
+// If a rank is stopped or hangs, the run ends with one line that names it; if a rank skipped a
+// collective, the line tells in which call each rank waits. On an idle machine this takes at most
+// --timeout plus 5 seconds; here 30 are allowed, and the timeouts tolerate a machine that stalls
+// for a second or two.
 TEST(ranks_hang) {
     enum { WITHIN_MS = 30000 };
     pid_t parent;
@@ -797,8 +797,8 @@ TEST(ranks_hang) {
                    "19", "a stopped rank");
     longest = wall_ms() - began;
     expect_none_left(ranks, "a stopped rank");
-    // A process held by a debugger does not end with its parent; one whose GPU hangs may not
-    // either.
+    // A process held by a debugger does not end with its parent, and neither may one whose GPU
+    // hangs.
     remove_folder("out");
     const Ints held = start_ranks(&parent, "--timeout 4");
     const pid_t last = held.size() == 3 ? held[1] : parent;
@@ -826,7 +826,7 @@ TEST(ranks_hang) {
     began = wall_ms();
     expect_refused(program(ODD "-d 72 --gpus 3 -z 3 -x 100 --quiet",
                            with_faults("EMU_FAULT_RANK=2 EMU_FAULT_ASYNC=300")),
-                   "rank 2: NCCL: a remote process has exited; ", "a failure of NCCL's");
+                   "rank 2: NCCL: a remote process has exited; ", "an NCCL error");
     longest = std::max(longest, wall_ms() - began);
     expect(longest < WITHIN_MS, "%.0f ms", longest);
     detail = text("at most %.1f s, some with the time before the fault", longest * 1e-3);
@@ -838,7 +838,7 @@ TEST(ranks_hang) {
 TEST(ranks_slow, REST) {
     const Text part = TINY "-x 1 --timeout 1 --quiet ";
     const int port = free_port();
-    // With different last arguments; selects both processes of one run and the one of another.
+    // Appends arguments, so that start_by_tcp can start two ranks of one run and another run.
     auto with_end = [](const Text &end) { return " sh -c 'exec \"$0\" \"$@\" " + end + "'"; };
     const Text tcp = master(port) + "WORLD_SIZE=2 ";
     const Text hangs = "EMU_NCCL_HANG=1 ", late = hangs + "EMU_FAULT_RANK=1 EMU_FAULT_LATE=2500 ";
@@ -846,8 +846,8 @@ TEST(ranks_slow, REST) {
                                           late + with_end("--gpus 2")}, part)) {
         expect_success(o, "NCCL starts slowly");
     }
-    // A training run finds a pipe instead of rank 1's states. It is read after 2.5 s, and then
-    // fails like any other file that is not a regular one.
+    // A training run finds a pipe in the place of rank 1's state file. The pipe is read after
+    // 2.5 s, and then fails like any file that is not a regular one.
     const Text saves = TINY "-k constant -x 30 --timeout 1 --quiet ", tmp = "/step-00000030.tmp/";
     auto hold = [&](const Text &out, int read_after_us) {
         const pid_t pid = fork();
@@ -881,7 +881,7 @@ TEST(ranks_slow, REST) {
     }
 }
 
-// Hints for NCCL's errors: too little shared memory, or one visible GPU for each rank.
+// NCCL's errors come with hints: too little shared memory, or a single visible GPU per rank.
 TEST(ranks_hints) {
     const Text faults = " EMU_FAULT_RANK=1 EMU_FAULT_INIT=1 ";
     const Text part = TINY "-x 1 --quiet --timeout 2 ";
@@ -925,8 +925,8 @@ TEST(ranks_hang_mpirun) {
 }
 
 // A run that was stopped as a whole, as by Ctrl-Z in a shell, continues however long that lasted,
-// even if its ranks made no progress between the parent's checks around it, as during a long
-// kernel.
+// even if its ranks made no progress between the parent's checks before and after it, for example
+// because of a long kernel.
 TEST(ranks_stopped) {
     const pid_t parent = start(ODD "-d 72 --gpus 3 -x 10000 --quiet -o out --timeout 5",
                                [] { setpgid(0, 0); });
@@ -961,7 +961,7 @@ TEST(ranks_unread) {
     close(ends[1]);
     wait_until([] { return exists("out/log.jsonl"); });
     usleep(6000000);
-    expect(log_steps("out/log.jsonl").size() < 100, "all was printed into the pipe");
+    expect(log_steps("out/log.jsonl").size() < 100, "all output fits into the pipe");
     while (read(ends[0], piece, sizeof piece) > 0) {
     }
     expect_success(outcome(parent), "an output that is not read");
@@ -1002,7 +1002,7 @@ TEST(ranks_signals) {
         const Ints ranks = children_of(pid);
         kill(ranks.size() == 2 ? ranks[rank] : pid, SIGINT);
         expect_success(outcome(pid), "asked to stop between steps");
-        expect(log_steps("steps/log.jsonl").size() < 90, "rank %zu is asked: on to the end", rank);
+        expect(log_steps("steps/log.jsonl").size() < 90, "rank %zu: the signal is ignored", rank);
     }
     detail = text("%d of %d interrupted", interrupted, times);
 }
@@ -1082,7 +1082,7 @@ TEST(ranks_full) {
 // A log at the size limit, which concerns only rank 0, stops all ranks at the same step, which is
 // saved; one line says what failed.
 TEST(ranks_full_log) {
-    enum { LIMIT = 400000 };  // in bytes; more than any file of the checkpoint has
+    enum { LIMIT = 400000 };  // in bytes; larger than any file of the checkpoint
     mkdir("out", 0755);
     write_file("out/log.jsonl", "{\"step\":0,\"text\":\"" + Text(LIMIT - 5000, 'x') + "\"}\n");
     const Outcome o = program(TINY "--gpus 3 -z 1 -k constant -x 1000 --quiet -o out", [] {
@@ -1100,8 +1100,8 @@ TEST(ranks_full_log) {
 }
 
 // A rank that is killed in any phase of a save leaves the previous checkpoint. The next run removes
-// what is incomplete and ends with the bytes of an uninterrupted one. A pipe that waits for a
-// reader holds the rank in the phase.
+// what is incomplete and ends with the bytes of an uninterrupted one. A FIFO without a reader holds
+// the rank in that phase.
 TEST(ranks_save_killed, REST) {
     enum { END = 20 };
     const Text part = TINY "--gpus 3 -z 1 -k constant ", whole = part + text("-x %d -y 1 ", END);
@@ -1110,7 +1110,7 @@ TEST(ranks_save_killed, REST) {
     shell("cp -r begun undisturbed");
     const Text good = checkpoint_bytes("begun", 2, 3);
     run(whole, "undisturbed");
-    const std::pair<const char *, const char *> table[] = {  // which file is held back
+    const std::pair<const char *, const char *> table[] = {  // the file that is a FIFO
         {"model.safetensors", ""},
         {"state-1-of-3.safetensors", "state-0-of-3.safetensors"},
         {"manifest.json", "config.json"}};
@@ -1131,7 +1131,7 @@ TEST(ranks_save_killed, REST) {
             wait_until([&] {
                 return exists(done) || (logged(END) && exists(tmp + table[i].second));
             });
-            expect(!exists(done), "renamed before %s is there", table[i].first);
+            expect(!exists(done), "renamed before %s exists", table[i].first);
             const Ints ranks = children_of(parent);
             if (ranks.size() == 3) {
                 kill(ranks[victim], SIGKILL);
@@ -1150,8 +1150,8 @@ TEST(ranks_save_killed, REST) {
     }
 }
 
-// Data that one rank cannot read end the run in a line of that rank, and the state is saved; the
-// other ranks do not apply the step. Also tested with rank 0, since 0 could mean "no fault".
+// If one rank cannot read its data, it prints one line, no rank applies the step, and the run ends
+// with its state saved. Also tested with rank 0, since 0 could mean "no fault".
 TEST(ranks_fault) {
     const Text part = "-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 ";
     run(part + "-n 20", "undisturbed");
@@ -1190,7 +1190,7 @@ TEST(ranks_eval) {
     }
 }
 
-// The log lines of one rank, from the emulator's log of a run.
+// Returns the log lines of one rank, from the emulator's log of a run.
 static Words log_of_rank(const Text &log) {
     // The parent logs too, but only ranks log collectives.
     const size_t collective = log.find("] AllGather"), begin = log.rfind('\n', collective) + 1;
@@ -1213,15 +1213,16 @@ static Text logged(const Text &arguments) {
 
 static int starts(const Text &line, const char *with) { return line.rfind(with, 0) == 0; }
 
-// The number of the stream after the text `before`.
+// Returns the number of the stream after the text `before`.
 static int stream_in(const Text &line, const char *before) {
     const size_t at = line.find(before);
     return at == Text::npos ? -1 : atoi(&line[at + strlen(before)]);
 }
 
-// A block's exchange waits only for the kernels before it. It is followed by the kernels of the
-// next block's backward pass, on a stream that waits for the exchange only after all blocks.
-// (Streamed buffers are ordered by ticks instead: see test_transfers.)
+// Expects that a block's exchange waits only for the kernels before it, and is followed by the
+// kernels of the next block's backward pass, whose stream waits for the exchange only after all
+// blocks.
+// (Streamed buffers are ordered by ticks instead: see TEST(transfers).)
 static void check_overlap(int z) {
     enum { BLOCKS = 3 };
     const Words lines =
@@ -1288,7 +1289,7 @@ TEST(ranks_gathers) {
             }
         }
         expect(updates.size() > 3 * (BUCKETS + 1), "%s: %zu updates", options, updates.size());
-        // The last update but one; vectors are updated first and not gathered.
+        // Looks at the last update but one. Vectors are updated first and are not gathered.
         const size_t begin = updates[updates.size() - 2 * (BUCKETS + 1)];
         const size_t end = updates[updates.size() - (BUCKETS + 1)];
         const int compute = stream_in(lines[begin], " on stream ");
@@ -1342,8 +1343,8 @@ TEST(ranks_gathers) {
 }
 
 // Twelve ranks have the same bits at every stage and for every placement: on one machine, in blocks
-// on three, or alternating between three; also in random stream orders, and with a second group of
-// a single rank.
+// on three, or alternating between three. Also with random stream orders, and with a second group
+// of a single rank.
 TEST(ranks_placement, REST) {
     write_corpus();
     const Text shape = "-i train.bin -j val.bin -e l2h2c64t16 -t 12 -b 1 -x 2 --clip 0.5 "
@@ -1380,8 +1381,8 @@ TEST(ranks_placement, REST) {
 
 // No kernel or matmul is called for the first time while a collective may be waiting for another
 // rank: in steps of one or three micro-steps, in validation, samples and saves, with algorithms
-// that were timed, come from a file, or from a checkpoint although the ranks would choose others;
-// in an evaluation. The emulated device ends a program that does.
+// that were timed, were read from a file, or were read from a checkpoint although the ranks would
+// choose others; and in an evaluation. The emulated device ends a program that violates this.
 TEST(ranks_first) {
     write_file("e.bin", eval_bytes(random_questions(5, 50257, 2)));
     for (const int z : {0, 3}) {
@@ -1398,14 +1399,14 @@ TEST(ranks_first) {
         remove_folder("home");
         mkdir("home", 0755);
         run(part + "1", "first", with_home("home", "951"));
-        expect(exists("home/.cache/train_gpt2/matmul"), "no file of choices");
+        expect(exists("home/.cache/train_gpt2/matmul"), "no file of algorithms");
         run(part + "2 -y 1", "first", with_home("home", "951"));
         run(part + "3 -y 1", "first", with_home("none", "159"));
     }
     expect_success(program("-e l1h1c16t16 --eval e.bin --json -b 3 --gpus 2"), "--eval");
 }
 
-// Bytes that a rank of a logged run sends, without the ranks' statuses (64 bytes each).
+// Returns the bytes that a rank of a logged run sends, without the ranks' statuses (64 bytes each).
 static long sent_bytes(const Text &arguments, int ranks) {
     long sum = 0;
     for (const Text &line : log_of_rank(logged(arguments))) {
@@ -1429,14 +1430,15 @@ TEST(ranks_traffic, REST) {
             auto padded = [&](long count, long to) { return (count + to - 1) / to * to; };
             const long to = 64 * n, stay = padded(VP * C, to) + padded(MAX_T * C, to);
             const long blocks = L * padded(12 * C * C, to);
-            // Vectors: twelve times C in a block and two more after, each padded to a multiple of
-            // 64.
+            // Vectors: 13 C elements in a block and 2 C after the last, each vector padded to a
+            // multiple of 64.
             const long vector = padded(C, 64);
             const long vectors = padded(L * (6 * vector + padded(3 * C, 64) + padded(4 * C, 64)) +
                                             2 * vector, to);
             const long reduced = 2 * (stay + (z >= 2 ? k : 1) * blocks) + 4 * vectors;
             // Weights at stage 3: gathered in every micro-step's forward and backward, except the
-            // last two blocks, which stay for backward, and the first two, which are left from it.
+            // last two blocks, which forward keeps for backward, and the first two, which backward
+            // keeps for the next micro-step.
             const long transfers = z == 3 ? 2 * k * L - 4 * k + 2 : L;
             const long gathered = 2 * (stay + blocks / L * transfers) + 4 * vectors;
             const long want = (reduced + gathered) / n * (n - 1);
@@ -1451,14 +1453,14 @@ TEST(ranks_traffic, REST) {
                    "%.1f: %s", shown, plan.out.substr(plan.out.find("a step of")).c_str());
         }
     }
-    // NCCL must not allocate in the first save: each collective has been called before.
+    // NCCL must not allocate in the first save, so the warm-up calls every collective.
     const Outcome o = program(ODD "-d 48 --gpus 2 -z 1 -x 1 --quiet", with("EMU_LOG", "1"));
     expect(o.err.find("] Broadcast on stream") != Text::npos, "no broadcast in the warm-up");
 }
 
-// The number of the last exchange of a run with an output folder: that of the vectors' gradients in
-// its last step, which is followed by the gather of their sums; or of the `before`-th one before
-// it.
+// Returns the number of the last exchange of a run with an output folder, or of the `before`-th one
+// before it. The last is that of the vectors' gradients in the last step, which is followed by the
+// gather of their sums.
 static int last_exchange(const Text &arguments, size_t before = 0) {
     int serial = 0;
     Ints numbers;
@@ -1492,7 +1494,7 @@ TEST(ranks_replicas) {
         expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "different result, -z %s",
                zero);
     }
-    // The same with a learning rate of 0, where only moments differ.
+    // The same with two ranks and with a learning rate of 0, where only moments differ.
     for (const char *rate : {"", "-l 0 "}) {
         const Text two = TINY "--gpus 2 -z 1 --quiet " + Text(rate);
         const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
@@ -1511,10 +1513,10 @@ TEST(ranks_replicas) {
                    "ranks 0, 1: weights or moments differ", "a block's gradient");
 }
 
-// A NaN that one rank sends to another makes all skip the step, and a norm just above --clip makes
-// all clip equally: their replicas agree in the next save, the counters equal the log's, and all
-// stages have the same bits. In fp16 all ranks halve the loss scale, which each stores itself: if
-// one did not, its part of the next step's gradients would be wrong by that factor.
+// If one rank sends a NaN to another, all ranks skip the step, and if the norm is just above
+// --clip, all clip equally: their replicas agree in the next save, the counters equal the log's,
+// and all stages have the same bits. In fp16 all ranks halve the loss scale, of which each stores a
+// copy: if one did not, its part of the next step's gradients would be wrong by that factor.
 TEST(ranks_skip_and_clip, REST) {
     static const struct {
         const char *options;

@@ -1,27 +1,28 @@
-// sass.cpp -- compares the machine code of the kernels with their budgets: what can be said about
-// speed without a GPU.
+// sass.cpp -- compares the machine code of the kernels with their budgets, which is what can be
+// checked about speed without a GPU.
 //
 // Every kernel's contract in train_gpt2.cu ends with one or more lines of this form,
 //
 //     // budget: <bf16, 64> threads 128 shared 49152 regs 222 blocks 2 instr/elem 13 of 64 loop
 //     //   test gpu_attention
 //
-// and for each GPU below the compiled instance must keep it: at most so many registers, no byte
-// spilled (`spills N`: at most N bytes), at least so many blocks per SM when launched with that
-// many threads and dynamic shared bytes, and at most so many instructions for each of a thread's
-// elements. All of the kernel's instructions are counted, including slow paths but not subroutines,
-// or with `loop` its longest loop. An instance is named by its first template arguments, or none if
-// the kernel is not a template; instances without a line are reported and not limited. `sm 80`: the
-// line applies to that GPU only. sm_75, which has no bf16, has only such lines.
+// and for each GPU below the compiled instance must stay within it: at most that many registers, no
+// byte spilled (`spills N`: at most N bytes), at least that many blocks per SM when launched with
+// the given threads and dynamic shared bytes, and at most that many instructions for each of a
+// thread's elements. All of the kernel's instructions are counted, including slow paths but not
+// subroutines, or with `loop` its longest loop. An instance is named by its first template
+// arguments, or none if the kernel is not a template; instances without a line are reported but not
+// limited. `sm 80`: the line applies to that GPU only. sm_75, which has no bf16, has only such
+// lines.
 //
-// For kernels of wgmma, `hgmma N`: the loop has exactly N products; `overlap N`: at least N
-// exponentials are computed between the wait for all but one group of products and the next wait
-// for all. Their loops must not let the lanes of a warp diverge. A remark C75xx of the compiler, by
-// which it says that it waits for each product on its own, is a failure.
+// For kernels with wgmma, `hgmma N`: the loop has exactly N wgmma instructions; `overlap N`: at
+// least N exponentials are computed between the wait for all but one group of them and the next
+// wait for all. Their loops must not let the lanes of a warp diverge. A warning C75xx, in which
+// ptxas reports that it serializes wgmma instructions, is a failure.
 //
 // Budgets were recorded with one release of nvcc; the log of a compilation starts with its name.
-// For another release the limits are wider: it can only show a kernel that spills or no longer
-// fills its SM, not a few registers.
+// For another release the limits are wider: they detect a kernel that spills or no longer fills its
+// SM, but not a few more registers.
 //
 // This is not a simulator: every instruction counts as one, however long it takes.
 //
@@ -109,7 +110,7 @@ static void fault(Source *source, int line, const Text &what) {
     source->faults.push_back("train_gpt2.cu:" + std::to_string(line) + ": " + what);
 }
 
-// The name before "(" if a kernel begins here, else empty. `declared`: __global__ was seen.
+// Returns the name before "(" if a kernel begins here, else "". *declared: __global__ was seen.
 static Text kernel_name(const Text &code, bool *declared) {
     *declared |= !starts(code, "//") && !starts(code, "#") &&
                  code.find("__global__") != Text::npos;
@@ -125,8 +126,8 @@ static Text kernel_name(const Text &code, bool *declared) {
     return code.substr(at, end - at) + "_kernel";
 }
 
-// Reads a budget with its continuation lines, after which `line` is the next line; false if none
-// begins here. `tests`: text that names each test.
+// Reads a budget with its continuation lines, after which `line` is the next line; false if no
+// budget begins here. `tests`: source text that contains every test's name.
 static bool budget_lines(std::istream *in, Text *line, int *number, const Text &tests, Source *to) {
     const char opening[] = "// budget:";
     if (!starts(*line, opening)) {
@@ -139,7 +140,7 @@ static bool budget_lines(std::istream *in, Text *line, int *number, const Text &
         words += line->substr(4);
     }
     if (!budget_read(words, &b)) {
-        fault(to, b.line, "a budget is threads, regs, blocks, test, and more words of its kind");
+        fault(to, b.line, "not a budget: expected threads, regs, blocks, test and known words");
     } else if (tests.find("TEST(" + b.test + ",") == Text::npos) {
         fault(to, b.line, "no test has the name " + b.test);
     } else {
@@ -161,7 +162,7 @@ static bool approximates(const Text &line) {
            });
 }
 
-// The budgets of every kernel, and the kernels that have none.
+// Returns the budgets of every kernel, and as faults the kernels that have none.
 static Source source_read(const Text &text, const Text &tests) {
     Source source;
     std::istringstream in(text);
@@ -187,7 +188,7 @@ static Source source_read(const Text &text, const Text &tests) {
 
 // -------------------------------------------------------------------------------------------------
 // Compiled kernels
-// The output of ptxas for each, and its instructions.
+// Reads the output of ptxas for each kernel, and its instructions.
 
 struct Gpu {
     const char *arch;
@@ -206,7 +207,7 @@ struct Compiled {
     int regs, spills, shared;
     int whole, loop;  // instructions; 0 without disassembly, or without a loop
     int hgmma, overlap;  // of the loop
-    bool diverges;       // the loop has both products and places where lanes may diverge
+    bool diverges;       // the loop has both wgmma and places where lanes may diverge
 };
 
 typedef std::map<Text, Compiled> Kernels;  // by mangled name
@@ -243,7 +244,7 @@ static void name_read(const Text &mangled, Compiled *c) {
     }
 }
 
-// Output of ptxas -v: three lines per kernel.
+// Reads the output of ptxas -v: three lines per kernel.
 static Kernels log_read(const Text &log) {
     Kernels kernels;
     std::istringstream in(log);
@@ -315,7 +316,7 @@ struct Counter {
                 loop_at = labels[target];
                 loop = count - loop_at;
             }
-        } else if (labels.count(target)) {  // a branch to itself ends the code
+        } else if (labels.count(target)) {  // a branch to itself: the padding begins
             count--;
             over = true;
         }
@@ -357,9 +358,9 @@ static void sass_read(const Text &sass, Kernels *kernels) {
     close();
 }
 
-// Blocks per SM, limited by threads, blocks, shared memory including the system's part of each
-// block, and 65536 registers: allocated to warps in units of 256, each quarter of the SM holds
-// whole warps.
+// Returns the blocks per SM, limited by threads, blocks, shared memory including the system's part
+// of each block, and 65536 registers, which are allocated to warps in units of 256; each quarter of
+// the SM holds whole warps.
 static int blocks_per_sm(const Gpu &gpu, const Compiled &c, const Budget &b) {
     const int warps = (b.threads + 31) / 32, warp_regs = (c.regs * 32 + 255) / 256 * 256;
     const int by_regs = 65536 / 4 / std::max(warp_regs, 1) * 4 / warps;
@@ -381,7 +382,7 @@ static bool is_named_by(const Compiled &c, const Budget &b) {
 
 static const char recorded_with[] = "release 13.0,";
 
-// True if ptxas makes a kernel wait for each product of wgmma on its own.
+// True if ptxas serializes a kernel's wgmma instructions.
 static bool is_serialized(const Text &log) { return log.find("(C75") != Text::npos; }
 
 static bool is_recorded(const Text &log) {
@@ -412,7 +413,7 @@ static Text figure(const char *name, double is, double bound, bool good) {
     return text;
 }
 
-// The numbers of an instance next to its limits; `good` returns whether it keeps them.
+// Returns the numbers of an instance next to its limits; *good: whether it stays within them.
 static Text compare(const Gpu &gpu, const Compiled &c, const Budget &b, bool *good) {
     const int blocks = blocks_per_sm(gpu, c, b);
     const bool regs = c.regs <= b.regs, spills = c.spills <= b.spills, enough = blocks >= b.blocks;
@@ -443,8 +444,8 @@ static Text instance_name(const Compiled &c) {
 
 // -------------------------------------------------------------------------------------------------
 // Injected faults
-// A kernel of eleven instructions, eight of them in a loop and one after the end, which keeps its
-// budget; then every way to violate it, each of which must be detected.
+// A kernel of eleven instructions, eight of them in a loop and one after the end, which stays
+// within its budget; then every way to violate it, each of which must be detected.
 
 static const char injected_source[] =
     "// What.\n"
@@ -482,7 +483,7 @@ struct Injected {
     const char *where, *from, *to;  // in source, log or sass
 };
 
-// True if everything keeps its budget after one replacement; `release`: of nvcc.
+// True if the kernel stays within its budget after one replacement; `release`: of nvcc.
 static bool injected_is_good(const Injected &p, const char *release = "13.0") {
     Text source = injected_source, sass = injected_sass;
     Text log = Text("Cuda compilation tools, release ") + release + ", V1\n" + injected_log;
@@ -548,7 +549,7 @@ static Text file_text(const Text &path) {
     return text.str();
 }
 
-// Output of a command; empty if it cannot be run.
+// Returns the output of a command; empty if it cannot be run.
 static Text command_text(const Text &command) {
     Text text;
     FILE *pipe = popen(command.c_str(), "r");

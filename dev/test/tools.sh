@@ -175,9 +175,9 @@ if [ -f again.state ]; then
         refuses "state, $name" "again.state (is|counts) .*: remove it" $again $option $file
     done
     cp kept again.state && rm again_train_000000.bin
-    refuses "a state without its shards" "counts finished shards that are not there" $again digits
+    refuses "a state without its shards" "counts finished shards that do not exist" $again digits
     cp kept again.state && touch digits
-    refuses "state, input touched" "is of a run on other input, or it changed" $again digits
+    refuses "state, input touched" "is of a run with other or changed input" $again digits
     rm again.state
 else
     skip "states" "runs end before they can be interrupted"
@@ -199,7 +199,7 @@ equal "the lock of a killed run is released and removed" "$? $(echo held*)" \
 if command -v strace > /dev/null && strace -o traced true; then
     strace -f -o traced -e trace=fsync,fdatasync,syncfs,sync \
         $tokenize --val-fraction 0 --shard-tokens 2000 -o tiny digits2 > /dev/null
-    equal "2,400 tiny shards: at the first, at the end" "$(grep -c sync traced)" 3
+    equal "2,400 tiny shards: synced at the first and at the end" "$(grep -c sync traced)" 3
     rm -f tiny_*
 else
     skip "syncs with tiny shards" "no strace"
@@ -232,7 +232,7 @@ $(numbers u2 1024 bpe_train.bin)" "8 50257 0 50256 40 1183 467 13 50256 15496 99
     $bpe --val-fraction 0 -o bpe said > /dev/null
     equal "GPT-2 tokens, plain" "$(numbers u2 1024 bpe_train.bin)" \
         "40 1183 467 13 198 27 91 437 1659 5239 91 29 198 15496 995"
-    head -c 4500000 /dev/zero | tr '\0' 'a' > solid    # longer than an uncut text may be
+    head -c 4500000 /dev/zero | tr '\0' 'a' > solid    # longer than the longest block
     $bpe --threads 2 --val-tokens 5 -o bpe solid > /dev/null
     equal "GPT-2 tokens, no place to split" "$(numbers u2 1024 bpe_val.bin)" \
         "24794 24794 24794 24794 24794"
@@ -246,7 +246,7 @@ train_bpe="./tokenize --train-bpe"
 $train_bpe 1000 --val-fraction 0 -o learned told > said
 equal "merges of the stories" \
     "$(cmp learned_merges.txt "$root/dev/test/stories_merges.txt" 2>&1)" ""
-says "says what it learned" "^learned_merges.txt +743 merges from 556 distinct pre-tokens" \
+says "learned merges are reported" "^learned_merges.txt +743 merges from 556 distinct pre-tokens" \
     "$(cat said)"
 equal "header of own tokens" "$(numbers d4 12 -N8 learned_train.bin) \
 $(od -An -tx1 -j20 -N8 learned_train.bin | tr -d ' ')" \
@@ -268,7 +268,7 @@ $train_bpe 300 --documents --val-fraction 0 -o apart told > /dev/null
 equal "a document begins with end of text" "$(numbers u2 1024 -N2 apart_train.bin)" 299
 printf 'aaaa\xff\xfe\0\xff\xfe\0aaaa' > odd
 $train_bpe 260 --val-fraction 0 -o odd odd > /dev/null
-equal "bytes that are no text" "$(sed 1d odd_merges.txt | tr '\n' '|')" "a a|þ Ā|ÿ þĀ|"
+equal "bytes that are not text" "$(sed 1d odd_merges.txt | tr '\n' '|')" "a a|þ Ā|ÿ þĀ|"
 $train_bpe 257 --val-fraction 0 -o odd odd > /dev/null
 equal "no merges at all" "$(cat odd_merges.txt)" "#version: 0.2"
 refuses "text with few merges" "--train-bpe 400: this text has only [0-9]+ merges, which make a" \
@@ -356,11 +356,11 @@ says "data/ next to the program" \
 mkdir elsewhere/data && cp repo/data/stories_bytes_*.bin elsewhere/data/
 said=$(cd elsewhere && $train 2>&1)
 says "data/ here is preferred" "data     data/stories_bytes_train\*.bin: .*validation loss" "$said"
-equal "with -j no such line" "$(grep -c 'no validation' <<< "$said")" 0
-says "-i alone validates on files beside it" ' -j data/stories_bytes_val.bin .*validation loss' \
+equal "validation data: no line without it" "$(grep -c 'no validation' <<< "$said")" 0
+says "-i alone: validates on files next to it" ' -j data/stories_bytes_val.bin .*validation loss' \
     "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
 mv elsewhere/data/stories_bytes_val.bin elsewhere/val.bin
-says "without -j a line says so" $'\n +no validation: --val-data \\(-j\\) is not given\n' \
+says "no validation data: one line" $'\n +no validation: --val-data \\(-j\\) is not given\n' \
     "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
 rm -f repo/data/stories?*.*
 if [ -f "$mirror/tinyshakespeare.txt" ]; then
@@ -660,7 +660,8 @@ else
     skip "report.py" "no python3"
 fi
 
-# make install: what it makes of --help has each option, and the completion offers its values.
+# make install: the manual page made from --help lists every option, and completion offers options
+# and values.
 make -s -C "$root" install PROGRAM=train_gpt2 DESTDIR="$PWD/root" PREFIX=/usr > /dev/null
 options=$(cd root/usr && bin/train_gpt2 --help | grep -oE '^  (-[a-zA-Z],|   ) --[a-z0-9-]+' |
     grep -o -- '--.*')

@@ -21,8 +21,9 @@ TEST(overfit) {
     detail = text("loss %.4f after 240 steps", loss);
 }
 
-// The words of a text in lower case, the number of sentences, and how many of them end properly:
-// before a capital letter, at the end of the text or, at the end of a quotation, before anything.
+// Returns the words of a text in lower case. *sentences receives the number of sentences, *ended
+// how many of them end properly: before a capital letter, at the end of the text or, at the end of
+// a quotation, before anything.
 static Words words_of(const Text &all, int *sentences, int *ended) {
     Words words(1);
     *sentences = *ended = 0;
@@ -85,19 +86,18 @@ TEST(make_train) {
                   ended, sentences);
 }
 
-// The CPU program computes in fp32; the GPU program does with this option.
+// Returns the option that makes the GPU program compute in fp32, as the CPU program does.
 static Text in_fp32() {
     const Text name = tested.substr(tested.rfind('/') + 1);
     return has(name, "cu") ? " --dtype fp32" : "";
 }
 
 // Relative rounding error allowed for losses and norms below. Measured in 60 steps of either
-// program:
-// 2.4e-7 of a loss, 4.7e-7 of a norm.
+// program: 2.4e-7 of a loss, 4.7e-7 of a norm.
 static const double LOSS_TOL = 1e-6, NORM_TOL = 1e-5;
 
-// A batch of four equals two micro-steps of two and four of one: the same sequences in every step,
-// also past the end of the data, and the same mean over them, in loss, gradient and update.
+// A batch of four equals two micro-steps of two and four of one: every step has the same sequences,
+// even past the end of the data, and the same mean over them in loss, gradient and update.
 TEST(micro_batches) {
     const Text run = "-i train.bin -e l2h2c16t16 -d 64 -x 60 -u 5 -l 3e-3 --clip 0.5 --quiet" +
                      in_fp32();
@@ -161,7 +161,7 @@ TEST(validation) {
     expect(validate("val", 1, 0) != validate("val", 1, 10), "the last sequence is left out");
 }
 
-// Number of step lines in a log, which may end within one.
+// Returns the number of step lines in a log, which may end within a line.
 static int log_steps_of(const Text &folder) {
     const Text log = read_file(folder + "/log.jsonl");
     int steps = 0;
@@ -180,8 +180,8 @@ TEST(resident_memory) {
                 o.resident_bytes / 1e6, plan / 1e6);
 }
 
-// If all steps are skipped, the run ends; its newest checkpoint is from before them, whatever
-// --save-every says. The loss in the log is null from the first update that diverged.
+// After --max-skips consecutive skipped steps the run ends; its newest checkpoint is from before
+// them, whatever --save-every says.
 TEST(max_skips) {
     const Text diverging = "--quiet -l 1 -c 11 -k constant -v 0 -n 1 -o out ";
     Outcome o = program(TINY + diverging + "-x 100 --max-skips 7");
@@ -204,7 +204,7 @@ TEST(max_skips) {
     detail = text("diverged in step %d", before + 1);
 }
 
-// A data file that becomes shorter during a run costs no finished step.
+// If a data file is truncated during a run, every finished step is saved.
 TEST(data_cut) {
     for (const char *file : {"train.bin", "val.bin"}) {
         const Text whole = read_file(file), folder = Text("out-") + file;
@@ -228,8 +228,8 @@ TEST(data_cut) {
     }
 }
 
-// A program restarts itself once, with threads that spin for microseconds only; arguments, name and
-// process id stay the same, and a policy set by the user is kept.
+// The program restarts itself once so that its OpenMP threads spin for microseconds only;
+// arguments, name and process id stay the same, and an OMP_WAIT_POLICY set by the user is kept.
 TEST(waiting) {
 #ifdef _OPENMP
     const Text name = tested.substr(tested.rfind('/') + 1);
@@ -244,7 +244,7 @@ TEST(waiting) {
         const Text process = text("/proc/%d/", pid), variables = read_file(process + "environ");
         const Text words = read_file(process + "cmdline"), called = read_file(process + "comm");
         kill(pid, SIGINT);
-        expect(outcome(pid).status == 0, "it does not stop well");
+        expect(outcome(pid).status == 0, "it does not stop with status 0");
         remove("stdout");
         expect(!has(variables, "GOMP_SPINCOUNT=") == chosen, "chosen: %d", chosen);
         expect(has(words, Text("-x\0009999999", 10)), "%s", words.c_str());
@@ -258,7 +258,7 @@ TEST(waiting) {
 TEST(loader) {
     static const char loader[] = "/lib64/ld-linux-x86-64.so.2";
     if (access(loader, X_OK) != 0 || has_sanitizers()) {
-        skip("no loader of this name, or a sanitizer that wants none");
+        skip("no loader of this name, or a sanitizer build");
     }
     if (program("--version").out.find("no OpenMP") != Text::npos) {
         skip("a program without OpenMP never restarts itself");
@@ -276,7 +276,7 @@ TEST(loader) {
 }
 
 // The loss of each of 200 steps with bf16 matmuls is within 2 % of that in fp32; a resume without
-// them reports it.
+// bf16 matmuls reports the change.
 TEST(bf16_matmuls) {
     const Text run = training_files() + " -e l2h2c64t64 -b 2 -l 1e-3 -u 20 -v 0 -o ";
     const Outcome exact = program(run + "exact -x 200"),
@@ -296,7 +296,7 @@ TEST(bf16_matmuls) {
     expect(worst > 0 && worst < 0.02, "losses differ by %.2e", worst);
     const Outcome again = program(run + "bf16 -y 1 -x 201");
     expect_success(again, "in fp32 from step 200 on");
-    expect(has(again.out, "  --matmul is fp32, was bf16\n"), "it is not reported");
+    expect(has(again.out, "  --matmul is fp32, was bf16\n"), "the change is not reported");
     detail = text("losses within %.2e, bound 2e-2", worst);
 }
 

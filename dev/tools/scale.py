@@ -2,12 +2,12 @@
 """Bytes, messages and exposed time of a step from 1 to 1,024 GPUs: tables for dev/notes/scale.md.
 
 The stream operations of a step (launches, waits, collectives) are recorded from the emulated GPU
-program (EMU_LOG=1), for each number of blocks and ZeRO stage: with 2 ranks, which add in one group,
-and with 9, which add in two. They are then replayed with a real model's sizes: each stream does one
-operation at a time and waits as recorded, and a transfer takes its bytes over the rate of its link.
-So the overlap is that of the program. Computation is the forecast of `train_gpt2 --plan`, spread
-over the recorded matmuls in proportion to their operations. The bytes are checked against those
-that `--plan --gpus N -z S` prints. Nothing here is measured.
+program (EMU_LOG=1), for each number of blocks and ZeRO stage: with 2 ranks, whose gradients are
+added in one group, and with 9, in two groups. They are then replayed with a real model's sizes:
+each stream does one operation at a time and waits as recorded, and a transfer takes its bytes
+divided by the rate of its link. So the overlap is that of the program. Computation is the forecast
+of `train_gpt2 --plan`, spread over the recorded matmuls in proportion to their operations. The
+bytes are checked against those that `--plan --gpus N -z S` prints. Nothing here is measured.
 Run:    make train_gpt2 train_gpt2cu_cpu && dev/tools/scale.py
 """
 import os
@@ -28,8 +28,8 @@ LINKS = (("NVLink", NVLINK, 1), ("NVLink, 8 adapters", NVLINK, 8), ("PCIe", PCIE
 MEMORY = 3.2e12                           # the forecast's rate of an H200's other kernels
 MACHINE = GROUP = 8                       # GPUs of a machine, ranks of a group
 MESSAGE = 1e-6                            # s: assumed for a send to a rank, and a hop of a ring
-UPDATE_BYTES = 26                         # that AdamW reads and writes for an element: weight and
-                                          # split master 2 + 2, moments 4 + 4 twice, gradient 2
+UPDATE_BYTES = 26                         # read and written by AdamW per element: weight and split
+                                          # master 2 + 2 and moments 4 + 4 twice, gradient 2
 SMALL, SMALL_T = 16, 20                   # channels and tokens of the recorded model
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 LINES = (("gather", r"AllGather on stream (\d+), (\d+)"), ("send", r"Send/Recv on stream (\d+)"),
@@ -85,7 +85,7 @@ class Recording:
         self.name_buckets(bucket_sizes(layers, SMALL, VP, SMALL_T, ranks), ranks)
 
     def name_buckets(self, sizes, ranks):
-        """buckets[i]: of transfer i, its bucket, and for sums the level and share of its pieces."""
+        """Sets buckets[i] to transfer i's (bucket, level of the sum, share of the bucket)."""
         ring = {(ranks - 1) * (n // ranks) * (2 if b else 4): b for b, n in enumerate(sizes)}
         assert len(ring) == 4, "two buckets of one size"
         order, session, self.buckets = [], [], {}

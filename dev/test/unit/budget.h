@@ -1,5 +1,5 @@
-// budget.h -- tests of part B about settings and time: what fits, the choices of -r auto and --fit,
-// forecasts.
+// budget.h -- tests of train_gpt2.c's part B about settings and time: what fits in memory, what
+// -r auto and --fit choose, and forecasts.
 
 // Settings that do not fit are refused before any allocation, with changes that would help.
 TEST(plan_refuse, HOST) {
@@ -32,13 +32,13 @@ TEST(plan_refuse, HOST) {
     plan_build(&p, &s);
     plan_refuse_host(&p, p.host_bytes, "a test");
     expect_too_large(outcome(spawn([&] { plan_refuse_host(&p, p.host_bytes - 1, "a test"); })),
-                     "(a test): 1 B short; fewer states in --offload", "on the host");
+                     "(a test): 1 B short; --offload fewer states", "on the host");
     plan_free(&p);
 }
 
-// The mixture of levels that fits stays within the memory, can be typed as an option, and is `none`
-// if everything fits. More memory never makes it slower. No single level for all blocks that fits
-// is faster, except for the one block by which a mixture may overshoot.
+// The mix of recompute levels that -r auto chooses fits in the memory, can be typed as an option,
+// and is `none` if everything fits. More memory never makes it slower. No single level that fits is
+// faster by more than the recomputation of one block, by which a mix may overshoot.
 TEST(levels_fit, FLOAT) {
     const int count = full_or(150, 3000);
     double worst_price = 0;
@@ -78,8 +78,8 @@ TEST(levels_fit, FLOAT) {
             }
         }
         expect(recompute_text(&s).s == Text("none"), "%s: memory for everything", who.c_str());
-        expect(settings_fit_levels(&s, &v, few - 1) >= few, "%s: too little", who.c_str());
-        // With exactly the bytes of a mixture, the result is not slower than that mixture.
+        expect(settings_fit_levels(&s, &v, few - 1) >= few, "%s: too little memory", who.c_str());
+        // With exactly the bytes of some mix, the result is not slower than that mix.
         int hull[RECOMPUTE_LEVELS];
         Settings mixed = s;
         settings_mix(&mixed, hull, draw(0, (level_hull(hull, &v) - 1) * s.model.L));
@@ -90,7 +90,7 @@ TEST(levels_fit, FLOAT) {
     detail = text("%d random settings; at worst %.2f blocks too many", count, worst_price);
 }
 
-// `base` with some of its options replaced.
+// Returns `base` with some of its options replaced by `options`.
 static Text options_replaced(const Text &base, const Text &options) {
     Text line = base + " ";
     for (size_t at = 0, end; at < options.size(); at = end + 1) {
@@ -107,8 +107,8 @@ static Text options_replaced(const Text &base, const Text &options) {
     return line;
 }
 
-// The choices of -r auto and --offload auto for options as typed, on a GPU with `device` bytes for
-// the plan and `host` bytes that can be pinned.
+// Returns what -r auto and --offload auto choose for options as typed, on a GPU with `device` bytes
+// for the plan and `host` bytes that can be pinned.
 static Settings automatic(const Text &options, size_t device, size_t host) {
     Options o;
     MemoryBudget budget = {};
@@ -200,8 +200,8 @@ TEST(remedies, FLOAT) {
     detail = text("%d plans, %d suggestions, %d of several changes", count, changes, several);
 }
 
-// A smaller batch has the classifier rows that its own command line would give it, and no more than
-// were asked for. States of bf16 without their fp32 weights are the last step of their axis.
+// A suggested smaller batch has as many classifier rows as if it were typed, and no more than were
+// asked for. Among narrower types, bf16 moments without master weights are suggested last.
 TEST(remedy_steps, FLOAT) {
     for (const Text &rows : {Text(""), Text(" --logit-rows 2048")}) {
         for (const int B : {16, 4, 2}) {
@@ -228,8 +228,9 @@ TEST(remedy_steps, FLOAT) {
     }
 }
 
-// auto: nothing if everything fits; recompute levels before offload; no more offload than needed;
-// explicit options are unchanged; what does not fit into host memory stays on the device.
+// -r auto and --offload auto: nothing if everything fits; recompute levels before offload; no more
+// offload than needed; explicit options are unchanged; what does not fit into host memory stays on
+// the device.
 TEST(auto, HOST) {
     const Text run = "-e l6h2c64t64 -b 4";
     const Settings whole = planned(run + " -r none"), least_kept = planned(run + " -r block");
@@ -254,7 +255,7 @@ TEST(auto, HOST) {
     expect(chosen(" -r mlp:2,norm", all, 0) == "mlp:2,norm none");
 }
 
-// The cost model of the card that a plan's options name.
+// Returns the cost model of the card that `options` names.
 static Speed card_speed(const Text &options, const Settings &s) {
     Options o;
     parse(&o, ("--plan " + options).c_str());
@@ -262,9 +263,9 @@ static Speed card_speed(const Text &options, const Settings &s) {
     return speed_predict(&rates, &s);
 }
 
-// Every row of the table of cards: the rate is a power of two of FLOPs per clock and SM, as tensor
-// cores have, so that a mistyped number is found; no driver reports more memory than is sold; a
-// name in another spelling finds its own row; an unknown one is refused with its neighbours.
+// In every row of the table of cards, the rate is a power of two FLOPs per clock and SM, as for all
+// tensor cores (this detects mistyped numbers), and the driver reports no more memory than is sold.
+// A name in another spelling finds its own row; an unknown one is refused with similar names.
 TEST(cards, HOST) {
     static const double sold[] = {6, 8, 10, 11, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180};
     for (const GpuEntry &card : gpu_table) {
@@ -304,9 +305,9 @@ TEST(cards, HOST) {
 }
 
 // The activations of the plan are those that llm.c printed in three published runs (karpathy/llm.c
-// f1e2ace and discussion 677), within 1 MiB, after three differences: llm.c keeps all rows of the
-// logits instead of a chunk, has scratch buffers of 4 C and of C numbers per token, and at its -r 1
-// keeps one GELU buffer that all blocks share.
+// f1e2ace and discussion 677), within 1 MiB, after correction for three differences: llm.c keeps
+// all rows of the logits instead of a chunk, has scratch buffers of 4 C and of C numbers per token,
+// and at its -r 1 keeps one GELU buffer that all blocks share.
 TEST(llmc_allocations, FLOAT) {
     static const struct {
         const char *options;
@@ -331,10 +332,10 @@ TEST(llmc_allocations, FLOAT) {
     }
 }
 
-// The library memory of a card is at least the bytes known of cards, and not more than 200 MiB
-// above those of a whole process: nvidia-smi's bytes less the program's own allocations, without
-// the 32 MiB of cuBLASLt's workspace; of two cards, only the context is known, and to it the 167
-// MiB are added that a whole process takes besides on a card of the same size of SMs.
+// The estimated library memory of a card is at least what was measured, and at most 200 MiB more.
+// Measured is nvidia-smi's figure for a process less the program's own allocations, without the 32
+// MiB of cuBLASLt's workspace. For two cards only the context was measured; the 167 MiB that a
+// process needs besides the context on a card with SMs of the same size are added.
 TEST(library_estimate, HOST) {
     static const struct {
         const char *card;
@@ -352,9 +353,9 @@ TEST(library_estimate, HOST) {
     expect(card_library_bytes(NULL) == 1 << 30);
 }
 
-// The forecast against published throughputs of other programs (dev/notes/forecast.md), within the
-// residuals that the note records, and against numbers counted kernel by kernel from this program's
-// machine code, within 6 %; tokens/s at 0.5M tokens per step.
+// Compares the forecast, in tokens/s at 0.5M tokens per step, with published throughputs of other
+// programs, within the residuals that dev/notes/forecast.md records, and with throughputs counted
+// kernel by kernel from this program's machine code, within 6 %.
 TEST(forecast, HOST) {
     static const struct {
         const char *card, *options;
@@ -411,9 +412,9 @@ TEST(forecast, HOST) {
     expect(forecast_tokens_per_s(&v, &away, 64) > forecast_tokens_per_s(&v, &away, 1));
 }
 
-// README's and the refusals' promises for GPT-2 1558M in 15 GiB and less.
+// What README and the messages of refusals promise for GPT-2 1558M in 15 GiB and less.
 TEST(fit_sizes, FLOAT) {
-    // Of equally fast batches the smaller one is recommended, wherever it is listed.
+    // If two batches are equally fast, the smaller one is recommended, whatever their order.
     std::vector<PlanCandidate> equal(2);
     for (const int larger : {0, 1}) {
         for (int i = 0; i < 2; i++) {
@@ -458,8 +459,8 @@ TEST(fit_sizes, FLOAT) {
     expect(recompute_text(&c.settings).s == Text("gelu") && c.steps[BY_OFFLOAD] == 0);
 }
 
-// Several GPUs: the largest batch that --fit finds uses on each GPU what its plan says, in addition
-// to NCCL; the next larger one does not fit; gradients are never offloaded.
+// With several GPUs, the largest batch that --fit finds takes its plan's bytes plus NCCL's on each
+// GPU; the next larger batch does not fit; gradients are never offloaded.
 TEST(fit_ranks, FLOAT) {
     static const struct {
         int ranks, zero;
@@ -495,8 +496,8 @@ TEST(fit_ranks, FLOAT) {
     }
 }
 
-// The batch for memory that is given: it divides the step, the plan fits, and the next larger
-// divisor's plan does not, or has too many tokens. Settings that are given stay.
+// The largest batch for a given memory: it divides the step, its plan fits, and every larger
+// divisor's plan does not fit or has too many tokens.
 TEST(largest_batch, FLOAT) {
     int found = 0;
     for (int n = 0; n < 60; n++) {
@@ -551,9 +552,9 @@ TEST(nccl_blocks, FLOAT) {
     unsetenv("NCCL_MAX_CTAS");
 }
 
-// N ranks: between one and N times the tokens/s of one. The exchange once per step is hidden by the
-// last micro-step's computation only; streamed buffers are hidden by that of every micro-step. What
-// is not hidden costs its bytes over the link.
+// N ranks have between one and N times the tokens/s of one. The exchange once per step overlaps
+// with the last micro-step's computation only; the exchange in every micro-step, with that
+// micro-step's. What does not overlap costs its bytes divided by the link's rate.
 TEST(forecast_ranks, HOST) {
     for (const char *card : {"4090", "t4", "h100"}) {
         const Text options = text("--gpu %s -e d12 -b 1 -r none --gpus ", card);
@@ -579,8 +580,9 @@ TEST(forecast_ranks, HOST) {
             Speed slow = v, free = v;
             slow.peer_byte = 1;
             free.peer_byte = 0;
-            // Exchange and streaming take longer than the computation here, and replace its time;
-            // the gather of blocks' weights also that of the forward pass before which they wait.
+            // On this slow link, the exchange replaces the time of the computation that it overlaps
+            // with: a micro-step and, below stage 3, also a forward pass, which overlaps with the
+            // gather of the blocks' weights.
             const double micro = forecast_micro(&v, &s, 1);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
                         t.reduced + t.gathered - micro * (zero < 3 ? 4.0 / 3 : 1), 1, "%s -z %d",

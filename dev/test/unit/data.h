@@ -1,5 +1,5 @@
-// data.h -- tests of tokens and batches. All tokens of a shard differ here, so that a window can be
-// identified by its content.
+// data.h -- tests of tokens and batches. All tokens of the test shards differ, so that a window can
+// be identified by its content.
 
 // Shards a.bin, b.bin, c.bin of 101, 69 and 200 tokens; overall, token i is i.
 static void write_three_shards() {
@@ -14,7 +14,8 @@ static void write_three_shards() {
     }
 }
 
-// The ranks of a step read what one rank with the same tokens per step reads, each sequence once.
+// Together, the ranks read the sequences that one rank with the same tokens per step would read,
+// each exactly once.
 TEST(rank_positions, HOST) {
     Settings s = draw_settings();
     const int sequences = 24;
@@ -55,7 +56,7 @@ TEST(loader_coverage, HOST) {
             dataset_batch(&d, (int64_t)epoch * WINDOWS + i, 1, in, out);
             for (int t = 0; t < T; t++) {
                 expect(in[t] == in[0] + t && out[t] == in[t] + 1);
-                expect(starts[(size_t)in[t]]++ == 0, "token %d comes twice in epoch %u", in[t],
+                expect(starts[(size_t)in[t]]++ == 0, "token %d occurs twice in epoch %u", in[t],
                        epoch);
                 met[(size_t)in[t]] = met[(size_t)out[t]] = 1;
             }
@@ -80,7 +81,7 @@ TEST(loader_coverage, HOST) {
         }
     }
     expect(orders[0] != orders[1], "two epochs have the same order");
-    // Every grouping into batches gives the same sequences, also across the end of an epoch.
+    // Every grouping into batches gives the same sequences, even across the end of an epoch.
     Token in[8][T], out[8][T], one[T], next[T];
     for (int shuffle = 0; shuffle < 2; shuffle++) {
         d.shuffle = shuffle;
@@ -114,7 +115,8 @@ TEST(prompts, HOST) {
     expect(Text(out, (size_t)token_text(out, &gpt2_tokenizer, &bpe, 50256)) == "<|endoftext|>");
 }
 
-// A batch that cannot be read gives a reason: token outside the vocabulary, file truncated mid-run.
+// A batch that cannot be read is reported with the reason: a token outside the vocabulary, or a
+// file truncated during the run.
 TEST(loader_problems, HOST) {
     enum { T = 8 };
     Token in[2][T], out[2][T];
@@ -133,7 +135,8 @@ TEST(loader_problems, HOST) {
     dataset_close(&d);
 }
 
-// Last tokens of a shard of 2^31 - 1 tokens (4 GiB, a sparse file): offsets need 64 bits.
+// Reads the last tokens of a shard of 2^31 - 1 tokens (a sparse file of 4 GiB), whose offsets need
+// 64 bits.
 TEST(loader_large, FLOAT) {
     const int64_t count = INT32_MAX, T = 1000, window = (count - 1) / T - 1;
     write_file("large.bin", with_int(shard_bytes({}, TOKENIZER_GPT2), 2, INT32_MAX));
@@ -156,7 +159,7 @@ TEST(loader_large, FLOAT) {
     unlink("large.bin");
 }
 
-// Bytes to ids and back, and the accepted prompts.
+// Converts bytes to ids and back, and checks which prompts are accepted.
 TEST(tokenizer, HOST) {
     Token tokens[8];
     char out[BPE_LONGEST];

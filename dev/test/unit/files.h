@@ -2,7 +2,7 @@
 // Loaded and saved values are compared bit by bit. Input files are built by dev/test/files.h;
 // dev/test/model_files.cpp and checkpoints.cpp test what is refused.
 
-// The flat weight buffer that an engine must hold after loading `list`.
+// Returns the flat weight buffer that an engine must hold after loading `list`.
 static Reals flat_weights(const Model &m, const Members &list) {
     Reals flat((size_t)tensor_offset(&m, TENSORS, 0));
     const Member *member = list.data();
@@ -15,7 +15,8 @@ static Reals flat_weights(const Model &m, const Members &list) {
     return flat;
 }
 
-// Loads a model over weights that are all 7 and expects exactly `want`, zero padding and moments.
+// Loads a model into an engine whose weights are all 7, and expects exactly the weights `want`, and
+// zeros in padding and moments.
 static void expect_loads_at(int line, const char *path, const Model &m, const Reals &want,
                             const Text &who) {
     Net n(m, 1, 1);
@@ -46,8 +47,9 @@ static void expect_loads_at(int line, const char *path, const Model &m, const Re
 }
 #define expect_loads(path, m, want, who) expect_loads_at(__LINE__, path, m, want, who)
 
-// Every dtype and mixtures, with and without the prefix, mask buffers, tied head, any order, a
-// padded header; a folder or a file; sizes on both sides of a tile, a strip and a chunk.
+// Models load from a folder or a file, in any dtype or several, in any order of tensors, with and
+// without the prefix, mask buffers, a tied head and a padded header. Their sizes are just below and
+// above those of a tile, a strip and a chunk of the loader.
 TEST(model_accepted, HOST) {
     static const Words dtypes[] = {{"F32"}, {"BF16"}, {"F16"}, {"F32", "BF16", "F16"}};
     int k = 0;
@@ -81,7 +83,7 @@ TEST(model_accepted, HOST) {
                          types[0] + text(" variant %d of %zu", variant, types.size()));
         }
     }
-    const Model m = shape("l1h1c8t2", 3);  // a head in another dtype with equal values
+    const Model m = shape("l1h1c8t2", 3);  // an F32 head equal to BF16's wte is accepted
     Members list = hugging_face(m, {"BF16"}, "");
     const Reals want = flat_weights(m, list);
     Text wide_bits;
@@ -126,8 +128,8 @@ static void save_model(Net *n, int type, const char *folder) {
     expect(sha256_of({path})[0] == model.hash && (int64_t)read_file(path).size() == model.bytes);
 }
 
-// The saved data are the bytes of the file built here, and load to the original weights. The header
-// is JSON and the data are aligned. Splitting the master weights loses nothing.
+// A saved model's data equal those of a file built by the test, and load as the original weights.
+// The header is JSON and the data are aligned. Splitting the master weights loses nothing.
 TEST(model_saved, HOST) {
     static const struct {
         const char *e;
@@ -178,7 +180,7 @@ TEST(state_file, HOST) {
     expect_success(in_process(run), "first run");
     const Text end = tensors_of("out", 4),
                good = in_checkpoint("out", 2, SAVED_STATE);
-    // In a child process: with threads in this process, forked children would wait forever.
+    // Runs in a child process: once this process has OpenMP threads, its forks would hang.
     expect_success(outcome(spawn([&] {
         Net n(shape("l2h2c16t16", 257), 2, 16);
         ModelFile f;

@@ -1,7 +1,7 @@
 // gpu_network.h -- tests of the network, the offload, the plan and the commands on a GPU.
-// Chapters Device memory to Opening and warm-up of train_gpt2.cu, compared with the CPU reference:
-// every gradient, several steps, in both types; what must be bitwise equal; the single allocation,
-// and buffers used outside their lifetimes.
+// Tests chapters Device memory to Opening and warm-up of train_gpt2.cu: every gradient and several
+// steps, in fp32 and 16 bits, compared with the CPU reference; what must be bitwise equal; the
+// single allocation, and buffers used outside their lifetimes.
 
 // A CPU reference with another network's weights, as the device computes with them.
 struct Reference : Net {
@@ -20,8 +20,8 @@ static const struct {
                   {"l2h2c16t1", 2, "-b 3 -t 1"},
                   {"l1h1c16t8", 65535, "-b 1 -t 8 -r mlp"}};
 
-// Every gradient compared with the reference: the norm of the difference over the norm is at most
-// 1e-5, for two micro-steps, because the first one writes where later ones add. Also the logits.
+// Every gradient, and the logits, compared with the reference: the norm of the difference over the
+// norm is at most 1e-5. Two micro-steps, because the first one writes gradients and later ones add.
 TEST(gpu_gradients_fp32, CUDA_ALL) {
     for (auto &row : gpu_shapes) {
         if (!sampled(row.V == 300)) {
@@ -52,7 +52,7 @@ TEST(gpu_gradients_fp32, CUDA_ALL) {
     }
 }
 
-// Rounds the reference's numbers.
+// Rounding of the reference's numbers to 16 bits.
 static real (*naive_round)(real);
 static void round_all(real *x, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
@@ -75,7 +75,7 @@ static void mark_and_round(void *memory, size_t bytes, int alive) {
     }
 }
 
-// Stages of the reference with logits and their gradients rounded, all rows in one chunk.
+// Runs a stage of the reference with logits and their gradients rounded, all rows in one chunk.
 static void naive_stage(void *self, int stage, int layer) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
@@ -94,9 +94,9 @@ static void naive_stage(void *self, int stage, int layer) {
     matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, N, m->C, m->Vp);
 }
 
-// A micro-step of the reference that rounds every tensor that E would store when it is computed:
-// weights, activations, logits, their gradients (of `scale` times the loss), and at the end the
-// gradients of matrices, unless these are fp32.
+// Runs a micro-step of the reference in which every tensor that would be stored in E is rounded
+// when it is computed: weights, activations, logits, their gradients (of `scale` times the loss),
+// and at the end the gradients of matrices, unless these are fp32.
 template <class E>
 static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, real scale) {
     Plan *p = rounded_plan = &n->plan;
@@ -121,9 +121,9 @@ static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, 
     }
 }
 
-// Every gradient in 16 bits: the error is at most twice that of the naive computation above, both
-// relative to the reference in fp32 with the same weights. fp16 with a loss scale suited to few
-// rows.
+// Every gradient in 16 bits: its error is at most twice that of the naive computation above, both
+// relative to the reference in fp32 with the same weights. fp16 uses a loss scale that suits the
+// few rows.
 template <class E> static void check_gradients() {
     const int log2 = 10;
     for (auto &row : gpu_shapes) {
@@ -157,7 +157,6 @@ TEST(gpu_gradients_16, CUDA_ALL) {
     check_gradients<__half>();
 }
 
-// Euclidean norm of a - b.
 static double distance(const Reals &a, const Reals &b) {
     double squares = 0;
     for (size_t i = 0; i < a.size(); i++) {
@@ -282,8 +281,8 @@ TEST(gpu_bits, CUDA_ALL) {
     detail = text("%d runs", runs);
 }
 
-// The same with each wgmma variant of attention. The emulated forward variants have the same bits,
-// because both sum over 64 keys per step in the order of the keys.
+// The same for each wgmma variant of attention. On the emulated device, the wgmma forward kernel
+// has the bits of the default one, because both sum over 64 keys per step in the order of the keys.
 TEST(gpu_bits_wgmma, CUDA_ALL) {
     need_wgmma();
     Model m = shape("l2h1c64t70", 65);
@@ -305,8 +304,8 @@ TEST(gpu_bits_wgmma, CUDA_ALL) {
 }
 
 // wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding.
-// Measures the distance to the same sums in fp32, for one chunk and for eight, the most up to
-// 65,536 tokens.
+// Measures the distance to the same sums in fp32, for one chunk and for eight, the largest number
+// of chunks for up to 65,536 tokens.
 TEST(gpu_wte_rounding, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c32t64", 257);
@@ -370,7 +369,8 @@ static void wte_open(Engine *e, Plan *p) {
     healthy_update = e->update;
     e->micro_step = wte_micro_step;
     e->update = wte_update;
-    // At stage 1 weights are read right after the update that gathers them.
+    // At ZeRO stage 1 weights are read right after the update that gathers them: work that runs as
+    // late as allowed shows a missing wait.
     emu::set.order = settings_zero(&p->settings) == 1 ? emu::LATE : emu::AS_SUBMITTED;
 }
 
@@ -441,8 +441,8 @@ TEST(gpu_rank_wte, EMULATED) {
     }
 }
 
-// Number e of rank q's gradients: random, but every other one is 1e8, 1, -1e8 or 1, so that adding
-// in another order would lose a 1.
+// Returns rank q's gradients: random, but every other one is 1e8, 1, -1e8 or 1, so that adding in
+// another order would lose a 1.
 template <class G> static Reals reduce_input(int q, size_t count) {
     static const real pattern[] = {(real)1e8, 1, (real)-1e8, 1, 1};
     Reals x = noise_in<G>((int64_t)count, 1, 5 + (uint64_t)q);
@@ -501,7 +501,8 @@ template <class G> static void check_rank_reduce(RankComm *c) {
     expect(same_bits(all, mine), "%s, rank %d of %d", traits<G>.name, c->rank, c->ranks);
 }
 
-// Runs rank `rank` of check_rank_reduce, and writes the bytes that it sent in bf16 to each rank.
+// Runs rank `rank` of check_rank_reduce, and writes to a file how many bytes it sent to each rank
+// for gradients in bf16.
 static void reduce_as_rank(int rank, int ranks, ncclUniqueId id) {
     RankComm c = {};
     nccl_check(ncclCommInitRank(&c.comm, ranks, id, rank));
@@ -526,7 +527,7 @@ static void reduce_as_rank(int rank, int ranks, ncclUniqueId id) {
 // Sums over ranks have one order, whatever the number of pieces. The traffic between machines of 1,
 // 2, 4 or 8 ranks is that of the formula, to the byte: each part goes to the member of the group
 // that adds it, and from there, in fp32, to its owner. Two machines of eight send each other a
-// quarter of the bytes of all ranks' gradients. One of 512 ranks exchanges data with 70.
+// quarter of the bytes of all ranks' gradients. With 512 ranks, each exchanges data with 70 others.
 TEST(gpu_rank_sums, EMULATED) {
     for (const int ranks : {2, 3, 8, 9, 12, 16, 20}) {
         const Outcome o = outcome(spawn([=] {
@@ -609,7 +610,7 @@ static size_t capped_available() {
     const int64_t mapped = file_number("/proc/self/status", "VmData:", 0) << 10;
     struct rlimit r;
     getrlimit(RLIMIT_DATA, &r);
-    omp_set_num_threads(1);  // fewer future thread stacks, which also count
+    omp_set_num_threads(1);  // the stacks of later threads also count against the limit
     r.rlim_cur = (rlim_t)(mapped + host_budget + stacks_to_come(1));
     setrlimit(RLIMIT_DATA, &r);
     return device;
@@ -621,8 +622,8 @@ static void capped_open(Engine *e, Plan *p) {
     exit(0);
 }
 
-// The total that a machine's ranks pin and use in addition to their plans is checked against its
-// memory: with one byte too little the run ends before anything of the plan is allocated.
+// The total that a machine's ranks pin, and use besides their plans, is compared with its memory:
+// with one byte too little, the run ends before it allocates anything of the plan.
 TEST(gpu_rank_host, EMULATED) {
     static const Program program = {
         .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = capped_open,
@@ -642,7 +643,7 @@ TEST(gpu_rank_host, EMULATED) {
         const Outcome o = in_process(line, &program);
         if (less) {
             expect_too_large(o, "only " + Text(bytes_text((double)each).s) + " are available "
-                             "(ulimit -d minus thread stacks): 1 B short; fewer states in",
+                             "(ulimit -d minus thread stacks): 1 B short; --offload fewer",
                              line);
         } else {
             expect_success(o, line);
@@ -653,8 +654,7 @@ TEST(gpu_rank_host, EMULATED) {
 }
 #endif
 
-// GPUs with the same machine name and bus id but different UUIDs are two GPUs; with equal ones,
-// one.
+// GPUs with the same machine name and bus id are one GPU if their UUIDs are equal, otherwise two.
 TEST(gpu_rank_names, EMULATED_ALL) {
     std::vector<Text> names;
     this_rank.rank = 1;  // without the id of a run
@@ -686,7 +686,7 @@ TEST(gpu_pinned, EMULATED_ALL) {
         for (const size_t bytes : {(size_t)1, (size_t)(2 << 20) + 5, (size_t)5 << 20}) {
             emu::set.alias = alias;
             char *memory = pinned_open(bytes, -1);
-            expect(pinned_in_place() == !alias, "another way to pin");
+            expect(pinned_in_place() == !alias, "pinned the other way");
             expect(std::count(memory, memory + bytes, 0) == (long)bytes, "%zu bytes, alias %ld",
                    bytes, alias);
             pinned_close(memory, bytes);
@@ -705,7 +705,8 @@ static std::pair<int, unsigned long> memory_policy(void *at) {
     return {told ? mode : -1, nodes[0]};
 }
 
-// Pinned memory prefers the NUMA node of its GPU, in a fake /sys; without one, the default policy.
+// Pinned memory prefers the NUMA node of its GPU, given by a fake /sys; without a node, it has the
+// default policy.
 TEST(gpu_pinned_node, EMULATED_ALL) {
     const int gpus = (int)emu::set.gpus;
     emu::set.gpus = 16;
@@ -729,7 +730,7 @@ TEST(gpu_pinned_node, EMULATED_ALL) {
            policy.second);
 }
 
-// A single cudaMalloc of exactly the planned bytes, and none after it.
+// A run calls cudaMalloc once, for exactly the planned bytes, and never again.
 TEST(gpu_allocation, EMULATED_ALL) {
     for (const char *options :
          {"-b 2 -t 33", "--dtype fp32 -r block", "-r block:1 --moments bf16 -w none",
@@ -771,8 +772,8 @@ TEST(gpu_allocation, EMULATED_ALL) {
     }
 }
 
-// Random options: device and pinned memory are exactly as planned through two steps; a device with
-// one byte less is refused.
+// With random options, device and pinned memory are exactly as planned through two steps, and a
+// device with one byte less is refused.
 TEST(gpu_allocation_random, EMULATED) {
     const int count = full_or(24, 2000);
     for (int n = 0; n < count; n++) {
@@ -809,22 +810,22 @@ TEST(gpu_allocation_random, EMULATED) {
 // orders.
 static const long stream_orders[] = {emu::LATE, emu::EARLY, 1, 2, 3};
 
-// busy_trace with states in host memory in one of these orders; 0: as submitted.
+// Returns busy_trace with states in host memory, in one of these orders (0: as submitted).
 static Reals offloaded(const Model &m, const Text &options, int accum_steps, long order) {
     emu::set.order = order;
     Net n(m, options);
     return busy_trace(&n, accum_steps);
 }
 
-// Each state alone, and all together, in host memory, in every order, compared with none: the same
-// bits. With FULL=1 each level with one micro-step and with three.
+// Offloading each state alone, and all together, gives the bits of a run without offload, in every
+// stream order. FULL=1 runs each recompute level with one micro-step and with three.
 TEST(gpu_offload, EMULATED_ALL) {
     int runs = 0;
     const bool all = is_full();
     for (int level : {0, 1}) {
         for (int accum_steps : {1, 3}) {
-            // Of two blocks both stay in slots between passes; of four, none that the next pass
-            // needs.
+            // With two blocks, both stay in slots between passes; with four, none stays that the
+            // next pass needs first.
             Model m = shape(accum_steps == 1 ? "l2h1c16t8" : "l4h1c16t8", 257);
             if (!all && (TEST_ASAN ? level + accum_steps < 4 : level == (accum_steps == 1))) {
                 continue;
@@ -851,8 +852,8 @@ TEST(gpu_offload, EMULATED_ALL) {
     detail = text("%d runs", runs);
 }
 
-// Reads of host memory wait for queued work, although a host-to-host copy need not wait for it;
-// here no other tensor is read before.
+// Reading a state in host memory waits for queued work, although a host-to-host copy need not. Here
+// nothing is read before, so nothing else makes the host wait.
 TEST(gpu_host_read, EMULATED_ALL) {
     const Model m = shape("l2h1c16t8", 257);
     const Batch b(14, m.V, 1);
@@ -869,7 +870,7 @@ TEST(gpu_host_read, EMULATED_ALL) {
     expect(same_bits(grads[0], grads[1]) && grads[0][0] != 0, "read too early");
 }
 
-// Random settings with every type of state: 12 of them, or 60 with FULL=1.
+// Offload with 12 random settings and every type of state; 60 settings with FULL=1.
 TEST(gpu_offload_mixed, EMULATED_ALL) {
     static const char *const names[] = {"weights", "gradients", "moments", "residuals", "master"};
     const int all = full_or(TEST_ASAN ? 4 : 12, 60);
@@ -895,10 +896,10 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
     detail = text("%d settings", all);
 }
 
-// Checks the algorithm of each matmul after opening a run, if the emulated library's three take
-// `times` ms (digits); is_timed: all of them were timed, or none. The first algorithm only works in
-// place, so out of place the second is the default. Of the largest matrices' gradients only the
-// first and last elements are compared.
+// Checks the algorithm of each matmul after opening a run. The digits of `times` are the ms that
+// the emulated library's three algorithms take; is_timed: whether the matmuls were timed. The first
+// algorithm only works in place, so out of place the second is the default. Of the largest
+// matrices' gradients only the first and last elements are compared.
 static void expect_tuned(const char *options, int times, int chosen, int out_of_place,
                          bool is_timed) {
     emu::set.lt_times = times;
@@ -917,7 +918,8 @@ static void expect_tuned(const char *options, int times, int chosen, int out_of_
     expect(!n.e.set_algorithms(&n.e, choices.c_str()), "another GPU's choices");
 }
 
-// The fastest, if its results agree; a choice from the file, if there is one; or a checkpoint's.
+// A matmul uses the fastest algorithm whose results agree, or the choice in the file or in the
+// checkpoint, if there is one.
 TEST(gpu_tuning, EMULATED_ALL) {
     char here[PATH_BYTES];
     const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
@@ -976,16 +978,16 @@ TEST(gpu_tuning, EMULATED_ALL) {
     expect(!wider.e.set_algorithms(&wider.e, kept.c_str()), "choices for another batch");
 }
 
-// One timed matmul: a weight gradient. Its sum over 20,000 rows hides a missing step of k in bf16,
-// so that all algorithms agree with each other.
+// Times a single matmul, a weight gradient. Its sum over 20,000 rows hides a missing step of k in
+// bf16, so that all algorithms agree with each other.
 TEST(gpu_tuning_proof, EMULATED_ALL) {
     enum { MEMORY = 8 << 20 };
     setenv("XDG_CACHE_HOME", "/proc/none", 1);
     Device<char> workspace(1 << 20), memory(MEMORY);
     const int bf = device_lacks_bf16() ? CUDA_R_16F : CUDA_R_16BF;
     const MatmulKey dweight = {8, 16, 20000, 0, 1, 0, 0, 0, bf, bf};
-    // No algorithm is correct: prints one line, and chooses and stores nothing. This test is first:
-    // with threads in this process, forked children would wait forever.
+    // If no algorithm is correct, the run prints one line, and chooses and stores nothing. This
+    // part is first, because once this process has OpenMP threads, its forks would hang.
     const Outcome o = outcome(spawn([&] {
         emu::cuda_user = 0;
         emu::set.lt_times = 539;
@@ -1045,9 +1047,9 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
     }
 }
 
-// Weight gradients have split-K candidates, except where a part would be too short or where the
-// library does not support them or needs more workspace than there is. One of them is found by its
-// hash; if it returns an error, the heuristic's first algorithm follows.
+// Weight gradients have split-K candidates, unless a part would be too short, the library does not
+// support them, or they need more workspace than there is. A candidate can be found by its hash; if
+// it returns an error, the heuristic's first algorithm is used.
 TEST(gpu_split_candidates, EMULATED_ALL) {
     Device<char> workspace(1 << 20);
     const int bf = device_lacks_bf16() ? CUDA_R_16F : CUDA_R_16BF;
@@ -1083,9 +1085,9 @@ TEST(gpu_split_candidates, EMULATED_ALL) {
     }
 }
 
-// From the file of choices a run uses those found with its own GPU and library, the first of two
-// equal keys, and only algorithms that the library offers for the matmul. The rest is timed again,
-// including entries of older programs, which are indices in the library's list.
+// From the file of choices, a run uses the entries of its own GPU and library, the first of two
+// equal keys, and only algorithms that the library offers for the matmul. Other matmuls are timed
+// again, including those whose entries are from older programs (indices in the library's list).
 TEST(gpu_tuning_file, EMULATED_ALL) {
     char here[PATH_BYTES];
     const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
@@ -1093,7 +1095,7 @@ TEST(gpu_tuning_file, EMULATED_ALL) {
     setenv("XDG_CACHE_HOME", cache.c_str(), 1);
     expect_tuned("--tune 1", 539, 1, 1, true);
     const Text lines = read_file(path);
-    // The file with `was` replaced by `is`; cut: and the rest of that line removed.
+    // Replaces `was` by `is` in the file; cut: also removes the rest of that line.
     auto with = [&](const Text &was, const Text &is, bool cut) {
         Text changed = lines;
         for (size_t at = 0; (at = changed.find(was, at)) != Text::npos; at += is.size()) {
@@ -1130,11 +1132,11 @@ TEST(gpu_tuning_file, EMULATED_ALL) {
     }
 }
 
-// A buffer used outside its lifetime is refused by name. A kernel that keeps its address is stopped
-// under ASan and otherwise reads NaN. The gap after a buffer must not be accessed.
+// A buffer used outside its lifetime is refused with its name. A kernel that keeps its address is
+// stopped under ASan and otherwise reads NaN. The gap after a buffer must not be accessed.
 TEST(gpu_lifetimes, EMULATED_ALL) {
 #ifdef _OPENMP
-    omp_set_num_threads(1);  // as in test_arena
+    omp_set_num_threads(1);  // as in TEST(arena)
 #endif
     Model m = shape("l2h2c16t8", 257);
     Net n(m, "-b 1 -t 8 -r block --dtype fp32");
@@ -1166,7 +1168,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
 }
 #endif
 
-// Losses of every token compared with the reference's, and their mean with the returned one.
+// The losses of all tokens equal the reference's up to rounding, and their mean is returned.
 TEST(gpu_losses, CUDA_ALL) {
     for (const char *options :
          {"-b 2 -t 33 --dtype fp32", "-b 2 -t 33 --dtype bf16", "-b 2 -t 33 --dtype fp16"}) {
@@ -1200,7 +1202,7 @@ TEST(gpu_losses, CUDA_ALL) {
     }
 }
 
-// Logits after fewer than T tokens, as needed for sampling: equal to those of the reference, which
+// Logits after fewer than T tokens, as needed for sampling, equal those of the reference, which
 // computes only these tokens.
 TEST(gpu_sampling, CUDA_ALL) {
     Model m = shape("l2h2c32t20", 257);
@@ -1216,8 +1218,8 @@ TEST(gpu_sampling, CUDA_ALL) {
     }
 }
 
-// Logits with a KV cache compared with the reference's for the whole window: the error is that of
-// the GPU's own logits for the whole window or, in fp32, within 1e-5.
+// Logits with a KV cache are compared with the reference's for the whole window. Their error is at
+// most 1e-5 in fp32, and in 16 bits twice that of the GPU's own logits for the whole window.
 TEST(gpu_kv_cache, CUDA_ALL) {
     const int pieces[] = {70, 1, 1, 3, 65, 24};
     for (const char *dtype : {"fp32", "bf16", "fp16"}) {
@@ -1260,7 +1262,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
     }
 }
 
-// --skip-zscore: a norm above the limit changes nothing, also on the device, and the next step
+// --skip-zscore: a norm above the limit changes nothing, even on the device, and the next step
 // equals that of a network without the outlier.
 TEST(gpu_skip, CUDA_ALL) {
     for (const char *options :
@@ -1294,9 +1296,9 @@ TEST(gpu_skip, CUDA_ALL) {
     }
 }
 
-// A loss scale too large for this batch falls step by step, while weights and moments stay
+// A loss scale that is too large for this batch falls step by step, while weights and moments stay
 // unchanged; the first step without overflow equals that of a network that started with its scale.
-// It then grows after the given number of steps, including one with a norm above the limit; a
+// The scale then grows after the given number of steps, of which one has a norm above the limit; a
 // resumed network continues the count.
 TEST(gpu_overflow, CUDA_ALL) {
     Model m = shape("l2h2c32t9", 257);
@@ -1352,8 +1354,8 @@ TEST(gpu_overflow, CUDA_ALL) {
     detail = text("from 2^30 to 2^%d", 30 - falls);
 }
 
-// Each update and each seed round with their own random numbers: compares the same first moments
-// stored in bf16 by update 0, by update 1, and by update 0 with another seed.
+// Rounding uses different random numbers in each update and for each seed: compares the same first
+// moments stored in bf16 by update 0, by update 1, and by update 0 with another seed.
 TEST(gpu_rounding_updates, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c16t9", 257);
@@ -1378,8 +1380,8 @@ TEST(gpu_rounding_updates, CUDA_ALL) {
     }
 }
 
-// Five micro-steps, so that each pinned slot is refilled several times: the same bits however late
-// the stream runs, and the gradients of the reference.
+// With five micro-steps, each pinned slot is refilled several times: the bits are the same however
+// late the stream runs, and the gradients are those of the reference.
 TEST(gpu_micro_steps, CUDA_ALL) {
     const int accum_steps = 5;
     Model m = shape("l1h1c16t9", 257);
@@ -1401,8 +1403,8 @@ TEST(gpu_micro_steps, CUDA_ALL) {
     }
 }
 
-// -b 4 and -b 2 with two micro-steps: the same gradients and losses except for the order of sums,
-// and the same loss of every token in a validation.
+// -b 4 and -b 2 with two micro-steps give the same gradients and losses, except for the order of
+// sums, and the same loss of every token in a validation.
 TEST(gpu_batches, CUDA_ALL) {
     Model m = shape("l2h2c32t12", 257);
     const size_t N = 4 * 12;
@@ -1461,8 +1463,8 @@ static std::vector<bool> gaps_of(const Plan *p, int id, size_t element_bytes) {
     return gap;
 }
 
-// Stochastic rounding: no two numbers share a random number, as the indices in each stream are
-// disjoint.
+// Expects that no two numbers share a random number for stochastic rounding: the indices in each
+// stream are disjoint.
 static void expect_streams_apart(const ParamRange *ranges, int count, const char *options) {
     std::vector<std::array<size_t, 3>> drawn;  // stream, first index, end
     for (int i = 0; i < count; i++) {

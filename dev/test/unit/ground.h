@@ -1,6 +1,6 @@
 // ground.h -- tests of train_gpt2.c's part A: random numbers, texts and options.
 
-// The generator against its authors' published test vectors.
+// The generator reproduces its authors' published test vectors.
 TEST(philox, ALL) {
     // Known answers of Random123 (kat_vectors, philox4x32 10): counter, key, result.
     static const uint32_t known[][10] = {
@@ -16,7 +16,8 @@ TEST(philox, ALL) {
     }
 }
 
-// Mean and deviation within four standard errors; the numbers do not depend on the chunk size.
+// Mean and standard deviation are within four standard errors; the numbers do not depend on the
+// chunk size.
 TEST(rng_normal, ALL) {
     enum { COUNT = 200001 };
     Reals whole(COUNT), pieces(COUNT);
@@ -41,7 +42,7 @@ TEST(rng_normal, ALL) {
     }
 }
 
-// A permutation for small sizes and sizes around powers of two; epochs differ.
+// permute_index is a permutation for small sizes and sizes around powers of two; epochs differ.
 TEST(permute_index, HOST) {
     std::vector<int64_t> sizes = {1000, 4095, 4096, 4097, 65537};
     for (int64_t n = 1; n <= 70; n++) {
@@ -145,8 +146,8 @@ TEST(options_table, HOST) {
     detail = text("%d options", (int)OPTION_ROWS);
 }
 
-// The recorded options of a run can be typed to get the same values: numbers lose no digits,
-// choices and sets have one spelling.
+// Options as a run records them can be typed again and give the same values: numbers lose no
+// digits, and choices and sets have one spelling.
 TEST(options_text, HOST) {
     static const struct {
         const char *name, *given, *recorded;

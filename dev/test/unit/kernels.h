@@ -1,5 +1,5 @@
 // kernels.h -- tests of the CUDA kernels.
-// The kernels of train_gpt2.cu, chapter by chapter, compared with the naive references of layers.h,
+// Compares the kernels of train_gpt2.cu, chapter by chapter, with the naive references of layers.h,
 // in fp32 and 16 bits, with odd shapes. On the emulated device every kernel runs again with its
 // blocks, warps and lanes in other orders, with streams as late as allowed, and with memory that
 // ends at guard pages; the bits must be equal.
@@ -9,7 +9,7 @@ typedef std::vector<Reals> Outputs;
 
 template <class E> static real rounded_to(real x) { return to_float(from_float<E>(x)); }
 
-// noise() rounded to E.
+// Returns noise() rounded to E.
 template <class E> static Reals noise_in(size_t n, double scale, uint64_t seed) {
     Reals x = noise(n, scale, seed);
     for (real &value : x) {
@@ -53,8 +53,8 @@ template <class T> struct Device {
     }
 };
 
-// Order 0 is the one that EMU_SEED, EMU_ORDER and EMU_GUARD select; all tests except those of
-// kernels use only this one. The other orders differ from it; on a GPU they only repeat the run.
+// Order 0 is the one that EMU_SEED, EMU_ORDER and EMU_GUARD select; only tests of kernels also use
+// the other orders, which differ from it. On a GPU these only repeat the run.
 enum { ORDERS = CUDA_CPU ? 6 : 2 };
 static void set_order(int order) {
 #if CUDA_CPU
@@ -67,7 +67,7 @@ static void set_order(int order) {
 #endif
 }
 
-// The environment variables that make the current order the order 0 of a run.
+// Returns the environment variables with which the current order is order 0 of a run.
 static Text order_switches() {
 #if CUDA_CPU
     char *words = NULL;
@@ -83,11 +83,11 @@ static Text order_switches() {
 #endif
 }
 
-// True if a case runs. Sanitizers check addresses, not numbers, so with them only cases with `kept`
-// run: an odd shape or two of each kernel, a few of many runs. FULL=1 runs all.
+// True if a case runs. Sanitizers check addresses, not numbers, so their builds run only cases with
+// `kept`: one or two odd shapes of each kernel, and a few of many runs. FULL=1 runs all.
 static bool sampled(bool kept) { return kept || !TEST_ASAN || is_full(); }
 
-// The outputs of `run`, which must be bitwise equal in every order.
+// Returns the outputs of `run`, which must be bitwise equal in every order.
 template <class Run> static Outputs every_order(Run run, const Text &who) {
     set_order(0);
     Outputs first = run();
@@ -103,8 +103,8 @@ template <class Run> static Outputs every_order(Run run, const Text &who) {
     return first;
 }
 
-// Compares device values of type E. fp32: within the reference's error bound. 16 bits: each
-// element, and the norm of all, within twice the error of rounding the exact result.
+// Compares device values of type E with the reference: in fp32 within its error bound, in 16 bits
+// each element, and the norm of all, within twice the error of rounding the exact result.
 template <class E> static void compare_in(int line, const Reals &got, Nums want, const Text &who) {
     const Text name = who + " " + traits<E>.name;
     if (!is_fp32<E>) {
@@ -127,7 +127,6 @@ template <class E> static void compare_in(int line, const Reals &got, Nums want,
     (device_lacks_bf16() ? (void)test<__half>(__VA_ARGS__) : (void)test<bf16>(__VA_ARGS__))
 #define in_both_types(test, ...) (test<float>(__VA_ARGS__), in_16_bits(test, __VA_ARGS__))
 
-// For tests that need bf16.
 static void need_bf16() {
     if (device_lacks_bf16()) {
         skip("this GPU has no bf16");
@@ -180,7 +179,8 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     compare_as(G, got[3], first, who + " dwpe, written");
 }
 
-// Frequent tokens and positions beyond T; gradients are added or, the first time, written.
+// Embedding forward and backward, with frequent tokens and with positions beyond T; backward adds
+// to the gradients or, the first time, writes them.
 TEST(gpu_embedding, CUDA_ALL) {
     static const int shapes[][5] = {
         {1, 1, 48, 257, 1}, {2, 65, 80, 257, 70}, {3, 17, 16, 50257, 17}, {1, 130, 1600, 257, 256}};
@@ -194,7 +194,8 @@ TEST(gpu_embedding, CUDA_ALL) {
     }
 }
 
-// start (columns) plus the column sums of x (rows,columns), which a kernel has already rounded.
+// Returns start (columns) plus the column sums of x (rows,columns), which a kernel has already
+// rounded.
 static Nums column_sums_of(const Reals &x, const Reals &start) {
     const size_t columns = start.size(), rows = x.size() / columns;
     Nums sums;
@@ -243,7 +244,7 @@ template <class E> static void check_layernorm(int N, int C) {
     compare_as(float, got[7], column_sums_of(got[4], before), who + " bias of inp");
 }
 
-// Rows handled by one warp and by several; more rows than partial sums.
+// LayerNorm with rows handled by one warp and by several, and with more rows than partial sums.
 TEST(gpu_layernorm, CUDA_ALL) {
     for (int N : {1, 65, 130}) {
         for (int C : {16, 80, 192, 768, 1600}) {
@@ -298,7 +299,8 @@ template <class E> static void check_gelu(int N, int OC) {
                who + " dbias alone");
 }
 
-// Both directions and both column sums; far from zero the results are exactly x, dout or 0.
+// GELU forward and backward, and both column sums; far from zero the results are exactly x, dout or
+// 0.
 TEST(gpu_gelu, CUDA_ALL) {
     static const int shapes[][2] = {{1, 64}, {65, 80}, {130, 768}, {1500, 48}, {2100, 264}};
     for (auto &s : shapes) {
@@ -348,7 +350,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     compare_as(G, got[4], zero, who + " dweight, written");
 }
 
-// Widths of C, 3 C and 4 C; few and many rows.
+// Matmuls with widths of C, 3 C and 4 C, and with few and many rows.
 TEST(gpu_matmul, CUDA_ALL) {
     static const int shapes[][3] = {{1, 48, 144},  {65, 80, 240}, {130, 16, 64}, {7, 192, 64},
                                     {33, 64, 384}, {3, 1600, 40}, {257, 32, 24}};
@@ -366,10 +368,10 @@ TEST(gpu_matmul, CUDA_ALL) {
     }
 }
 
-// Rounding of a 16-bit computation of attention.
+// Rounds a number as a 16-bit computation of attention does.
 template <class E> static Num num_in(Num x) { return Num((wide)rounded_to<E>((real)x.v)); }
 
-// 16 bits: the norm of the error is at most twice that of a naive 16-bit computation.
+// Expects, in 16 bits, that the norm of the error is at most twice that of a naive computation.
 static void expect_naive_at(int line, const Reals &got, const Nums &want, const Nums &naive,
                             const Text &who) {
     double error = 0, loss = 0, e = 0;
@@ -422,8 +424,9 @@ template <class E> static Outputs check_attention(int B, int T, int HS, int NH, 
     return got;
 }
 
-// fp16 on the emulated GPU and on one of capability 7.5, which has smaller mma instructions, no
-// asynchronous copies and 64 KiB of shared memory: the emulator gives the same bits on both.
+// Attention in fp16 has the same bits on the emulated GPU and on an emulated one of compute
+// capability 7.5, which has smaller mma instructions, no asynchronous copies and 64 KiB of shared
+// memory.
 static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
     const Outputs want = check_attention<__half>(B, T, HS, NH, sharp);
 #if CUDA_CPU
@@ -439,7 +442,7 @@ static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
 #endif
 }
 
-// Queries with a cache: a sequence in two chunks, whatever the cache contained before.
+// Attention with a KV cache, for a sequence in two chunks, whatever the cache contained before.
 template <class E> static void check_cached(int positions, int first, int rows, int HS, int NH) {
     const int C = NH * HS, T = first + rows;
     const Text who = text("%d after %d of %d heads %d of %d", rows, first, positions, NH, HS);
@@ -483,7 +486,8 @@ TEST(gpu_cached, CUDA_ALL) {
     check_cached<float>(70, 60, 2, 5, 8);
 }
 
-// Lengths around the tile size, heads of 8 to 128 channels, flat and sharp scores.
+// Attention with lengths around the tile size, heads of 8 to 128 channels, and flat and sharp
+// scores.
 TEST(gpu_attention, CUDA_ALL) {
     static const int shapes[][4] = {
         {1, 1, 16, 5},  {2, 1, 64, 3},   {3, 2, 80, 1},   {1, 63, 64, 3},  {2, 64, 32, 2},
@@ -506,7 +510,7 @@ TEST(gpu_attention, CUDA_ALL) {
         in_both_types(check_attention, 1, 130, 64, 2, 4);
         in_both_types(check_attention, 1, 100, 16, 1, 8);
     }
-    // Sections of one head, of two with a remainder of one, and of heads of two sequences.
+    // Sections of one head, of two heads with a remainder of one, and with heads of two sequences.
     for (int heads : {1, 2, 4}) {
         attention_cache_bytes = 2 * heads * 130 * 64 * 4;
         if (!sampled(heads == 2)) {
@@ -518,7 +522,6 @@ TEST(gpu_attention, CUDA_ALL) {
     attention_cache_bytes = 0;
 }
 
-// Ends a test of wgmma on a GPU that does not have it.
 static void need_wgmma() {
     int major = 0;
     cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
@@ -527,8 +530,8 @@ static void need_wgmma() {
     }
 }
 
-// out (64,64) fp32 = a b, by one warpgroup. FORM 0: a (64,64) and b, stored (n,k), in shared
-// memory; 1: a in registers, b (n,k); 2: a in registers, b (k,n).
+// Computes out (64,64) fp32 = a b with one warpgroup. FORM 0: a (64,64) and b, stored (n,k), are in
+// shared memory; 1: a in registers, b (n,k); 2: a in registers, b (k,n).
 template <int FORM>
 static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
     DYN_TILES(bf16, tile_a);
@@ -568,9 +571,9 @@ static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
     });
 }
 
-// Which element of shared memory does each place of an operand read? With the unit matrix as the
-// other operand the result shows the operand as it was read; elements numbered by row, then by
-// column, name themselves. A misread descriptor thus shows as a map of where it read.
+// Checks from where in shared memory each element of an operand is read. With the identity matrix
+// as the other operand, the result is the operand as it was read. Its elements are numbered by row,
+// then by column, so a failure tells which element was read instead.
 template <int FORM> static void check_wgmma(bool of_a) {
     Reals one(4096), numbers[2] = {Reals(4096), Reals(4096)}, got[2];
     for (int i = 0; i < 4096; i++) {
@@ -603,8 +606,8 @@ TEST(gpu_wgmma, CUDA_ALL) {
     check_wgmma<2>(false);
 }
 
-// Selects the wgmma variant of the kernels whose bit is set in `kernels`, and row 0 of the others:
-// for launches, and by verdicts for an engine that is opened later.
+// Selects the wgmma variant of the kernels whose bit is set in `kernels`, and row 0 of the others,
+// both for launches and, by verdicts, for an engine that is opened later.
 static void choose_wgmma(int kernels) {
     KernelVerdicts verdicts = {};
     for (int k = 0; k < ATTENTION_KERNELS; k++) {
@@ -621,9 +624,9 @@ static void choose_wgmma(int kernels) {
     memcpy(rank_info.kernels, &verdicts, sizeof verdicts);
 }
 
-// The wgmma variants: lengths around the tile sizes, flat and sharp scores, sections; and wgmma
-// forward with mma.sync backward and the reverse, because LSE2 and D mean the same in both. A shape
-// that they do not support is computed by row 0.
+// The wgmma variants, with lengths around the tile sizes, flat and sharp scores, and sections. Also
+// wgmma forward with mma.sync backward and the reverse, because LSE2 and D mean the same in both. A
+// shape that they do not support is computed by row 0.
 TEST(gpu_attention_wgmma, CUDA_ALL) {
     need_wgmma();
     enum { FORWARD = 1, DQ = 2, DKV = 4, EVERY = 7 };
@@ -677,7 +680,8 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
     compare_as(E, got[1], want_d, who + " dlogits");
 }
 
-// Vocabularies from one pack to the largest; padding that would dominate every softmax.
+// The classifier with vocabularies from one pack to the largest, and with padding that would
+// dominate every softmax.
 TEST(gpu_classifier, CUDA_ALL) {
     static const int shapes[][2] = {{1, 2}, {2, 5}, {1, 257}, {65, 257}, {3, 1000}, {2, 50257},
                                     {1, 65536}};
@@ -713,8 +717,8 @@ static std::vector<T> moved(const std::vector<T> &from, std::vector<T> to,
     return to;
 }
 
-// The fp32 weights given by master and device weights. fp16: the master is complete, and the device
-// weights, `rounded`, must be its roundings.
+// Returns the fp32 weights given by master and device weights. In fp16 the master is complete, and
+// the device weights, `rounded`, must be the master rounded to fp16.
 template <class E>
 static Reals master_weights(const Reals &rounded, const Device<E> &params,
                             const std::vector<Master<E>> &master,
@@ -833,8 +837,8 @@ TEST(gpu_adamw, CUDA_ALL) {
     check_adamw<bf16, float, float, false>("no master, fp32 gradients");
 }
 
-// A NaN weight stays NaN in the weights that forward reads and in what is saved, whether the host
-// wrote it or AdamW, and its neighbours are unchanged.
+// A NaN weight, written by the host or by AdamW, stays NaN in the weights that forward reads and in
+// those that are saved, and its neighbours are unchanged.
 template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(const char *who) {
     enum { N = 4096 };
     static const uint32_t nan_bits[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff807fff,
@@ -882,8 +886,8 @@ TEST(gpu_adamw_nan, CUDA_ALL) {
     check_adamw_nan<bf16, bf16, bf16, false>("no master");
 }
 
-// Initial states of a fresh GPU are set without writing zeros, for every placement; the states
-// of one that has trained are cleared. In both cases the previous values are gone.
+// A newly opened engine starts with zero moments without writing them, for every placement; a
+// second start of the same engine clears them. In both cases previous values are gone.
 static int64_t moments_written;
 static void (*real_write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
 static void counted_write(Engine *e, int state, int64_t offset, const real *values,
@@ -930,7 +934,7 @@ TEST(gpu_zero_states, EMULATED_ALL) {
     }
 }
 
-// A fresh GPU that was written to is no longer zero: a new start clears it.
+// If moments were written after opening, the first start clears them too.
 TEST(gpu_written_states, EMULATED_ALL) {
     const Model m = shape("l1h1c16t8", 257);
     const int64_t all = tensor_offset(&m, TENSORS, 0);
@@ -956,7 +960,8 @@ TEST(gpu_written_states, EMULATED_ALL) {
     plan_free(&plan);
 }
 
-// A tensor in two shards, as on two ranks, is rounded as a whole one, in any order of blocks.
+// A tensor in two shards, as on two ranks, is rounded like an undivided one, in any order of thread
+// blocks.
 TEST(gpu_rounding, CUDA_ALL) {
     enum { N = 20000, CUT = 8816 };
     Reals p = noise_in<bf16>(N, 1, 1), g = noise_in<bf16>(N, 1, 2), zero(N);
@@ -1000,15 +1005,15 @@ TEST(gpu_norm, CUDA_ALL) {
         gpu_update_decide(state.p, 1.0f, INFINITY, 0);
         UpdateState now = state.raw()[0];
         expect(now.skip == 1 && now.skipped == 1, "%g", (double)bad);
-        // A rank that holds no gradients of a small model.
+        // A rank may hold no gradients of a small model.
         gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_g.p, d_ranges.p, 0, 0, 0);
         expect(state.raw()[0].square_sum == 0, "no gradients");
     }
 }
 
-// The sum of `ranks` ranks' parts of a bucket as computed by rank `rank`: bitwise equal to adding
-// the parts in rank order in fp32 and rounding once, on every rank and with chunks of any size.
-// Every other number is 1e8, 1, -1e8 or 1, by rank, so another order of summation would lose a 1.
+// Rank `rank`'s sum of the parts of a bucket from `ranks` ranks is bitwise equal to adding the
+// parts in rank order in fp32 and rounding once, with chunks of any size. Every other number is
+// 1e8, 1, -1e8 or 1, by rank, so that another order of summation would lose a 1.
 template <class G> static void check_rank_sum(int ranks, int rank, size_t budget) {
     enum { PART = 4160 };  // more than one block handles
     static const real pattern[] = {(real)1e8, 1, (real)-1e8, 1};
@@ -1058,8 +1063,8 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t budget
     expect(all[other] == 7 && all[other + PART - 1] == 7, "another rank's part was written");
 }
 
-// The statuses of four ranks: sums in rank order; a stop of one rank stops all; the first of two
-// faults is reported; with a fault the norm is NaN on all ranks.
+// Combining the statuses of four ranks: losses are added in rank order; a stop of one rank stops
+// all; the first of two faults is reported; with a fault the norm is NaN on all ranks.
 static void check_step_statuses() {
     enum { RANKS = 4 };
     const float losses[RANKS] = {1e8f, 1, -1e8f, 1};
@@ -1099,12 +1104,12 @@ static void check_replica_hash() {
         return sum.raw()[0];
     };
     const unsigned long long before = hash(7);
-    expect(hash(1) == before && hash(64) == before, "another hash from other blocks");
+    expect(hash(1) == before && hash(64) == before, "depends on the number of blocks");
     words[9999] ^= 1;
-    expect(hash(7) != before, "a bit that does not count");
+    expect(hash(7) != before, "a changed bit has no effect");
     words[9999] ^= 1;
     std::swap(words[5], words[600]);
-    expect(hash(7) != before, "places that do not count");
+    expect(hash(7) != before, "the order has no effect");
 }
 
 TEST(gpu_exchange, CUDA_ALL) {
@@ -1121,7 +1126,7 @@ TEST(gpu_exchange, CUDA_ALL) {
     check_replica_hash();
 }
 
-// The factor on the gradients: clip / norm above the limit, otherwise 1.
+// The gradients' factor is clip / norm if the norm is above the limit, otherwise 1.
 TEST(gpu_clip, CUDA_ALL) {
     static const struct {
         float norm, clip, scale;
@@ -1145,8 +1150,8 @@ TEST(gpu_clip, CUDA_ALL) {
     }
 }
 
-// Effect of a step on the loss scale, as in the last lines of PyTorch's amp_update_scale_. The
-// smallest scale is 2, the largest the last power of two in fp32.
+// A step changes the loss scale as PyTorch's amp_update_scale_ does in its last lines. The smallest
+// scale is 2, the largest is the last power of two in fp32.
 TEST(gpu_loss_scale, CUDA_ALL) {
     const float inf = INFINITY, last = 0x1p127f;
     static const struct {
@@ -1260,8 +1265,8 @@ TEST(gpu_rounding_places, CUDA_ALL) {
     }
 }
 
-// One pointer that each kernel accesses in packs, misaligned by an element: the launcher's message
-// names it. Nothing is launched, so the addresses need no memory.
+// For each launcher, misaligns by one element a pointer that its kernel accesses in packs, and
+// expects a message that names the launcher. Nothing is launched, so the addresses need no memory.
 template <class E, class G> static void check_misaligned() {
     enum { N = 64, C = 64 };
     int *ints = (int *)(uintptr_t)0x100000;
@@ -1299,7 +1304,8 @@ template <class E, class G> static void check_misaligned() {
     });
 }
 
-// A pointer of each launcher; rows that are not a multiple of 16 bytes; sizes beyond the limits.
+// Refused are a misaligned pointer of each launcher, rows that are not a multiple of 16 bytes, and
+// sizes beyond the limits.
 TEST(gpu_misaligned, CUDA) {
     check_misaligned<float, float>();
     check_misaligned<bf16, bf16>();
@@ -1319,15 +1325,16 @@ TEST(gpu_misaligned, CUDA) {
 }
 
 #if CUDA_CPU
-// The index of the emulated library's algorithm in a plan: 0 to 2, or 3 to 8 if k is split.
+// Returns the index of a plan's algorithm in the emulated library: 0 to 2, or 3 to 8 if k is split.
 static int algorithm_of(const MatmulPlan &plan) {
     emu::Algo algo;
     memcpy(&algo, &plan.algorithm, sizeof algo);
     return emu::number_of(algo) - 1;
 }
 
-// The heuristic's first algorithm; out of place (D is not C), the first that supports it; if none
-// does, the first. A matmul that the library does not support is an error that gives its sizes.
+// A matmul uses the heuristic's first algorithm; out of place (D is not C), the first one that
+// supports it, or the first if none does. A matmul that the library does not support is an error
+// that gives its sizes.
 TEST(gpu_algorithms, EMULATED_ALL) {
     const int N = 8, C = 16, OC = 24;
     Device<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
@@ -1448,7 +1455,7 @@ template <class T> struct Huge {
     }
 };
 
-// The outputs of the last rows are equal for a small tensor and a huge one.
+// Expects that the outputs of the last rows are equal for a small tensor and a huge one.
 static void same(const char *who, const std::function<Outputs(size_t)> &run, size_t small,
                  size_t large) {
     expect(run(small) == run(large), "%s", who);
@@ -1574,7 +1581,7 @@ static void check_huge_update() {
          1024, (1 << 18) + 1024);
 }
 
-// Tensors of more than 2^31 elements: the last block of every grid computes the same as for the
+// For tensors of more than 2^31 elements, the last block of every grid computes the same as for the
 // same rows of a small tensor. An index computed as a product of two 32-bit sizes would be out of
 // bounds.
 TEST(gpu_huge, EMULATED) {
@@ -1585,7 +1592,7 @@ TEST(gpu_huge, EMULATED) {
 }
 #endif
 
-// Agreement of ranks: a stop of any of them, the first one that failed, and, in the handshake, the
+// Ranks agree on a stop of any of them, on the first one that failed and, in the handshake, on the
 // minimum of their available memory. The ranks of a machine share its threads.
 TEST(rank_agreement, CUDA_ALL) {
     enum { RANKS = 4, THREADS = 8 };

@@ -1,7 +1,7 @@
 // layers.h -- tests of the CPU layers.
-// Chapters Matmul and fast maths and Layers of train_gpt2.c, with odd shapes. A reference is the
-// formula itself, computed in Num: a wider number that carries a bound on the error of the same
-// computation in `real`. The approximate exp and tanh are allowed the errors documented in chapter
+// Tests chapters Matmul and fast maths and Layers of train_gpt2.c with odd shapes. A reference
+// evaluates the formula in Num, a wider number that carries a bound on the error of the same
+// computation in `real`. The approximate exp and tanh may have the errors documented in chapter
 // Matmul and fast maths (EXP_ULP, TANH_ULP; libm's in double).
 
 static const double EXP_ULP = 1.05, TANH_ULP = 2.53;
@@ -38,7 +38,7 @@ static Num num_rsqrt(Num x) {
     return rounded(v, (double)v * (x.e / (double)x.v / 2 + 2 * unit));
 }
 
-// term(0) + ... + term(n - 1); the tested code may sum in any order.
+// Returns term(0) + ... + term(n - 1), with an error bound for any order of summation.
 template <class Term> static Num sum_of(int n, Term term) {
     wide v = 0;
     double e = 0, sizes = 0;
@@ -88,7 +88,8 @@ static real fast_tanh(real x) {
     return tanh_end(r, n, x);
 }
 
-// exp and tanh over their whole range, and at points where a polynomial or a shift could be wrong.
+// exp and tanh are accurate over their whole range and at points where a polynomial or a shift
+// could be wrong.
 TEST(fast_maths, ALL) {
     const double low = GPT2_DOUBLE ? -800 : -120, range = GPT2_DOUBLE ? 1500 : 208;
     for (int i = 0; i <= 400000; i++) {
@@ -114,7 +115,6 @@ static const int matmul_shapes[][3] = {
     {21, 40, 1024},  // dout's rows map to one set of L1: packed before the matmul
 };
 
-// inp weight^T.
 static Nums naive_matmul(const Reals &inp, const Reals &weight, int N, int C, int OC) {
     Nums out;
     for (int i = 0; i < N * OC; i++) {
@@ -124,7 +124,7 @@ static Nums naive_matmul(const Reals &inp, const Reals &weight, int N, int C, in
     return out;
 }
 
-// Results of matmul_backward; dweight and dbias hold their initial values on entry.
+// Computes dinp, and adds to dweight and dbias, as matmul_backward does.
 static void naive_matmul_backward(Nums *dinp, Nums *dweight, Nums *dbias, const Reals &dout,
                                  const Reals &inp, const Reals &weight, int N, int C, int OC) {
     for (int i = 0; i < N * C; i++) {
@@ -159,7 +159,7 @@ TEST(matmul_forward, ALL) {
             Nums want = product;
             for (int i = 0; i < N * OC; i++) {
                 want[i] = want[i] + (b ? b[i % OC] : 0) + (add ? add[i] : 0);
-                // a summand present from the start is rounded with every term
+                // bias and addend may be added first, and are then rounded with every term
                 want[i].e += sum_error(C) * ((b ? size(b[i % OC]) : 0) + (add ? size(add[i]) : 0));
             }
             matmul_forward(out.data(), inp.data(), weight.data(), b, add, N, C, OC);
@@ -201,7 +201,7 @@ TEST(matmul_backward, ALL) {
     }
 }
 
-// Numbers rounded to bf16, to nearest even; the error is at most 2^-9 of the number.
+// Rounds numbers to bf16, to nearest even; the error is at most 2^-9 of the number.
 static Reals rounded_to_bf16(Reals numbers) {
     for (real &x : numbers) {
         float f = (float)x;
@@ -214,8 +214,8 @@ static Reals rounded_to_bf16(Reals numbers) {
     return numbers;
 }
 
-// --matmul bf16: bit by bit the matmul of operands that were rounded beforehand, and close to their
-// exact matmul. NaN stays NaN, whatever its bits.
+// --matmul bf16 gives the bits of an fp32 matmul whose operands were rounded beforehand, and is
+// close to the exact matmul of these operands. NaN stays NaN, whatever its bits.
 TEST(matmul_bf16, HOST) {
     const char *missing = bf16_missing();
     if (missing) {
@@ -263,7 +263,7 @@ TEST(matmul_bf16, HOST) {
 #endif
 }
 
-// GELU and its derivative.
+// Returns GELU(v); *slope receives its derivative.
 static Num naive_gelu(Num v, Num *slope) {
     Num s = Num(0.79788456080286535588L, unit), c = Num(0.044715L, unit * 0.05);
     Num t = num_tanh(s * (v + c * v * v * v)), half = (wide)0.5, one = (wide)1, three = (wide)3;
@@ -271,7 +271,7 @@ static Num naive_gelu(Num v, Num *slope) {
     return half * v * (one + t);
 }
 
-// Both directions, in place, for every length of the vector loop's tail, and next to NaN.
+// GELU forward and backward, in place, for every length of the vector loop's tail, and next to NaN.
 TEST(gelu, ALL) {
     enum { COUNT = 100003 };
     Reals x(COUNT), out(COUNT), dout = noise(COUNT, 1, 2), dinp(COUNT);
@@ -298,7 +298,7 @@ TEST(gelu, ALL) {
     expect(isnan((double)bad[0]) && !isnan((double)bad[1]));
 }
 
-// out; dwte and dwpe, which hold their initial values on entry.
+// Computes out, and adds to dwte and dwpe.
 static void naive_embedding(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<Token> &tokens,
                          const Reals &wte, const Reals &wpe, const Reals &dout, int T, int C) {
     for (int k = 0; k < (int)dout.size(); k++) {
@@ -324,8 +324,8 @@ TEST(embedding, ALL) {
     compare(dwpe, want_dwpe, "dwpe");
 }
 
-// LayerNorm forward, and backward from the mean and rstd of the tested forward; dinp without an
-// addend. dweight and dbias hold their initial values on entry.
+// LayerNorm forward, and backward from the mean and rstd of the tested forward. dinp has no addend;
+// dweight and dbias are added to their initial values.
 struct NaiveLayerNorm {
     Nums out, mean, rstd, dinp, dweight, dbias;
     NaiveLayerNorm(const Reals &x, const Reals &w, const Reals &b, const Reals &dout,
@@ -355,7 +355,6 @@ struct NaiveLayerNorm {
     }
 };
 
-// want + x.
 static Nums plus(Nums want, const Reals &x) {
     for (size_t i = 0; i < x.size(); i++) {
         want[i] = want[i] + x[i];
@@ -363,7 +362,7 @@ static Nums plus(Nums want, const Reals &x) {
     return want;
 }
 
-// Forward and backward; addend may be NULL or dinp itself.
+// LayerNorm forward and backward; addend may be NULL or dinp itself.
 TEST(layernorm, ALL) {
     static const int shapes[][2] = {{1, 1},   {1, 48},   {2, 15},   {17, 16}, {5, 17},
                                     {65, 80}, {34, 768}, {3, 1600}, {300, 33}};  // rows, C
@@ -397,8 +396,8 @@ TEST(layernorm, ALL) {
 
 static Num as_it_is(Num x) { return x; }
 
-// Attention of one head with its full T x T matrices; the results are written to that head's part
-// of out, lse and dqkv. `narrow` is applied to what a 16-bit computation rounds: P, out, dS, dqkv.
+// Computes attention of one head with its full T x T matrices, and writes that head's part of out,
+// lse and dqkv. `narrow` is applied to what a 16-bit computation rounds: P, out, dS, dqkv.
 static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, const Reals &dout,
                            int b, int h, int T, int C, int NH, Num (*narrow)(Num) = as_it_is) {
     const int HS = C / NH;
@@ -445,7 +444,8 @@ static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, 
     }
 }
 
-// Sequences of one key, of whole tiles, one more and one less; heads of 1 to 128 channels.
+// Attention over one key, over whole tiles and one key more and less, with heads of 1 to 128
+// channels.
 TEST(attention, ALL) {
     static const int shapes[][4] = {{1, 1, 8, 1},   {2, 1, 48, 3},   {1, 2, 3, 3},
                                     {2, 7, 48, 3},  {1, 65, 192, 3}, {2, 64, 64, 1},
@@ -484,8 +484,8 @@ static Num num_power(wide x, wide most) {
     return Num(v, (double)v * unit * (LOG2_E_ERROR * size(x) + size(x - most) + 4) + smallest);
 }
 
-// Losses and dlogits of rows of Vp logits, the first V of them used; in_powers_of_2: with the
-// exponentials of num_power.
+// Computes losses and dlogits from rows of Vp logits, the first V of which are used.
+// in_powers_of_2: uses the exponentials of num_power.
 static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
                             const std::vector<Token> &targets, real dloss, int V, int Vp,
                             bool in_powers_of_2 = false) {
@@ -509,7 +509,8 @@ static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
     }
 }
 
-// Losses and dlogits; padded columns must be exactly 0; forward alone gives the same losses.
+// Losses and dlogits are compared with the reference. dlogits of padded columns must be exactly 0,
+// and forward alone gives the same losses.
 TEST(classifier, ALL) {
     static const int shapes[][2] = {{1, 1}, {5, 2}, {7, 257}, {3, 65535}, {33, 128}};  // rows, V
     for (auto &shape : shapes) {
@@ -536,7 +537,8 @@ TEST(classifier, ALL) {
 #if GPT2_DOUBLE
 typedef std::function<double()> Loss;
 
-// Derivative of `loss` in the direction of `move`, which displaces its parameters by its argument.
+// Returns the derivative of `loss` in the direction of `move`, which displaces the parameters by
+// its argument.
 static double slope(const Loss &loss, const std::function<void(double)> &move) {
     const double h = 1e-3;
     double f[4];
@@ -564,7 +566,7 @@ static void expect_gradient_at(int line, Reals *x, const Reals &gradient, const 
 }
 #define expect_gradient(x, gradient, loss) expect_gradient_at(__LINE__, &x, gradient, loss, #x)
 
-// <a, b>.
+// Returns the dot product <a, b>.
 static double dot(const Reals &a, const Reals &b) {
     double sum = 0;
     for (size_t i = 0; i < a.size(); i++) {
@@ -592,7 +594,7 @@ TEST(derivatives_linear, DOUBLE) {
     expect_gradient(addend, dout, loss);
 }
 
-// Inputs, weights and biases of a LayerNorm with an odd width.
+// Gradients of the inputs, weights and biases of a LayerNorm with an odd width.
 TEST(derivatives_layernorm, DOUBLE) {
     enum { N = 3, C = 19 };
     Reals inp = noise(N * C, 1, 1), weight = noise(C, 1, 2), bias = noise(C, 1, 3), out(N * C);
@@ -610,7 +612,7 @@ TEST(derivatives_layernorm, DOUBLE) {
     expect_gradient(bias, dbias, loss);
 }
 
-// All of dqkv, two sequences of five heads.
+// All elements of dqkv, for two sequences with five heads.
 TEST(derivatives_attention, DOUBLE) {
     enum { B = 2, T = 9, C = 20, NH = 5 };
     give_workspace();
@@ -625,7 +627,7 @@ TEST(derivatives_attention, DOUBLE) {
     expect_gradient(qkv, dqkv, loss);
 }
 
-// x from -3.5 to 3.5.
+// GELU for x from -3.5 to 3.5.
 TEST(derivatives_gelu, DOUBLE) {
     Reals inp = noise(301, 2, 1), out(301), dout = noise(301, 1, 2), dinp(301);
     gelu_backward(dinp.data(), dout.data(), inp.data(), inp.size());
@@ -636,7 +638,7 @@ TEST(derivatives_gelu, DOUBLE) {
     expect_gradient(inp, dinp, loss);
 }
 
-// Weighted losses of three rows; padded logits have no influence.
+// Gradients of the weighted losses of three rows; padded logits have no influence.
 TEST(derivatives_classifier, DOUBLE) {
     enum { ROWS = 3, V = 21, Vp = 128 };
     Reals logits = noise(ROWS * Vp, 1, 1), losses(ROWS), dlogits = logits;
@@ -651,8 +653,8 @@ TEST(derivatives_classifier, DOUBLE) {
     expect_gradient(logits, dlogits, loss);
 }
 
-// The whole network: for each of the sixteen tensors (all layers at once) the slope in two random
-// directions of unit length and in a dozen single elements.
+// For each of the sixteen tensors of the whole network (all layers at once), the slope of the loss
+// in two random directions of unit length and in a dozen single elements.
 TEST(derivatives_network, DOUBLE) {
     Model m = shape("l2h3c48t8", 257);
     Net n(m, 2, 7, RECOMPUTE_MLP, 1, 5);

@@ -1,6 +1,6 @@
 // network.h -- tests of the network on the CPU.
-// Chapter The network of train_gpt2.c and the CPU engine: what must be bitwise equal (recompute
-// levels, numbers of threads), and what only up to rounding (different batch sizes).
+// Tests chapter The network of train_gpt2.c and the CPU engine: what must be bitwise equal
+// (recompute levels, numbers of threads), and what is equal up to rounding (batch sizes).
 
 struct Trace {
     std::vector<double> losses;
@@ -11,8 +11,8 @@ struct Trace {
     }
 };
 
-// Two optimizer steps of `accum_steps` micro-batches: all losses, the gradients of the first step,
-// and the weights after both.
+// Runs two optimizer steps of `accum_steps` micro-batches. Returns all losses, the gradients of the
+// first step, and the weights after both.
 static Trace trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T;
     Trace result;
@@ -43,7 +43,7 @@ static const struct {
                       {"l1h1c64t65", 129, 2, 65, 13},
                       {"l2h2c6t1", 2, 3, 1, 0}};
 
-// Every level in all blocks, and block:K for every K, compared with none.
+// Every recompute level in all blocks, and block:K for every K, gives the bits of none.
 TEST(recompute_bits, ALL) {
     int runs = 0;
     for (auto &shape_row : network_shapes) {
@@ -65,8 +65,8 @@ TEST(recompute_bits, ALL) {
     detail = text("%d runs", runs);
 }
 
-// Results of everything a run does between micro-steps: samples, validation, states read as for a
-// checkpoint, a skipped step, weights written as by a resume.
+// Returns the results of everything a run does between micro-steps: samples, validation, states
+// read as for a checkpoint, a skipped step, and weights written as by a resume.
 static Reals busy_trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T, V = n->s.model.V;
     Reals all, logits((size_t)V);
@@ -108,9 +108,9 @@ static Reals busy_trace(Net *n, int accum_steps) {
     return all;
 }
 
-// Each state alone, and all together, in host memory, compared with none; networks of one block, of
-// as many as there are slots, of one more, and of more than are prefetched at the start. A build
-// with sanitizers runs a quarter of these.
+// Offloading each state alone, and all together, changes no bit. The networks have one block, as
+// many as there are slots, one more, and more than are prefetched at the start. A build with
+// sanitizers runs a quarter of the cases.
 TEST(offload_bits, ALL) {
     int runs = 0, turn = 0;
     for (const char *e : {"l1h1c16t8", "l2h2c16t8", "l3h1c24t9", "l6h2c20t7"}) {
@@ -140,7 +140,7 @@ TEST(offload_bits, ALL) {
 // A slot can be accessed only by the block that it holds, and not before that block is fetched.
 TEST(slots, HOST) {
 #ifdef _OPENMP
-    omp_set_num_threads(1);  // as in test_arena
+    omp_set_num_threads(1);  // as in TEST(arena)
 #endif
     Model m = shape("l4h1c16t8", 257);
     Net n(m, "-b 1 -t 7 --offload weights,gradients,residuals", 0);
@@ -198,7 +198,8 @@ TEST(bf16_steps, HOST) {
     detail = text("gradients within %.1e of fp32's, bound 1.6e-02", worst);
 }
 
-// Losses, gradients, weights, and matmuls large enough to be split, with 1 to 3 threads.
+// Losses, gradients, weights, and matmuls large enough to be split have the same bits with 1 to 3
+// threads.
 TEST(thread_bits, ALL) {
 #ifdef _OPENMP
     Trace first[4];
@@ -315,9 +316,9 @@ TEST(network_facts, ALL) {
 }
 
 // With a KV cache and chunks of all sizes, logits equal those of the whole window up to rounding,
-// because a single token is summed in a different order; also when other tokens follow the first
-// ones, as in a second sample. The plan contains weights, cache, and only a few rows of everything
-// else.
+// because a single token is summed in a different order. This also holds if the first tokens are
+// followed by other tokens than before, as in a second sample. The plan contains weights, cache,
+// and only a few rows of everything else.
 TEST(kv_cache, ALL) {
     static const struct {
         const char *e;
@@ -427,7 +428,8 @@ TEST(generated_tokens, ALL) {
     close(terminal);
 }
 
-// Deviations of the initial weights within four standard errors; constant ones are exact.
+// The standard deviations of the initial weights are within four standard errors; constant weights
+// are exact.
 TEST(initialise, ALL) {
     Model m = shape("l3h2c64t20", 257);
     Net n(m, 1, 4);

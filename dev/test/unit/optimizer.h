@@ -1,6 +1,7 @@
 // optimizer.h -- tests of chapter Optimizer and schedules, against values computed by hand.
 
-// Two updates computed by hand, with a count that is not a multiple of a vector.
+// Two updates computed by hand, for a number of elements that is not a multiple of the vector
+// length.
 TEST(adamw, ALL) {
     // lr 0.1, beta 0.9 and 0.99, eps 1e-8, decay 0.1, p = 1.
     // g = 0.5: m = 0.05, v = 0.0025; corrected 0.5, 0.25; p = 1 - 0.1 (0.5 / 0.5 + 0.1) = 0.89.
@@ -25,8 +26,8 @@ TEST(adamw, ALL) {
     }
 }
 
-// Decay on matrices only; clipping by the whole norm; no change at all if the norm is not finite or
-// above the limit.
+// The update decays matrices only, clips by the norm of all gradients, and changes nothing if that
+// norm is not finite or above the limit.
 TEST(update, ALL) {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);

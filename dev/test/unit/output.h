@@ -1,7 +1,7 @@
 // output.h -- tests of sampling, evaluation, the log, and of failures that users cannot cause.
 
-// Most likely token, top-k, top-p, and frequencies: at n evenly spaced arguments, the inverse of
-// the distribution returns each token n p times, within two.
+// The most likely token, top-k, top-p, and frequencies: for n evenly spaced random numbers, a token
+// of probability p is returned n p times, within two.
 TEST(sampling, ALL) {
     enum { V = 6, DRAWS = 20000 };
     static const double p[V] = {0.05, 0.4, 0.1, 0.25, 0.15, 0.05};
@@ -51,7 +51,8 @@ TEST(sampling, ALL) {
     expect(sample_token(equal, V, &o, 0.9, candidates) == 1, "the first of equals");
 }
 
-// The JSON checker itself, text with every byte, non-finite numbers, and truncation of the log.
+// The JSON checker itself; log lines with every byte and with non-finite numbers; truncation of the
+// log.
 TEST(log, HOST) {
     expect(json_valid("{\"a\":[1,-2.5e3,\"x\\u00e9\\n\",{}],\"b\":null}") && json_valid("[]"));
     for (const char *bad :
@@ -132,8 +133,8 @@ TEST(read_or_stop, HOST) {
     alarm(0);
 }
 
-// SIGTERM ends a program that makes no progress for 30 s, or is still starting by then. It does not
-// end one that computes or saves, and no other signal does this.
+// SIGTERM ends a program that makes no progress for 30 s or is still starting after 30 s. It does
+// not end a program that computes or saves, and other signals end neither.
 TEST(stop_overdue, HOST) {
     static const struct {
         int signal, grace, moves, status;
@@ -178,10 +179,10 @@ TEST(cache_open, HOST) {
         fclose(f);
         remove_folder(row[1]);
     }
-    expect(!exists("here"), "a relative path was taken");
+    expect(!exists("here"), "a relative path was used");
 }
 
-// Scores of the file by an engine with capacity for B rows of T tokens.
+// Returns the scores of the file by an engine with capacity for B rows of T tokens.
 static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
     static Run run;
     EvalFile f;
@@ -211,8 +212,8 @@ static double stub_forward_loss(Engine *, real *losses, const Token *, const Tok
     return 1;
 }
 
-// Scores worked out by hand, with batches of any size and any T: lowest sum and lowest mean, the
-// first of equal ones, two to eight completions, contexts that are truncated at the start.
+// Scores worked out by hand, for batches of any size and any T: lowest sum and lowest mean (ties:
+// the first), two to eight completions, and contexts that are truncated at the start.
 TEST(eval_scores, ALL) {
     const std::vector<Ints> four = {{200, 200}, {250}, {100, 100, 100}, {400}};  // sum 1, mean 2
     const std::vector<Ints> equal = {{500}, {300}, {300, 300}, {300}}, sums = {{100, 200}, {300}};
@@ -266,7 +267,7 @@ TEST(eval_scores, ALL) {
     detail = "20 batches and lengths";
 }
 
-// Loss of a completion after its context, computed from the logits of one row at a time.
+// Returns the loss of a completion after its context, from the logits of one row at a time.
 static double completion_loss(Engine *e, const Question &q, const Ints &completion, int V) {
     std::vector<Token> tokens(q.context.begin(), q.context.end());
     double loss = 0;
@@ -283,7 +284,7 @@ static double completion_loss(Engine *e, const Question &q, const Ints &completi
     return loss;
 }
 
-// The scores of a network follow from its completions' losses; the same bits for any B.
+// The scores of a network follow from its completions' losses and have the same bits for any B.
 TEST(eval_network, ALL) {
     const int T = 14, V = 257;
     Model m = shape("l2h3c48t14", V);
@@ -308,7 +309,7 @@ TEST(eval_network, ALL) {
     EvalScore first = eval_score(&one.e, bytes, V, 1, T);
     expect(first.correct == correct && first.correct_norm == correct_norm, "%d and %d, want %d, %d",
            first.correct, first.correct_norm, correct, correct_norm);
-    // As for a token's loss in test_network_facts; here logits are below 16, completions 5 tokens.
+    // As for a token's loss in TEST(network_facts); here logits are below 16, completions 5 tokens.
     const double tol = 5 * 14 * sum_error(4 * m.C) * 4 * 17;
     expect_near((wide)first.sum, (wide)sum, tol, "lowest sum of the last question");
     expect_near((wide)first.mean, (wide)mean, tol, "lowest mean of the last question");
@@ -395,8 +396,8 @@ TEST(eval_learnt, ALL) {
 }
 
 // Failures from inside.
-// Situations that the built program cannot be brought into from outside: a failing engine, a
-// machine with very little memory. Failures that a user can cause are tested by dev/test/.
+// These situations cannot be produced from outside the built program: a failing engine, a machine
+// with very little memory. Failures that a user can cause are tested by dev/test/*.cpp.
 
 static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int accum_step,
                                   int accum_steps);

@@ -15,7 +15,8 @@ static Model shape(const char *e, int V) {
     return m;
 }
 
-// Parameters of the presets, and the layout of all three flat buffers: no hole, no overlap.
+// The presets have GPT-2's parameter counts, and all three flat buffers have no hole and no
+// overlap.
 TEST(model_sizes, HOST) {
     // GPT-2's published parameter counts; a buffer also holds the vocabulary's padding, 47 rows.
     static const struct {
@@ -109,7 +110,7 @@ static Settings draw_placements() {
     return s;
 }
 
-// Settings as a user writes them.
+// Returns the settings of a run with these options.
 static Settings planned(const Text &options) {
     Options o;
     Settings s;
@@ -121,14 +122,13 @@ static Settings planned(const Text &options) {
     return s;
 }
 
-// Text of the settings for failure messages.
 static Text settings_text(const Settings &s) {
     return text("L%d NH%d C%d V%d B%d T%d logit rows %d -r %s gpu %d dtype %d threads %d",
                 s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows,
                 recompute_text(&s).s, s.gpu, (int)s.dtype, s.threads);
 }
 
-// Bytes that a buffer occupies, including alignment and the gap of test builds.
+// Returns the bytes that a buffer occupies, including alignment and the gap of test builds.
 static size_t padded(const Buffer &b) {
     return (b.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
 }
@@ -171,7 +171,7 @@ TEST(plan_layout, ALL) {
     detail = "300 random settings";
 }
 
-// The highest level of any block, and the number of its blocks.
+// Returns the highest recompute level of any block; *blocks receives the number of its blocks.
 static int settings_level(const Settings *s, int *blocks) {
     int level = 0;
     *blocks = 0;
@@ -182,7 +182,7 @@ static int settings_level(const Settings *s, int *blocks) {
     return level;
 }
 
-// A search for changes of the settings, as --plan makes it for steps of one micro-batch.
+// Returns a search for changes of the settings, as --plan makes it for steps of one micro-batch.
 static Search search_of(const Settings &s) {
     Search q;
     Plan p;
@@ -267,7 +267,8 @@ TEST(parts, HOST) {
         Settings s = draw_placements();
         check_parts(s, &cut_rows);
     }
-    // wpe of 9 rows: T below maxT, maxT C not a multiple of 64; 1,024 ranks: padding-only shards.
+    // wpe has 9 rows: T is below maxT, and maxT C is not a multiple of 64. With 1,024 ranks, some
+    // shards are padding only.
     for (int ranks : {3, 7, 1024}) {
         Settings s = planned(text("-e l2h3c96t9 -t 8 -b 1 --gpus %d -z %d", ranks, ranks % 4));
         check_parts(s, &cut_rows);
@@ -287,8 +288,8 @@ TEST(parts, HOST) {
     detail = text("%d rows cut", cut_rows);
 }
 
-// The ticks at which block l's streamed tensors of a kind are used: weights in matmuls, gradients
-// when they are computed, the residual when it is computed and when it is read.
+// Returns the ticks at which block l's streamed tensors of a kind are used: weights in matmuls,
+// gradients when they are computed, the residual when it is computed and when it is read.
 static std::vector<int> transfer_uses(const Settings *s, Kind kind, int l) {
     const Model *m = &s->model;
     std::vector<int> uses;
@@ -333,16 +334,16 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
             return who + "not in order";
         }
         if (before && (v.fetch < before->store_wait || v.fetch <= before->last)) {
-            return who + text("block %d is there until tick %d", before->block, before->store_wait);
+            return who + text("the slot is in use until tick %d", before->store_wait);
         }
         if (!slot.count || v.fetch < slot.first || v.store_wait > slot.last) {
-            return who + "outside the slot's life";
+            return who + "outside the slot's lifetime";
         }
         const int block = v.fetch <= tick_lnf(&s->model) ? (int)F_STAGES : (int)BACK_TICKS;
         const int fetches = in && v.fetch && v.kind != KIND_GRADIENTS;
         const int takes = out && v.store_wait < tick_join(s);
         if ((fetches && v.first < v.fetch + block) || (takes && v.store_wait < v.last + F_STAGES)) {
-            return who + "no time to travel";
+            return who + "no time for the copy";
         }
         occupant[v.kind][v.slot] = &v;
     }
@@ -367,8 +368,8 @@ static std::vector<Transfer> transfers_of(const Settings *s) {
     return transfers;
 }
 
-// 5,000 random settings: the table is the same on every rank, and a mutated copy of it with one of
-// five typical mistakes is detected.
+// For 5,000 random settings, the table of transfers is the same on every rank and has no fault, and
+// a copy of it with one of five typical mistakes is detected.
 TEST(transfers, HOST) {
     int found[5] = {0, 0, 0, 0, 0};
     for (int n = 0; n < 5000; n++) {
@@ -391,7 +392,7 @@ TEST(transfers, HOST) {
         }
         Transfer &v = transfers[i];
         const int early = v.fetch - BACK_TICKS;
-        // Slot off by one, fetched a block early, store or slot life cut short, last use too early.
+        // Slot off by one, fetch a block early, store or slot lifetime cut short, last use early.
         v.slot = mistake == 0 ? (v.slot + 1) % SLOTS : v.slot;
         v.fetch = mistake == 1 ? early : v.fetch;
         v.store_wait = mistake == 2 ? v.last - 1 : mistake == 3 ? tick_update(&s) : v.store_wait;
@@ -423,8 +424,8 @@ static void play(const Settings *s, int micros, double up[KINDS], double down[KI
     }
 }
 
-// Bytes of a step by the design's formulas: P elements in the matrices of blocks, E in wte and wpe,
-// V in vectors; w and g bytes per weight and per gradient.
+// Bytes that a step copies and exchanges, compared with formulas: P elements in the matrices of
+// blocks, E in wte and wpe, V in vectors; w and g bytes per weight and per gradient.
 TEST(traffic, FLOAT) {
     for (int n = 0; n < 500; n++) {
         Settings s = draw_placements();
@@ -440,8 +441,8 @@ TEST(traffic, FLOAT) {
             expect(in[KIND_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
         }
         const double transfers_w = in[KIND_WEIGHTS] / L;
-        // Parts that a rank adds for its group of eight: those of its number, and of a last group's
-        // missing members.
+        // Within its group of eight, a rank adds the parts of all ranks with its number q % 8; in
+        // an incomplete last group, the members also add those of the missing numbers.
         double most = 0;
         auto add = [&](double count, double bytes) {
             for (const int rank : {0, (N - 1) / 8 * 8}) {
@@ -501,7 +502,8 @@ TEST(plan_ranks, FLOAT) {
                 expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
                        memcmp(p.buffers, q.buffers, sizeof(Buffer) * (size_t)p.buffer_count) == 0);
                 // The update gathers weights that are stored whole in host memory through the
-                // exchange buffer. It keeps a pointer to it, so no check of lifetimes would notice.
+                // exchange buffer. It keeps a pointer to this buffer, so poisoning would not
+                // detect a lifetime that is too short.
                 settings_offload(&s, 1 << KIND_WEIGHTS);
                 Plan host;
                 plan_build(&host, &s);
@@ -565,7 +567,7 @@ TEST(stages, HOST) {
     expect(tick_update(&s) == 74);
 }
 
-// A network with random weights (also biases and LayerNorms) and its own engine.
+// A network with random weights, including biases and LayerNorms, and its own engine.
 struct Net {
     Engine e;
     Settings s;
@@ -589,7 +591,7 @@ struct Net {
         o.tune = has(options, "--tune 1");
         o.quiet = 1;
 #if TEST_CUDA
-        // Use the 16-bit type that this GPU supports; without bf16 nothing else may be narrow.
+        // Use the 16-bit type that this GPU supports; without bf16, other types are the defaults.
         if (gpu && device_lacks_bf16() && o.dtype != DTYPE_FP32) {
             o.dtype = DTYPE_FP16;
             o.moments = o.grad_dtype = o.master = 0;
@@ -660,7 +662,7 @@ static void mark_for_asan(void *memory, size_t bytes, int alive) {
 }
 #endif
 
-// A dead buffer is refused, a new one holds NaN; see also mark_for_asan.
+// Access to a dead buffer ends the program, and a new buffer holds NaN; see also mark_for_asan.
 TEST(arena, ALL) {
 #ifdef _OPENMP
     omp_set_num_threads(1);  // a forked child's leak check does not expect other threads
@@ -702,9 +704,9 @@ static long address_pages() {
     return pages;
 }
 
-// Both mappings have exactly the planned sizes, and nothing is allocated after the first step.
-// Threads share one heap here, with spare space at its end: the number of simultaneous OpenMP tasks
-// varies, and a heap per thread would take 64 MiB of address space.
+// Both mappings have exactly the planned sizes, and nothing is allocated after the first step. This
+// test makes all threads share one heap with spare space at its end, because the number of
+// simultaneous OpenMP tasks varies, and a heap per thread would take 64 MiB of address space.
 TEST(plan_allocation, FLOAT | DOUBLE) {
     mallopt(M_ARENA_MAX, 1);
     mallopt(M_TOP_PAD, 1 << 22);

@@ -8,7 +8,7 @@ static void put(const Text &path, const Text &bytes) {
     write_file(path, bytes);
 }
 
-// Memory limits of control groups, versions 1 and 2 at any depth.
+// Memory limits of cgroups v1 and v2, at any depth.
 TEST(host_memory, HOST) {
     auto found = [](const char *root, int64_t mib, const char *limit) {
         const HostMemory h = host_memory(root);
@@ -50,7 +50,7 @@ TEST(host_memory, HOST) {
            unknown.limit);
 }
 
-// CPU quotas of control groups, versions 1 and 2 at any depth.
+// CPU quotas of cgroups v1 and v2, at any depth.
 TEST(host_cores, HOST) {
     auto found = [](const char *root, int cores) {
         expect(host_cores(root, 16) == cores, "%s: %d cores, not %d", root, host_cores(root, 16),
