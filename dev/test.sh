@@ -63,8 +63,11 @@ row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
 row main "plans, page" "train_gpt2 build/plan.html" dev/test/plans.sh build/plan.html
 row main "plans, 32 bits" "train_gpt2 build/plan_32" dev/test/plans.sh build/plan_32
 row main machines "" dev/test/machines.sh main
-row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
+row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay build/fuzz_replay
+row rest "fuzz, tokenize" "build/fuzz_tokenize_replay train_gpt2 data/tokenize" \
+    dev/fuzz/run.sh replay build/fuzz_tokenize_replay
 row main faults "train_gpt2 data/tokenize" faults
+row rest "faults, long" "train_gpt2 data/tokenize" faults long
 row main style "" dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
 row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_example
@@ -104,15 +107,17 @@ for arch in 75 89 100 120; do
 done
 [ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links
 
-# Twelve kills and twelve power losses (dev/check/faults.py).
+# Twelve kills and twelve power losses (dev/check/faults.py); `faults long`: a run of 20,000 steps.
 faults() {
-    local what said passed=0
-    for what in kill power; do
+    local what said count passed=0 tried="${*:-kill power}"
+    for what in $tried; do
+        count=12
+        [ "$what" != long ] || count=20000
         if ! command -v python3 > /dev/null; then
             said="no python3"
-        elif [ $what = power ] && ! command -v strace > /dev/null; then
+        elif [ "$what" = power ] && ! command -v strace > /dev/null; then
             said="no strace"
-        elif dev/check/faults.py $what 12 --program train_gpt2 > build/faults.log; then
+        elif dev/check/faults.py "$what" $count --program train_gpt2 > build/faults.log; then
             echo "faults  $what: $(tail -n 1 build/faults.log)  ok"
             passed=$((passed + 1))
             continue
@@ -124,7 +129,7 @@ faults() {
         fi
         echo "faults  $what  skipped ($said)"
     done
-    echo "$passed passed, 0 failed, $((2 - passed)) skipped"
+    echo "$passed passed, 0 failed, $(($(echo "$tried" | wc -w) - passed)) skipped"
 }
 
 # The GPU benchmark with a tiny model: must print a finite line for each kernel and matmul.

@@ -602,7 +602,8 @@ def main():
                     cases.append(pool.submit(power_case, work, len(cases), command, draw, losses))
                     left -= losses
             tried = sum(case.result() for case in cases)
-    noun = {"kill": "kills", "power": "losses of power", "calls": "faults", "long": "steps"}[given.what]
+    noun = {"kill": "kills", "power": "losses of power", "calls": "faults",
+            "long": "steps"}[given.what]
     for name, number in sorted(tally.items()):
         print(f"{number:6} {name}")
     print(f"{tried} {noun}, {len(violations)} violations")

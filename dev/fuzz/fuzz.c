@@ -1,7 +1,7 @@
 // Fuzz targets for every reader of files and options. Each receives untrusted bytes and must either
 // refuse them with one line or fulfil the reader's contract. FUZZ_PROGRAM selects the program whose
 // readers are built: 0: train_gpt2.c, 1: data/tokenize.c, 2: train_gpt2.cu on the emulated device.
-// `make fuzz` builds the targets with clang's libFuzzer, AddressSanitizer and UBSan, makes the seeds
+// `make fuzz` builds the targets with libFuzzer, AddressSanitizer and UBSan, makes the seeds
 // (seeds.sh) and runs all of them; FUZZ_TARGET selects one:
 //     FUZZ_TARGET=config build/fuzz -max_total_time=60 build/corpus/config build/seeds/config
 // With FUZZ_REPLAY=1 any compiler builds it; it then runs each file, and small changes of it,
@@ -1007,6 +1007,7 @@ static int target_find(const char *name) {
     for (int i = 0; i < TARGETS; i++) {
         puts(targets[i].name);
     }
+    fflush(stdout);  // libFuzzer ends the process without it
     exit(name != NULL);
 }
 
