@@ -119,8 +119,8 @@ data/tokenize data/stories:
 	$< -o $$part -lm && mv $$part $@
 # Test drivers run the programs as child processes, so -O1 is enough for their own code.
 build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
-build/test/%_asan: dev/test/%.cpp build/flags | data/stories ; $(build_test)
-build/test/%: dev/test/%.cpp build/flags | data/stories ; $(build_test)
+build/test/%_asan: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
+build/test/%: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
 build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
 build/dump: dev/check/dump.c build/flags
 build/bench_files build/bench_cpu: build/bench_%: dev/bench/%.c build/flags
@@ -202,15 +202,8 @@ page: build/plan.html ## the memory plan as a web page, build/plan.html
 data: data/tokenize data/stories ## tinyshakespeare (or else generated stories) as token shards
 	@data/prepare.sh
 
-# The small model of `make train`: these settings reach the validation loss printed below.
-RECIPE := -e l4h4c128t64 -b 12 -l 3e-3 -u 100 --beta2 0.99 -v 500 -m 0 -s 500 --temperature 0.7
 train: $(PROGRAM) data ## build for this machine, prepare data, train a small GPT-2, print samples
-	@set -e; text=tinyshakespeare_bytes steps=2000 loss=1.88; \
-	[ -f data/$${text}_train.bin ] || { text=stories_bytes steps=4000 loss=0.25; }; \
-	set -- ./$(PROGRAM) -i data/$${text}_train.bin -j data/$${text}_val.bin -x $$steps $(RECIPE); \
-	printf '\n$$ %s\n' "$$*"; "$$@"; printf '\nExpected: a validation loss of %s or less.\n' $$loss; \
-	echo 'Next: ./$(PROGRAM) --help lists the options; -x 9000 trains longer; -o runs/one saves it;'; \
-	echo '      -e d12 --plan shows what GPT-2 needs; data/tokenize --help: your own text.'
+	@dev/train.sh $(PROGRAM)
 
 FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \
         M32='$(M32)' NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' \

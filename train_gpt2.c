@@ -6133,7 +6133,7 @@ static void dataset_open(Dataset *d, const char *pattern, int T) {
     }
     int status = glob(pattern, 0, NULL, &found);
     if (status != 0 || found.gl_pathc == 0) {
-        const char *own = strstr(pattern, "tinyshakespeare") || strstr(pattern, "stories_bytes")
+        const char *own = strstr(pattern, "tinyshakespeare_") || strstr(pattern, "stories_bpe")
                               ? "'make data' prepares it"
                               : "data/tokenize makes token files from text";
         die("no token file matches %s; %s", pattern, own);
@@ -8866,27 +8866,41 @@ static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
     return kind;
 }
 
+// Returns whether a token file matches `pattern` and has this vocabulary (0: any).
+static int data_exists(const char *pattern, int vocabulary) {
+    glob_t found;
+    Shard shard;
+    int exists = glob(pattern, 0, NULL, &found) == 0;
+    if (exists && vocabulary) {
+        shard_open(&shard, found.gl_pathv[0]);
+        close(shard.fd);
+        exists = shard.tokenizer.vocabulary == vocabulary;
+    }
+    globfree(&found);
+    return exists;
+}
+
 // Chooses the data of a run without -i: the first prepared data set in data/ of the working
-// directory, else in data/ next to the program. If the model has GPT-2's vocabulary, a data set of
-// GPT-2 tokens is preferred to one of bytes. Leaves the options unchanged if none is prepared.
-static void default_data(Options *o, int is_gpt2) {
-    static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
-                                        "stories_bytes"};
+// directory, else in data/ next to the program. One with the model's vocabulary is preferred;
+// GPT-2's tokens are chosen only for GPT-2's vocabulary. Leaves the options unchanged if none is
+// prepared.
+static void default_data(Options *o, int vocabulary) {
+    enum { NAMES = 5 };
+    static const char *const names[NAMES] = {"tinyshakespeare_gpt2", "tinyshakespeare_bpe",
+                                             "tinyshakespeare_bytes", "stories_bpe",
+                                             "stories_bytes"};
     static char train[PATH_BYTES], val[PATH_BYTES];  // the options point to them
     const char *const folders[] = {"", program_folder()};
-    for (int i = 0; i < 6; i++) {
-        if (i % 3 == 0 && !is_gpt2) {
+    for (int i = vocabulary ? 0 : 2 * NAMES; i < 4 * NAMES && !o->train_data; i++) {
+        const char *folder = folders[i / NAMES % 2], *name = names[i % NAMES];
+        if (i % NAMES == 0 && vocabulary != GPT2_VOCABULARY) {
             continue;
         }
-        path_print(train, "%sdata/%s_train*.bin", folders[i / 3], names[i % 3]);
-        path_print(val, "%sdata/%s_val*.bin", folders[i / 3], names[i % 3]);
-        glob_t found;
-        int status = glob(train, 0, NULL, &found);
-        globfree(&found);
-        if (status == 0) {
+        path_print(train, "%sdata/%s_train*.bin", folder, name);
+        path_print(val, "%sdata/%s_val*.bin", folder, name);
+        if (data_exists(train, i < 2 * NAMES ? vocabulary : 0)) {
             o->train_data = train;
             o->val_data = val;
-            return;
         }
     }
 }
@@ -8993,7 +9007,7 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
         validation_beside(o);
     }
     if (!o->train_data && (!options_plan(o) || (kind == MODEL_SHAPE && !m->V))) {
-        default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
+        default_data(o, kind == MODEL_PRESET || m->V == GPT2_PADDED ? (int)GPT2_VOCABULARY : m->V);
     }
     if (!o->train_data && !options_plan(o)) {
         die("no training data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token "

@@ -1103,6 +1103,12 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
+// Length of the pair of a name and a value at the start of an identity.
+static int identity_pair(const char *identity) {
+    const size_t name = strcspn(identity, " ");
+    return (int)(name + (identity[name] ? 1 + strcspn(identity + name + 1, " ") : 0));
+}
+
 // Ends the run if the checkpoint is from a run with another identity or model.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
@@ -1115,15 +1121,17 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
         spaces += f->identity[i] == ' ';
         at = f->identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
     }
-    const char *first = f->identity + at;
-    if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0) {
-        char was[PATH_BYTES];
-        option_was(was, f, option_find("train-data"));
+    const char *first = f->identity + at, *ours = run->identity + at;
+    const char *data = run->options->train_data;
+    char was[PATH_BYTES];
+    option_was(was, f, option_find("train-data"));
+    if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0 ||
+        (strncmp(first, "vocabulary ", 11) == 0 && strcmp(was, data) != 0)) {
         die("checkpoint %s is from a different run: it was trained on %s; %s has different tokens",
-            folder, was, run->options->train_data);
+            folder, was, data);
     }
-    die("checkpoint %s is from a different run: it has %s; this run: %s", folder,
-        f->identity + at, run->identity + at);
+    die("checkpoint %s is from a different run: it has %.*s; this run: %.*s", folder,
+        identity_pair(first), first, identity_pair(ours), ours);
 }
 
 // Loads a verified checkpoint that `ranks` ranks saved into the run's engine and into `state`.

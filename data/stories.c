@@ -3,7 +3,7 @@
 //     data/stories > data/stories.txt
 //
 // Writes 2 MB, the same bytes on every machine, because it uses only integers, no locale and its
-// own random number generator. A test contains the SHA-256 of the text, and the Makefile a loss
+// own random number generator. A test contains the SHA-256 of the text, and dev/train.sh a loss
 // measured on it; update both after any change to the words. `<|endoftext|>` separates two stories.
 //
 // The notation of words and plots:

@@ -3,6 +3,7 @@
 //     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin, data/mine_val.bin
 //     cat *.txt | data/tokenize --bytes --val-tokens 100000 --shard-tokens 100000000 -o data/mine -
 //     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
+//     data/tokenize --questions --bpe -o data/quiz quiz.csv  data/quiz.bin, for train_gpt2 --eval
 //
 // One thread reads blocks of text and writes their tokens in order; other threads encode the blocks
 // in a ring between the two. Memory use depends on the number of threads, not on the length of the
@@ -40,7 +41,8 @@ enum {
 static const char marker[] = "<|endoftext|>";
 
 static const char *const usage_text =
-    "usage: data/tokenize --bpe|--bytes|--train-bpe N [options] -o PREFIX FILE...|-\n\n"
+    "usage: data/tokenize --bpe|--bytes|--train-bpe N [options] -o PREFIX FILE...|-\n"
+    "       data/tokenize --questions --bpe|--bytes [--tokenizer FILE] -o PREFIX FILE.csv...\n\n"
     "Writes the text of the FILEs (-: standard input) to shards PREFIX_train.bin and\n"
     "PREFIX_val.bin. If it is interrupted, the same command continues after the last finished\n"
     "shard.\n\n"
@@ -62,12 +64,15 @@ static const char *const usage_text =
     "                      of up to 65,536 (or half a shard) is added to the last one\n"
     "  --tokenizer FILE    GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt, which\n"
     "                      is copied to PREFIX_merges.txt; default: GPT-2's in data/\n"
-    "  --threads N         encoder threads; default: all cores\n";
+    "  --threads N         encoder threads; default: all cores\n"
+    "  --questions         write PREFIX.bin, a file for train_gpt2 --eval: each row of the FILEs\n"
+    "                      is a question, 2 to 8 answers and the letter of the right one, as in\n"
+    "                      MMLU's CSV files\n";
 
 typedef struct {
     const char **files;          // in order, --val-file last
     const char *prefix, *tokenizer, *val_file;
-    int file_count, bpe, bytes, documents, threads;
+    int file_count, bpe, bytes, documents, questions, threads;
     int train_bpe;               // size of the vocabulary to learn; 0: none
     double val_fraction;         // negative: not given
     int64_t val_tokens;          // negative: not given
@@ -95,32 +100,32 @@ static double fraction(const char *option, const char *text) {
 
 // Sets one option; `value` is the next argument, or NULL. Returns the number of arguments used.
 static int set_argument(Arguments *a, const char *option, const char *value) {
-    int *const switches[] = {&a->bpe, &a->bytes, &a->documents};
+    int *const switches[] = {&a->bpe, &a->bytes, &a->documents, &a->questions};
     const char **const texts[] = {&a->prefix, &a->tokenizer, &a->val_file};
-    static const char *const names[] = {"--bpe",     "--bytes",        "--documents",
-                                        "-o",        "--tokenizer",    "--val-file",
-                                        "--threads", "--val-fraction", "--val-tokens",
-                                        "--train-bpe", "--shard-tokens"};
+    static const char *const names[] = {"--bpe",       "--bytes",       "--documents",
+                                        "--questions", "-o",            "--tokenizer",
+                                        "--val-file",  "--threads",     "--val-fraction",
+                                        "--val-tokens", "--train-bpe",  "--shard-tokens"};
     int which = 0, count = (int)(sizeof names / sizeof names[0]);
     while (which < count && strcmp(option, names[which]) != 0) {
         which++;
     }
-    if (which == count || (which >= 3 && !value)) {
+    if (which == count || (which >= 4 && !value)) {
         die(which == count ? "unknown option '%s'; --help lists them" : "%s needs a value", option);
     }
-    if (which < 3) {
+    if (which < 4) {
         *switches[which] = 1;
         return 1;
     }
-    if (which < 6) {
-        *texts[which - 3] = value;
-    } else if (which == 6) {
-        a->threads = (int)whole_number(option, value, 1, MOST_THREADS);
+    if (which < 7) {
+        *texts[which - 4] = value;
     } else if (which == 7) {
-        a->val_fraction = fraction(option, value);
+        a->threads = (int)whole_number(option, value, 1, MOST_THREADS);
     } else if (which == 8) {
-        a->val_tokens = whole_number(option, value, 0, INT64_MAX);
+        a->val_fraction = fraction(option, value);
     } else if (which == 9) {
+        a->val_tokens = whole_number(option, value, 0, INT64_MAX);
+    } else if (which == 10) {
         a->train_bpe = (int)whole_number(option, value, MIN_VOCABULARY, MAX_VOCABULARY);
     } else {
         a->shard_tokens = whole_number(option, value, 1, INT32_MAX - REST_TOKENS);
@@ -166,6 +171,10 @@ static Arguments parse_arguments(int argc, char **argv) {
     }
     if ((a.val_fraction >= 0) + (a.val_tokens >= 0) + (a.val_file != NULL) > 1) {
         die("--val-fraction, --val-tokens and --val-file contradict each other: give one");
+    }
+    if (a.questions && (a.train_bpe || a.documents || a.val_fraction >= 0 || a.val_tokens >= 0 ||
+                        a.val_file || a.shard_tokens)) {
+        die("--questions writes one file: only --bpe, --bytes, --tokenizer and -o apply");
     }
     if (a.val_file) {
         a.files[a.file_count++] = a.val_file;
@@ -905,22 +914,26 @@ static void count_text_words(const Bpe *bpe, WordTable *words, const char *text,
     }
 }
 
-// Adds the tokens, or pre-tokens, of a part of a document or of plain text to a block.
-static void encode_text(const Coder *coder, BpeEncoder *encoder, Block *b, const char *text,
-                        size_t n) {
-    uint16_t *tokens = b->tokens + b->count;
-    if (coder->counts) {
-        count_text_words(&coder->bpe, &b->words, text, n);
-        return;
-    }
+// Encodes n bytes to at most n tokens. Returns their number.
+static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, const char *text, size_t n,
+                            uint16_t *tokens) {
     if (coder->tokenizer.kind != TOKENIZER_BYTES) {
-        b->count += bpe_encode(encoder, text, n, tokens);
-        return;
+        return bpe_encode(encoder, text, n, tokens);
     }
     for (size_t i = 0; i < n; i++) {
         tokens[i] = (unsigned char)text[i];
     }
-    b->count += (int64_t)n;
+    return (int64_t)n;
+}
+
+// Adds the tokens, or pre-tokens, of a part of a document or of plain text to a block.
+static void encode_text(const Coder *coder, BpeEncoder *encoder, Block *b, const char *text,
+                        size_t n) {
+    if (coder->counts) {
+        count_text_words(&coder->bpe, &b->words, text, n);
+    } else {
+        b->count += coder_encode(coder, encoder, text, n, b->tokens + b->count);
+    }
 }
 
 // Encodes a block. Documents that contain only blanks are dropped.
@@ -1609,27 +1622,31 @@ static int64_t split_offset(Input *in, const Arguments *a) {
     return offset;
 }
 
-// Writes the merges of the vocabulary as PREFIX_merges.txt, which replaces an existing file
-// atomically. Sets the vocabulary's hash.
-static void merges_write(Job *job) {
-    Bpe *bpe = &job->coder.bpe;
+// Writes `size` bytes as the file `path`, which replaces an existing file atomically.
+static void file_replace(const char *path, const void *bytes, size_t size) {
     char part[PATH_BYTES];
-    size_t size;
-    char *text = bpe_merges_text(bpe, &size);
-    const Tokenizer t = {TOKENIZER_MERGES, bpe->count, merges_hash(text, size)};
-    bpe->tokenizer = t;
-    path_print(part, "%s.part", job->merges_path);
+    path_print(part, "%s.part", path);
     const int fd = open(part, O_WRONLY | O_CREAT | O_TRUNC, 0644);
     if (fd < 0) {
         die("cannot create %s: %s", part, strerror(errno));
     }
-    const int failed = write_all(fd, text, size) != 0 || fsync(fd) != 0;
+    const int failed = write_all(fd, bytes, size) != 0 || fsync(fd) != 0;
     int error = failed ? errno : 0;
-    if ((close(fd) != 0 || failed || rename(part, job->merges_path) != 0)) {
+    if ((close(fd) != 0 || failed || rename(part, path) != 0)) {
         error = error ? error : errno;
         unlink(part);
-        die("cannot write %s: %s", job->merges_path, strerror(error));
+        die("cannot write %s: %s", path, strerror(error));
     }
+}
+
+// Writes the merges of the vocabulary as PREFIX_merges.txt. Sets the vocabulary's hash.
+static void merges_write(Job *job) {
+    Bpe *bpe = &job->coder.bpe;
+    size_t size;
+    char *text = bpe_merges_text(bpe, &size);
+    const Tokenizer t = {TOKENIZER_MERGES, bpe->count, merges_hash(text, size)};
+    bpe->tokenizer = t;
+    file_replace(job->merges_path, text, size);
     free(text);
 }
 
@@ -1691,7 +1708,7 @@ static int tokenizer_open(Job *job) {
             die("--bpe needs GPT-2's vocab.bpe: run data/prepare.sh, or use --tokenizer FILE");
         }
         bpe_open(&job->coder.bpe, path, a->tokenizer ? NULL : &gpt2_tokenizer, "--bpe");
-        if (job->coder.bpe.tokenizer.kind == TOKENIZER_MERGES) {
+        if (job->coder.bpe.tokenizer.kind == TOKENIZER_MERGES && !a->questions) {
             merges_write(job);
         }
     }
@@ -1768,6 +1785,185 @@ static void nothing_to_train(const Job *job) {
     die("%s is empty", job->in.files[0].name);
 }
 
+// -------------------------------------------------------------------------------------------------
+// Questions
+// --questions makes an evaluation file (tokens.c) from CSV files (RFC 4180) with rows as in MMLU's:
+// a question, its answers and the letter of the right one. The words around them are those of
+// llm.c's dev/data/mmlu.py, so that scores are comparable with the ones it reports.
+
+enum { MOST_FIELDS = EVAL_COMPLETIONS + 2, EXAMPLE_BYTES = 65535, MOST_EXAMPLES = 65535 };
+
+// A row of a CSV file. Fields after the first MOST_FIELDS are counted, but not kept.
+typedef struct {
+    const char *fields[MOST_FIELDS];  // without the quotation marks around them
+    size_t bytes[MOST_FIELDS];
+    int count;                        // 0: a quotation mark is not closed
+} CsvRow;
+
+typedef struct {
+    const Coder *coder;
+    BpeEncoder encoder;
+    uint16_t *words;         // the file after its header
+    size_t count, capacity;  // of `words`
+    char *text;              // of a context or completion
+    size_t text_capacity, longest;  // longest: bytes of the longest example
+    int examples;
+} Questions;
+
+// Parses the row at the start of `text`, which has n bytes until the end of the file, and moves its
+// fields together. Returns the size of the row with its line end.
+static size_t csv_row(CsvRow *row, char *text, size_t n) {
+    size_t begun = 0, end = 0;  // the field so far is text[begun .. end)
+    int quoted = 0;
+    row->count = 0;
+    for (size_t at = 0;; at++) {
+        const int ends = at >= n, c = ends ? '\n' : text[at];
+        const int next = at + 1 < n ? text[at + 1] : '\n';
+        if (quoted && !ends) {
+            if (c == '"' && next != '"') {
+                quoted = 0;
+                continue;
+            }
+            at += c == '"';  // two quotation marks stand for one
+            text[end++] = (char)c;
+        } else if (c == ',' || c == '\n') {
+            if (row->count < MOST_FIELDS) {
+                row->fields[row->count] = text + begun;
+                row->bytes[row->count] = end - begun;
+            }
+            row->count++;
+            begun = end;
+            if (c == '\n') {
+                row->count = quoted ? 0 : row->count;
+                return ends ? n : at + 1;
+            }
+        } else if (c == '"' && end == begun) {
+            quoted = 1;
+        } else if (c != '\r' || next != '\n') {
+            text[end++] = (char)c;
+        }
+    }
+}
+
+// Makes space for n more words. Returns where they go.
+static uint16_t *questions_space(Questions *q, size_t n) {
+    if (q->capacity < q->count + n) {
+        q->capacity = 2 * (q->count + n);
+        q->words = (uint16_t *)grow(q->words, q->capacity * sizeof *q->words);
+    }
+    return q->words + q->count;
+}
+
+// Appends the number of tokens of `before`, `text` (of n bytes) and `after` together, and the
+// tokens.
+static void questions_text(Questions *q, const char *before, const char *text, size_t n,
+                           const char *after) {
+    const size_t first = strlen(before), last = strlen(after), all = first + n + last;
+    if (q->text_capacity < all) {
+        q->text = (char *)grow(q->text, all);
+        q->text_capacity = all;
+    }
+    memcpy(q->text, before, first);
+    memcpy(q->text + first, text, n);
+    memcpy(q->text + first + n, after, last);
+    uint16_t *out = questions_space(q, 1 + all);
+    const int64_t tokens = coder_encode(q->coder, &q->encoder, q->text, all, out + 1);
+    out[0] = (uint16_t)min_i64(tokens, EXAMPLE_BYTES);
+    q->count += 1 + (size_t)tokens;
+}
+
+// Appends the question of a row. `name` and `number` of the row are for error messages.
+static void questions_row(Questions *q, const CsvRow *row, const char *name, int number) {
+    const int answers = row->count - 2, last = row->count - 1;
+    if (answers < 2 || answers > EVAL_COMPLETIONS) {
+        die(row->count ? "%s, row %d: %d fields; expected a question, 2 to %d answers and the "
+                         "letter of the right one"
+                       : "%s, row %d: a quotation mark is not closed",
+            name, number, row->count, EVAL_COMPLETIONS);
+    }
+    const int label = row->bytes[last] == 1 ? row->fields[last][0] - 'A' : -1;
+    if (label < 0 || label >= answers) {
+        die("%s, row %d: the last field is '%.*s'; expected the letter of the right answer, A to "
+            "%c", name, number, (int)min_i64((int64_t)row->bytes[last], 40), row->fields[last],
+            'A' + answers - 1);
+    }
+    if (q->examples == MOST_EXAMPLES) {
+        die("%s, row %d: an evaluation file has at most %d questions", name, number,
+            MOST_EXAMPLES);
+    }
+    const size_t start = q->count;
+    questions_space(q, EVAL_EXAMPLE_WORDS);
+    q->count += EVAL_EXAMPLE_WORDS;
+    questions_text(q, "Question: ", row->fields[0], row->bytes[0], "\n\nAnswer:");
+    for (int k = 0; k < answers; k++) {
+        questions_text(q, " ", row->fields[1 + k], row->bytes[1 + k], "");
+    }
+    const size_t bytes = (q->count - start) * sizeof *q->words;
+    if (bytes > EXAMPLE_BYTES) {
+        die("%s, row %d: its tokens take %zu bytes; the format allows %d", name, number, bytes,
+            EXAMPLE_BYTES);
+    }
+    const uint16_t head[EVAL_EXAMPLE_WORDS] = {EVAL_START, (uint16_t)bytes, (uint16_t)q->examples,
+                                               (uint16_t)label, (uint16_t)answers};
+    memcpy(q->words + start, head, sizeof head);
+    q->longest = bytes > q->longest ? bytes : q->longest;
+    q->examples++;
+}
+
+// Appends the questions of a file; empty lines are skipped.
+static void questions_file(Questions *q, const char *name) {
+    Mapping map;
+    CsvRow row;
+    if (mapping_open(&map, name) != 0) {
+        die("cannot open %s: %s", name, file_error());
+    }
+    char *text = (char *)grow(NULL, map.size + 1);
+    memcpy(text, map.bytes, map.size);
+    size_t at = map.size >= 3 && memcmp(text, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;  // byte order mark
+    for (int number = 1; at < map.size && !stop_signal; number++) {
+        at += csv_row(&row, text + at, map.size - at);
+        if (row.count != 1 || row.bytes[0] > 0) {
+            questions_row(q, &row, name, number);
+        }
+    }
+    free(text);
+    mapping_close(&map);
+}
+
+// Runs --questions. Returns the exit status.
+static int questions_command(Job *job) {
+    const Arguments *a = &job->a;
+    Questions q;
+    char path[PATH_BYTES];
+    memset(&q, 0, sizeof q);
+    q.coder = &job->coder;
+    lock_prefix(a->prefix);
+    tokenizer_open(job);
+    bpe_encoder_open(&q.encoder, &job->coder.bpe);
+    q.count = q.capacity = LLMC_HEADER_BYTES / sizeof *q.words;
+    q.words = (uint16_t *)alloc_zero(q.capacity, sizeof *q.words);
+    for (int i = 0; i < a->file_count; i++) {
+        questions_file(&q, a->files[i]);
+    }
+    if (!q.examples && !stop_signal) {
+        die("%s has no questions", a->files[0]);
+    }
+    const int32_t header[4] = {llmc_files[LLMC_EVALUATION].magic, 1, q.examples, (int)q.longest};
+    memcpy(q.words, header, sizeof header);
+    path_print(path, "%s.bin", a->prefix);
+    if (stop_signal) {
+        fprintf(stderr, "tokenize: interrupted; %s was not written\n", path);
+    } else {
+        file_replace(path, q.words, q.count * sizeof *q.words);
+        printf("%s  %s questions\n", path, count_text(q.examples).s);
+    }
+    bpe_encoder_close(&q.encoder);
+    free(q.words);
+    free(q.text);
+    free((void *)a->files);
+    return stop_signal ? 130 : 0;
+}
+
 static void tokenize_close(Job *job) {
     for (int i = 0; i < job->slots; i++) {
         block_free(&job->blocks[i]);
@@ -1790,6 +1986,9 @@ int main(int argc, char **argv) {
     action.sa_flags = (int)SA_RESETHAND;    // a second signal ends the run at once
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
+    if (job.a.questions) {
+        return questions_command(&job);
+    }
     if (tokenize_open(&job)) {
         encode_all(&job);
     }

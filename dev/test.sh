@@ -106,6 +106,7 @@ for arch in 75 89 100 120; do
     row rest "kernels of sm_$arch" "build/test/sass build/sm_$arch.log" kernels $arch
 done
 [ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links
+! is_set "${FULL-}" || row rest own_text "train_gpt2 data/tokenize" dev/test/own_text.sh
 
 # Twelve kills and twelve power losses (dev/check/faults.py); `faults long`: a run of 20,000 steps.
 faults() {

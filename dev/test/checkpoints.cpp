@@ -74,7 +74,11 @@ TEST(checkpoint_foreign) {
     remove_folder("out");
     expect(rename("again", "out") == 0 && tensors_of("out", 8) == tensors);
     expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "is from a different run", "another shape");
+                   "it has shape l2h2c16t16; this run: shape l2h2c32t16\n", "another shape");
+    write_file("gpt2.bin", shard_bytes(Ids(3000, 995), GPT2_TOKENS));
+    expect_refused(program("-i gpt2.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
+                   "it was trained on train.bin; gpt2.bin has different tokens",
+                   "another vocabulary");
     expect_refused(program("-i train.bin -e out"), "use one of its step-NNNNNNNN", "-e RUN");
     Text other = read_file("train.bin");  // same length, different tokens
     other.replace(SHARD_BYTES, 2000, other.substr(SHARD_BYTES + 1000, 2000));
@@ -91,8 +95,8 @@ TEST(checkpoint_identity) {
         expect_refused(program(data + "-e l2h2c16t16 -b 2 --quiet -x 4 -y 1 -o out " + other),
                        Text("checkpoint out/step-00000002 is from a different run: it ") +
                            (other[1] == '-'   ? "has --"
-                            : other[1] == 't' ? "has sequence 16 "
-                                              : "was trained on train.bin; val.bin has other"),
+                            : other[1] == 't' ? "has sequence 16; this run: sequence 8"
+                                              : "was trained on train.bin; val.bin has diff"),
                        other);
     }
     expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");

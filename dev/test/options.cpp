@@ -189,7 +189,7 @@ TEST(bad_data) {
         {"-i story.txt", "story.txt is text, not tokens: data/tokenize --train-bpe 8192 -o"},
         {"-i train.bin -j long.txt", "long.txt is text, not tokens"},
         {"-i data/mine_train.bin", "mine_train.bin; data/tokenize makes token files from text"},
-        {"-i data/stories_bytes_train.bin", "stories_bytes_train.bin; 'make data' prepares it"},
+        {"-i data/stories_bpe_train.bin", "stories_bpe_train.bin; 'make data' prepares it"},
         {"-i own.bin", "own.bin: a vocabulary of 256 in the header; its tokenizer has 257"},
         {"-i own2.bin", "own2.bin: a vocabulary of 65536 in the header"},
         {"-i train.bin -j missing.bin", "no token file matches missing.bin"},

@@ -80,8 +80,8 @@ refuses "a huge argument is shortened" "^tokenize: --threads: 'x{200,400} ... x{
     $tokenize -o bad --threads "$(printf 'x%.0s' {1..100000})" text
 refuses "all text validates" "nothing is left" $tokenize -o bad --val-tokens 11 text
 refuses "no output folder" "cannot create absent/bad\.lock" $tokenize -o absent/bad text
-refuses "fraction of a stream" "needs a file" $tokenize -o bad --val-fraction 0.1 -
-refuses "fraction out of range" "not a number from 0" $tokenize -o bad --val-fraction 1.5 text
+refuses "fraction of a stream" "needs files" $tokenize -o bad --val-fraction 0.1 -
+refuses "fraction out of range" "not a number in .0, 1" $tokenize -o bad --val-fraction 1.5 text
 refuses "shard of no tokens" "not a whole number from 1" $tokenize -o bad --shard-tokens 0 text
 refuses "unknown option" "unknown option '--byte'" ./tokenize --byte -o bad text
 refuses "no tokenizer named" "--bpe, --bytes or --train-bpe is missing" ./tokenize -o bad text
@@ -96,7 +96,7 @@ printf '#version: 0.2\na b\nb c\na bc\n' > never    # ab is merged before bc
 refuses "a merge that is never applied" "never:4: this merge can never be applied" \
     ./tokenize --bpe --tokenizer never -o bad text
 refuses "two splits" "contradict each other" $tokenize -o bad --val-tokens 1 --val-file text text
-refuses "stream among files" "a stream is the only input" $tokenize -o bad text -
+refuses "stream among files" "is a stream: it must be the only input" $tokenize -o bad text -
 refuses "no threads" "not a whole number from 1 to 1024" $tokenize -o bad --threads 0 text
 refuses "one document, split" "no document begins" $tokenize -o bad --documents text
 refuses "leftover shards" "left from an earlier run" $tokenize -o pipe --shard-tokens 4000000 text
@@ -302,6 +302,37 @@ equal "resumed: the same" "$(cat broken_train* broken_merges.txt | cksum)" \
     "$(cat whole_train* whole_merges.txt | cksum)"
 rm -f whole_* broken_* long_told
 
+# Questions: the words of an evaluation file, quotation marks, line ends, and what is refused.
+printf '1+1?,2,"3, or so",B\r\n\n"""a""\n",,"b",c,C' > quiz
+./tokenize --questions --bytes -o quiz quiz > said
+words() { printf '%b' "$1" | od -An -v -tu1 | tr -s ' \n' ' ' | sed 's/^ //; s/ $//'; }
+equal "questions: the header" "$(cat said) $(numbers d4 0 -N20 quiz.bin)" \
+    "quiz.bin  2 questions 20240522 1 2 84 0"
+equal "questions: the words" "$(numbers u2 1024 quiz.bin)" "65535 84 0 1 2 23 \
+$(words 'Question: 1+1?\n\nAnswer:') 2 $(words ' 2') 9 $(words ' 3, or so') \
+65535 74 1 2 3 23 $(words 'Question: "a"\n\n\nAnswer:') 1 32 2 $(words ' b') 2 $(words ' c')"
+says "questions: --eval reads them" "quiz.bin: 2 examples, accuracy [0-9.]+ %" \
+    "$("$root/train_gpt2" -e l1h1c16t32 --eval quiz.bin 2>&1)"
+while IFS='|' read -r rows pattern; do
+    printf '%b' "$rows" > quiz
+    refuses "questions: $rows" "$pattern" ./tokenize --questions --bytes -o bad quiz
+done << 'END'
+|quiz has no questions
+q,yes,no,A\nq,yes,A|quiz, row 2: 3 fields; expected a question, 2 to 8 answers and the letter
+q,1,2,3,4,5,6,7,8,9,A|quiz, row 1: 11 fields
+q,yes,no,C|row 1: the last field is 'C'; expected the letter of the right answer, A to B$
+q,yes,no,|row 1: the last field is ''; expected
+q,yes,no,AB|row 1: the last field is 'AB'; expected
+q,"yes,no,A\n|row 1: a quotation mark is not closed
+END
+{ head -c 40000 long; echo ,yes,no,A; } > quiz
+refuses "questions: a long one" "row 1: its tokens take 80068 bytes; the format allows 65535" \
+    ./tokenize --questions --bytes -o bad quiz
+refuses "questions and documents" "only --bpe, --bytes, --tokenizer and -o apply" \
+    ./tokenize --questions --bytes --documents -o bad quiz
+refuses "questions: no file" "cannot open absent: No such" \
+    ./tokenize --questions --bytes -o bad absent
+
 # The stories have the same bytes with every compiler.
 stories_sum=70fc3fac996a007e1cf13a707a473b813a1aa6ad6d0710fdc4500aeb3f9613c5
 for compiler in "gcc -O0" "gcc -O3 -march=native" "gcc -m32 -O2" "gcc -funsigned-char -O2" \
@@ -340,33 +371,76 @@ chmod +x stub/curl
 says "stories without mirror and network" "download failed.*$made" \
     "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1 | tr '\n' ' ')"
 equal "stories: text" "$(sha256sum < repo/data/stories.txt)" "$stories_sum  -"
-equal "stories: tokens" "$(numbers d4 8 -N12 repo/data/stories_bytes_train.bin) \
-$(numbers d4 8 -N12 repo/data/stories_bytes_val.bin)" "1800623 257 1 199679 257 1"
-equal "a story begins with end of text" "$(numbers u2 1024 -N2 repo/data/stories_bytes_train.bin) \
-$(numbers u2 1024 -N2 repo/data/stories_bytes_val.bin)" "256 256"
+equal "stories: tokens" "$(numbers d4 8 -N12 repo/data/stories_bpe_train.bin) \
+$(numbers d4 8 -N12 repo/data/stories_bpe_val.bin)" "478399 1024 2 53214 1024 2"
+equal "a story begins with end of text" "$(numbers u2 1024 -N2 repo/data/stories_bpe_train.bin) \
+$(numbers u2 1024 -N2 repo/data/stories_bpe_val.bin)" "1023 1023"
 equal "one download is tried per call" "$(wc -l < calls)" 1
 equal "stories, called again: one line" \
     "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1)" "$made"
 # The program finds data/ in the current folder, else next to itself.
 mkdir -p elsewhere && cp "$root/train_gpt2" repo/
-train="../repo/train_gpt2 -e l1h1c16t16 -b 2 -x 1 -m 1"
+model="../repo/train_gpt2 -b 2 -x 1 -m 1 -e" train="$model l1h1c16t16"
 says "data/ next to the program" \
-    "data     $PWD/repo/data/stories_bytes_train\*.bin: 1,800,.*validation loss" \
+    "data     $PWD/repo/data/stories_bpe_train\*.bin: 478,.*validation loss" \
     "$(cd elsewhere && $train 2>&1)"
-mkdir elsewhere/data && cp repo/data/stories_bytes_*.bin elsewhere/data/
+mkdir elsewhere/data && cp repo/data/stories_bpe_* elsewhere/data/
 said=$(cd elsewhere && $train 2>&1)
-says "data/ here is preferred" "data     data/stories_bytes_train\*.bin: .*validation loss" "$said"
+says "data/ here is preferred" "data     data/stories_bpe_train\*.bin: .*validation loss" "$said"
 equal "validation data: no line without it" "$(grep -c 'no validation' <<< "$said")" 0
-says "-i alone: validates on files next to it" ' -j data/stories_bytes_val.bin .*validation loss' \
-    "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
-mv elsewhere/data/stories_bytes_val.bin elsewhere/val.bin
+says "-i alone: validates on files next to it" ' -j data/stories_bpe_val.bin .*validation loss' \
+    "$(cd elsewhere && $train -i data/stories_bpe_train.bin 2>&1)"
+mv elsewhere/data/stories_bpe_val.bin elsewhere/val.bin
 says "no validation data: one line" $'\n +no validation: --val-data \\(-j\\) is not given\n' \
-    "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
-rm -f repo/data/stories?*.*
+    "$(cd elsewhere && $train -i data/stories_bpe_train.bin 2>&1)"
+# Shards of bytes, which earlier versions made.
+seq 99 | repo/data/tokenize --bytes --val-tokens 40 -o elsewhere/data/stories_bytes - > /dev/null
+says "a model of bytes gets byte tokens" "data     data/stories_bytes_train\*.bin: 248 tokens" \
+    "$(cd elsewhere && $model l1h1c16t4v257 2>&1)"
+says "no data with the vocabulary of the model: the other one is named" \
+    "names a vocabulary of 300; the data, data/stories_bpe_train" \
+    "$(cd elsewhere && $model l1h1c16t16v300 2>&1)"
+
+# make train, with a model that takes a second: Ctrl-C keeps it, another call resumes, and so on.
+mkdir repo/dev
+sed 's/l4h4c128t64/l1h1c32t64/; s/steps=[0-9]*/steps=999/; s/loss=[0-9.]*/loss=8/' \
+    "$root/dev/train.sh" > repo/dev/train.sh
+set -m    # so that the signal reaches the script and the program, as that of a terminal does
+bash repo/dev/train.sh train_gpt2 > said 2>&1 &
+set +m
+for _ in {1..400}; do
+    grep -qs '"step":9,' repo/runs/first/log.jsonl && break
+    sleep 0.02
+done
+kill -INT -- -$!
+wait $!
+verdict "make train: Ctrl-C" $? "$(cat said)"
+saved=$(cd repo && echo runs/first/step-*)
+says "make train: Ctrl-C keeps the model" \
+    "saved $saved.*Interrupted: make train resumes from $saved; rm -r runs/first starts" \
+    "$(tr '\n' ' ' < said)"
+said=$(bash repo/dev/train.sh train_gpt2 2>&1)
+says "make train: resumes" "resumed from $saved.*finished after step 999.*Expected: a val" "$said"
+command=$(grep -- ' --generate ' <<< "$said")
+says "make train: the command that it prints generates" "^Once upon a time" \
+    "$(cd repo && eval "$command" 2> /dev/null)"
+for kind in train.bin val.bin merges.txt; do
+    cp repo/data/stories_bpe_$kind repo/data/tinyshakespeare_bpe_$kind
+done
+said=$(bash repo/dev/train.sh train_gpt2 2>&1)
+says "make train: the data of the first call" " -i data/stories_bpe_train.bin " "$said"
+says "make train: finished" "nothing to do: .* step 999, .*rm -r runs/first && make train" "$said"
+rm -rf repo/runs && said=$(bash repo/dev/train.sh train_gpt2 2>&1)
+says "make train: tinyshakespeare is preferred" " -i data/tinyshakespeare_bpe_train.bin " "$said"
+echo > repo/data/tinyshakespeare_bpe_train.bin && rm -rf repo/runs
+said=$(bash repo/dev/train.sh train_gpt2 2>&1)
+equal "make train: an error is its last line" \
+    "$? $(tail -n 1 <<< "$said" | cut -c 1-24)" "1 train_gpt2: data/tinysha"
+rm -f repo/data/{stories,tinyshakespeare}?*.*
 if [ -f "$mirror/tinyshakespeare.txt" ]; then
     DATA_MIRROR=$mirror $prepare > said
-    equal "tinyshakespeare: tokens" "$(numbers d4 8 -N4 repo/data/tinyshakespeare_bytes_train.bin) \
-$(numbers d4 8 -N4 repo/data/tinyshakespeare_bytes_val.bin)" "1003854 111540"
+    equal "tinyshakespeare: tokens" "$(numbers d4 8 -N4 repo/data/tinyshakespeare_bpe_train.bin) \
+$(numbers d4 8 -N4 repo/data/tinyshakespeare_bpe_val.bin)" "411268 49422"
     if [ -f "$mirror/gpt2/vocab.bpe" ]; then
         equal "tinyshakespeare: GPT-2 tokens" \
             "$(numbers d4 8 -N4 repo/data/tinyshakespeare_gpt2_train.bin) \
@@ -375,18 +449,22 @@ $(numbers d4 8 -N4 repo/data/tinyshakespeare_gpt2_val.bin)" "301966 36059"
         equal "prepared twice: nothing to do" "$($prepare)$(stat -c %Y.%i repo/data/*.bin)" \
             "$before"
     else
-        says "tinyshakespeare: no vocabulary" "byte tokens only" "$(cat said)"
+        says "tinyshakespeare: no vocabulary" "no GPT-2 tokens" "$(cat said)"
     fi
-    truncate -s -2 repo/data/tinyshakespeare_bytes_val.bin
+    truncate -s -2 repo/data/tinyshakespeare_bpe_val.bin
     $prepare > /dev/null 2>&1
-    bytes=$(stat -c %s repo/data/tinyshakespeare_bytes_val.bin)
-    equal "a damaged shard is made again" "$bytes" 224104
+    bytes=$(stat -c %s repo/data/tinyshakespeare_bpe_val.bin)
+    equal "a damaged shard is made again" "$bytes" 99868
+    rm repo/data/tinyshakespeare_bpe_merges.txt
+    $prepare > /dev/null 2>&1
+    equal "lost merges are made again" "$(cd repo/data && echo *merges.txt)" \
+        tinyshakespeare_bpe_merges.txt
     rm -f repo/data/*.bin repo/data/*.bpe && mkdir -p bare
     cp "$mirror/tinyshakespeare.txt" bare/
-    says "a mirror without vocabulary" "no gpt2/vocab.bpe.*byte tokens only" \
+    says "a mirror without vocabulary" "no gpt2/vocab.bpe.*no GPT-2 tokens" \
         "$(DATA_MIRROR=$PWD/bare $prepare)"
-    equal "... makes byte tokens" "$(cd repo/data && echo tiny*.bin)" \
-        "tinyshakespeare_bytes_train.bin tinyshakespeare_bytes_val.bin"
+    equal "... makes the learned tokens" "$(cd repo/data && echo tiny*.bin)" \
+        "tinyshakespeare_bpe_train.bin tinyshakespeare_bpe_val.bin"
 else
     skip "tinyshakespeare" "neither DATA_MIRROR nor data/ has the text"
 fi
@@ -426,7 +504,12 @@ END
 shards=www/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main
 stories=www/datasets/roneneldan/TinyStories/resolve/main
 starter=www/datasets/karpathy/llmc-starter-pack/resolve/main
-mkdir -p $shards $stories $starter www/gpt-2/encodings/main
+mmlu=www/datasets/cais/mmlu/resolve/main
+mkdir -p $shards $stories $starter $mmlu www/gpt-2/encodings/main data/{test,dev}
+printf 'One?,1,2,3,4,A\n' > data/test/a_test.csv
+printf 'Two?,1,2,3,4,B\n' | tee data/test/b_test.csv > data/dev/a_dev.csv
+tar -cf $mmlu/data.tar data
+archive_sum=$(sha256sum < $mmlu/data.tar | cut -d' ' -f1)
 { printf '\212\330\064\1\1\0\0\0'; head -c 2000 /dev/zero; } > $starter/hellaswag_val.bin
 echo plain > mode
 if command -v python3 > /dev/null; then
@@ -445,9 +528,12 @@ cp rest_train_000000.bin $shards/edu_fineweb_val_000000.bin
 cp rest_train_000002.bin $shards/edu_fineweb_train_000001.bin
 cp docs_train.bin $shards/edu_fineweb_train_000002.bin
 head -c 90000 digits > $shards/edu_fineweb_train_000003.bin
-tools=$(for t in bash env dirname sha256sum cut od wc tr cat mv rm awk grep; do command -v $t; done)
+tools=$(for t in bash env dirname sha256sum cut od wc tr cat mv rm awk grep tar mkdir; do
+    command -v $t
+done)
 served() {
-    env -u DATA_MIRROR PATH="$PWD/only" DATA_URL="http://127.0.0.1:$(cat port)" $prepare "$@"
+    env -u DATA_MIRROR PATH="$PWD/only" DATA_URL="http://127.0.0.1:$(cat port)" \
+        MMLU_SHA256="$archive_sum" $prepare "$@"
 }
 for client in $clients; do
     rm -rf only && mkdir only
@@ -499,6 +585,13 @@ $(numbers u2 1024 repo/data/tinystories_gpt2_val_000000.bin)" "TinyStoriesV2-GPT
 TinyStoriesV2-GPT4-valid.txt tinystories_gpt2_train_000000.bin tinystories_gpt2_val_000000.bin \
 vocab.bpe 50256 505 50256 11545 27 91 437 1659"
         equal "$client, tinystories twice" "$(served tinystories 2>&1)" ""
+        says "$client, MMLU" "data/mmlu_test.bin  2 questions" "$(served mmlu 2>&1)"
+        equal "$client, MMLU: the test split" "$(cd repo/data && echo mmlu*) \
+$(numbers u2 1024 -N22 repo/data/mmlu_test.bin)" \
+            "mmlu_test.bin 65535 44 0 0 4 8 24361 25 1881 30 198"
+        equal "$client, MMLU twice" "$(served mmlu 2>&1)" ""
+        rm -f repo/data/mmlu*
+        archive_sum=0 refuses "$client, MMLU, wrong bytes" "data.tar: wrong content" served mmlu
         rm -f repo/data/Tiny* repo/data/tinystories* repo/data/vocab.bpe \
             www/gpt-2/encodings/main/vocab.bpe
     fi

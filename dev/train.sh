@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# `make train`: trains a small GPT-2 on the text that data/prepare.sh prepared, keeps it in
+# runs/first and prints the command that generates text with it. Interrupted (Ctrl-C), it resumes
+# when it is called again; finished, it says how to start again.
+#
+#   dev/train.sh train_gpt2|train_gpt2cu
+set -u
+cd "$(dirname "$0")/.." || exit 1
+program=./$1 folder=runs/first
+
+# With these settings the validation loss, in nats per token, is `loss` or less. A run that began
+# with the stories keeps them, even if tinyshakespeare has been downloaded since.
+recipe=(-e l4h4c128t64 -b 12 -l 3e-3 -u 100 --beta2 0.99 -v 500 -m 0 -s 500 --temperature 0.7)
+text=tinyshakespeare_bpe steps=2000 loss=3.8 prompt="To be"
+if [ ! -f data/${text}_train.bin ] ||
+    grep -qs '"train-data":"data/stories' $folder/log.jsonl; then
+    text=stories_bpe steps=1000 loss=0.5 prompt="Once upon a time"
+fi
+set -- "$program" -i data/${text}_train.bin -j data/${text}_val.bin -x $steps "${recipe[@]}" \
+    -n 500 -o $folder -y 1
+printf '\n$ %s\n' "$*"
+"$@" || exit    # after Ctrl-C the program saves, its status is 0, and so this script goes on
+
+for saved in $folder/step-????????; do :; done    # the newest
+[ -d "$saved" ] || saved=
+if [ "$saved" = "$folder/step-$(printf %08d $steps)" ]; then
+    cat << END
+
+Expected: a validation loss of $loss or less. The model is in $folder; it writes text:
+  $program -e $saved --generate --temperature 0.7 --prompt "$prompt"
+Next: rm -r $folder && make train starts again; the command above with -x $((3 * steps)) trains on;
+      $program --help lists the options; -e d12 --plan shows what GPT-2 needs;
+      dev/recipes/own_text.sh FILE trains on a text of yours.
+END
+else
+    echo "Interrupted: make train resumes${saved:+ from $saved}; rm -r $folder starts again."
+fi
