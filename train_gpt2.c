@@ -237,6 +237,7 @@ typedef struct {
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t generate, samples;
     int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, workspace, tune;
+    int64_t check_data;
     int64_t gpus, zero, timeout, gpu_mem;
     int64_t plan, fit, minimum, largest, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
@@ -313,6 +314,9 @@ static const OptionRow option_rows[] = {
     {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, GENERATES, "Data",
      "the tokenizer's merges: GPT-2's vocab.bpe, llm.c's gpt2_tokenizer.bin or a merges.txt; "
      "default: in data/ for GPT-2's tokens, else PREFIX_merges.txt next to the shards"},
+    {"check-data", 0, OPT_FLAG, FIELD(check_data), "0", 0, 1, NULL, OWN, 0, "Data",
+     "read all data before training: a token outside the vocabulary, or a shard whose SHA-256 is "
+     "not the one in its header or in the checkpoint, ends the run"},
     {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, 0, "Data",
      "read the windows of an epoch in random order"},
     {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, "auto", ANY, LEAST, "Batch",
@@ -723,6 +727,9 @@ static void options_contradict(const Options *o) {
     }
     if (o->eval && o->zero == 3) {  // all-gathers need all ranks in the same batch
         die("--eval: each GPU scores its own examples; --zero (-z) 3 is for training");
+    }
+    if (o->check_data && (options_plan(o) || o->eval)) {
+        die("--check-data reads the data of a training run: leave it out");
     }
     if (o->samples > 1 && !o->generate) {
         die("--samples needs --generate");
@@ -1338,11 +1345,11 @@ static void cgroup_memory(void *out, int version, const char *folder, const char
                  "total_inactive_file "},
                 {{"memory.max", "memory.high"}, "memory.current", "inactive_file "}};
     const int row = version - 1;
-    const int64_t used = folder_number(folder, rows[row].used, "", 0) -
-                         folder_number(folder, "memory.stat", rows[row].cached, 0);
-    for (int k = 0; k < 2; k++) {
+    const int64_t used = folder_number(folder, rows[row].used, "", -1);
+    const int64_t cached = folder_number(folder, "memory.stat", rows[row].cached, -1);
+    for (int k = 0; k < 2 && used >= 0 && cached >= 0; k++) {  // else the limit is unknown
         int64_t limit = folder_number(folder, rows[row].limits[k], "", INT64_MAX);
-        limit_memory((HostMemory *)out, limit - used, "%s of cgroup %.90s",
+        limit_memory((HostMemory *)out, limit - (used - cached), "%s of cgroup %.90s",
                      rows[row].limits[k], group);
     }
 }
@@ -6116,6 +6123,7 @@ typedef struct {
     uint64_t seed;
     int64_t tokens, windows;
     char problem[PATH_BYTES + 128];  // why the last batch failed
+    int problem_shard;               // dataset_hash: the first shard with a problem
 } Dataset;
 
 // Opens every shard that matches `pattern`, sorted by name, and splits it into sequences of T
@@ -6166,6 +6174,30 @@ static void dataset_close(Dataset *d) {
     free(d->shards);
     free(d->window);
     memset(d, 0, sizeof *d);
+}
+
+// Hashes the edges of every shard; if `all`, also reads every shard and checks its tokens and its
+// SHA-256. The first problem ends the run.
+static void dataset_hash(Dataset *d, int all) {
+    #pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < d->shard_count; i++) {
+        char problem[PATH_BYTES + 128];
+        const char *fault = shard_hash_edges(&d->shards[i]);
+        const int whole = fault || !all || shard_check(&d->shards[i], problem);
+        #pragma omp critical
+        if ((fault || !whole) && (!d->problem[0] || i < d->problem_shard)) {
+            d->problem_shard = i;
+            if (fault) {
+                snprintf(d->problem, sizeof d->problem, "cannot read token file %s: %s",
+                         d->shards[i].path, fault);
+            } else {
+                memcpy(d->problem, problem, sizeof problem);
+            }
+        }
+    }
+    if (d->problem[0]) {
+        die("%s", d->problem);
+    }
 }
 
 // Copies window `window` of `epoch` into T inputs and T targets. Returns 1, or 0 with the reason in
@@ -6857,7 +6889,7 @@ static void run_save(Run *run) {
     rank_phase("saving", RANK_RUNS);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe,
-                         run->train.tokenizer.kind == TOKENIZER_BYTES};
+                         run->train.tokenizer.kind == TOKENIZER_BYTES, {&run->train, &run->val}};
     alarm_enable(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
@@ -9268,7 +9300,8 @@ static int64_t run_resume(Run *run) {
     const ResumeChoice choice = choices[0];
     free(choices);
     if (choice.step >= 0) {
-        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL, 0};
+        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL, 0,
+                                  {&run->train, &run->val}};
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
         run_say(run, "loading %s", path);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
@@ -9403,6 +9436,25 @@ static void run_open_validation(Run *run) {
             die("--val-data (-j): %s has %s; %s has %s", o->val_data,
                 tokenizer_text(&run->val.tokenizer).s, o->train_data,
                 tokenizer_text(&run->train.tokenizer).s);
+        }
+    }
+}
+
+// Hashes the data for checkpoints, which record it, and checks all of it if --check-data asks for
+// that. The hash that ranks compare covers it too: each machine may have its own copy.
+static void run_hash_data(Run *run) {
+    const Options *o = &run->o;
+    Dataset *const sets[] = {&run->train, &run->val};
+    rank_info.data = fnv1a(run->val.windows, run->identity, strlen(run->identity));
+    for (int k = 0; k < 2 && (o->output[0] || o->check_data); k++) {
+        Dataset *d = sets[k];
+        if (o->check_data && d->shard_count) {
+            run_say(run, "checking all %s tokens of %s", count_text(d->tokens).s,
+                    k ? o->val_data : o->train_data);
+        }
+        dataset_hash(d, (int)o->check_data);
+        for (int i = 0; i < d->shard_count; i++) {
+            rank_info.data = fnv1a(rank_info.data, d->shards[i].edges, SHA256_TEXT);
         }
     }
 }
@@ -9736,7 +9788,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
     run_open_validation(run);
     run_identity(run->identity, &run->s, o, &run->train);
-    rank_info.data = fnv1a(run->val.windows, run->identity, strlen(run->identity));
+    run_hash_data(run);
     run_fit(run, program);                          // 5 micro-batch and steps; 6 memory
     run_prepare_samples(run);
     if (program->command && (o->check || o->compare)) {

@@ -248,6 +248,10 @@ static void launch_at(const char *file, int line, const char *name, void (*kerne
 #define UNROLL _Pragma("unroll")
 #define FORGET(word) asm volatile("" : "+r"(word))
 #else
+#undef launch
+#define launch(kernel, ...)                                                                        \
+    (cuda_check_at(emu_launch_error(__LINE__), "launch of " #kernel, __FILE__, __LINE__),          \
+     emu::launch_kernel(#kernel ", " #__VA_ARGS__, kernel, __VA_ARGS__))
 #define DYN_TILES DYN_SHARED
 #define UNROLL
 #define FORGET(word) (void)(word)
@@ -520,7 +524,8 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
 static ncclComm_t nccl_open;  // null: this process has no communicator
 template <class Query> static void nccl_look(Query query) {
     double asked_ms = now_ms();
-    while (nccl_open && query() == cudaErrorNotReady) {
+    cudaError_t result = cudaSuccess;
+    while (nccl_open && (result = query()) == cudaErrorNotReady) {
         (void)cudaGetLastError();  // clear cudaErrorNotReady, which CUDA records as an error
         if (now_ms() - asked_ms > 100) {
             nccl_ask(nccl_open);
@@ -528,6 +533,7 @@ template <class Query> static void nccl_look(Query query) {
         }
         sched_yield();
     }
+    cuda_check_at(result, "cudaStreamQuery or cudaEventQuery", __FILE__, __LINE__);
 }
 
 // Waits until all work on the stream has completed.
@@ -1790,7 +1796,7 @@ static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
 static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasStatus_t *status,
                              const MatmulPlan *plan, size_t workspace_bytes) {
     int found = 0;
-    cublasLtMatmulPreference_t preference;
+    cublasLtMatmulPreference_t preference = NULL;
     memset((void *)results, 0, MATMUL_ALGORITHMS * sizeof *results);  // unset bytes are hashed
     if (plan->key.has_bias) {
         // The heuristic derives an alignment from this address. Always pass an address with 16-byte
@@ -4186,7 +4192,8 @@ static int device_lacks_bf16(void) {
 // device. Ends the run if the machine has no driver or no GPU.
 static void device_select(int local_rank) {
     int driver = 0, count = 0;
-    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+    cuda_check(cudaDriverGetVersion(&driver));  // 0: no driver
+    if (driver == 0) {
         die("no NVIDIA driver found; train_gpt2 runs on the CPU");
     }
     cuda_check(cudaGetDeviceCount(&count));
@@ -6310,9 +6317,9 @@ static bool matmul_choice_find(uint64_t *hash, const char *choices, const Matmul
     }
     snprintf(word, sizeof word, " %s=h", matmul_key_text(key).s);
     const char *at = strstr(choices + length, word);
-    char *end = nullptr;
-    *hash = at ? strtoull(at + strlen(word), &end, 16) : 0;
-    return at && end == at + strlen(word) + 16;
+    at = at ? at + strlen(word) : "";
+    *hash = strtoull(at, nullptr, 16);
+    return strspn(at, "0123456789abcdef") == 16;
 }
 
 // Writes the choices of all plans into matmul_library.choices.
@@ -7336,8 +7343,9 @@ static void trial_cache(KernelVerdicts *verdicts, const KernelVerdicts *before, 
                 fprintf(file, "%s%s\n", head, verdict);
             } else if (!before && !verdict[0] && line[end] && strncmp(line, head, (size_t)n) == 0) {
                 line[end] = 0;
+                const bool fits = strlen(line + n) < sizeof(KernelVerdict);
                 snprintf(verdict, sizeof(KernelVerdict), "%.71s",
-                         verdict_is(line + n) ? line + n : "");
+                         fits && verdict_is(line + n) ? line + n : "");
             }
         });
         line[0] = 1;

@@ -24,6 +24,7 @@
 //
 //     "__metadata__": {"run": what a resume must share, "matmul": "...", "kernels": "...",
 //                      "--lr": "0.001", ...,
+//                      "train_shards": size and hashes of each shard, "val_shards": "...",
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
 //
@@ -253,7 +254,12 @@ typedef struct {
     const RunState *state;
     const Bpe *bpe;  // the vocabulary; NULL: tokens are bytes, or GPT-2's was not found
     int bytes;       // 1: tokens are bytes
+    const Dataset *data[2];  // training and validation data; their shards have been hashed
 } Snapshot;
+
+// Keys under which a checkpoint records the shards of its data, and the options that name them.
+static const char *const shards_keys[2] = {"train_shards", "val_shards"};
+static const char *const shards_options[2] = {"train-data", "val-data"};
 
 // Elements first .. first + count - 1 of one bucket of a state, and their location in a file.
 typedef struct {
@@ -363,6 +369,21 @@ static size_t range_piece(void *self, unsigned char *out) {
 static const char *engine_matmul(const Engine *e) { return e->matmul ? e->matmul : ""; }
 static const char *engine_kernels(const Engine *e) { return e->kernels ? e->kernels : ""; }
 
+// Writes the size and hashes of every shard into the metadata of the first state file, as
+// "BYTES EDGES WHOLE;" for each of them. WHOLE is "-" without --check-data.
+static void shards_save(const Snapshot *snapshot, FILE *header) {
+    for (int k = 0; k < 2 && this_rank.rank == 0; k++) {
+        const Dataset *d = snapshot->data[k];
+        for (int i = 0; d && i < d->shard_count; i++) {
+            const Shard *shard = &d->shards[i];
+            fprintf(header, i ? "" : ",\"%s\":\"", shards_keys[k]);
+            fprintf(header, "%" PRId64 " %s %s;", shard_file_bytes(shard), shard->edges,
+                    shard->whole[0] ? shard->whole : "-");
+        }
+        fputs(d && d->shard_count ? "\"" : "", header);
+    }
+}
+
 // Writes this rank's state file. The metadata has the run's identity, its options, its matmul
 // algorithms (results depend on them) and the counters; the tensors are the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
@@ -383,6 +404,7 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
         json_text(header.file, value, strlen(value));
     }
     fputs("\"", header.file);
+    shards_save(snapshot, header.file);
     RunState counters = *snapshot->state;
     for (int i = 0; i < COUNTERS; i++) {
         fprintf(header.file, ",\"%s\":\"%" PRId64 "\"", counter_rows[i].name,
@@ -1134,6 +1156,61 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
         identity_pair(first), first, identity_pair(ours), ours);
 }
 
+// Compares data set k with the shards that the checkpoint recorded. Returns 1 if they are equal or
+// not recorded, otherwise 0 with the first difference in `what`.
+static int shards_equal(char what[PATH_BYTES + 128], const StateFiles *f, int k, const Dataset *d) {
+    const size_t capacity = f->header.json.end;
+    char *text = (char *)alloc_zero(capacity, 1);
+    safetensors_text(&f->header, shards_keys[k], text, capacity);
+    int shards = 0, n;
+    what[0] = 0;
+    for (const char *at = text; d->shard_count && *at && !what[0]; at += n, shards++) {
+        const Shard *shard = &d->shards[min_int(shards, d->shard_count - 1)];
+        char edges[SHA256_TEXT], whole[SHA256_TEXT];
+        int64_t bytes;
+        n = 0;
+        if (sscanf(at, "%" SCNd64 " %64s %64[^; ];%n", &bytes, edges, whole, &n) != 3 || !n) {
+            die("%s: metadata '%s' is damaged", f->header.name, shards_keys[k]);
+        }
+        if (bytes != shard_file_bytes(shard)) {
+            snprintf(what, PATH_BYTES + 128, "%s has %" PRId64 " bytes, it had %" PRId64,
+                     shard->path, shard_file_bytes(shard), bytes);
+        } else if (strcmp(edges, shard->edges) != 0) {
+            snprintf(what, PATH_BYTES + 128, "%s has changed in its first or last MiB",
+                     shard->path);
+        } else if (whole[0] != '-' && shard->whole[0] && strcmp(whole, shard->whole) != 0) {
+            snprintf(what, PATH_BYTES + 128, "%s has changed", shard->path);
+        }
+    }
+    if (!what[0] && shards && d->shard_count && shards != d->shard_count) {
+        snprintf(what, PATH_BYTES + 128, "%d shards, there were %d", d->shard_count, shards);
+    }
+    free(text);
+    return !what[0];
+}
+
+// Ends the run if the training data is not the checkpoint's. Other validation data is allowed: if
+// --val-data names the same files, whose contents have changed, prints a warning.
+static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char *folder) {
+    char what[PATH_BYTES + 128], was[PATH_BYTES], text[64];
+    for (int k = 0; k < 2; k++) {
+        const OptionRow *row = option_find(shards_options[k]);
+        if (!run->data[k] || shards_equal(what, f, k, run->data[k])) {
+            continue;
+        }
+        if (k == 0) {
+            die("checkpoint %s was trained on other data: %s; -e %s -o FOLDER starts a new run "
+                "from its weights", folder, what, folder);
+        }
+        option_was(was, f, row);
+        if (this_rank.rank == 0 && strcmp(was, option_text(text, run->options, row)) == 0) {
+            fprintf(stderr, "%s: warning: the validation data of checkpoint %s was other data: %s; "
+                    "validation losses before and after are not comparable\n", program_name,
+                    folder, what);
+        }
+    }
+}
+
 // Loads a verified checkpoint that `ranks` ranks saved into the run's engine and into `state`.
 static void checkpoint_load(const Snapshot *run, RunState *state, const char *folder, int ranks) {
     const Settings *s = run->settings;
@@ -1155,6 +1232,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     state_cover(&f, &model.model, folder, ranks);
     checkpoint_options(run, &f, folder, 0);
     checkpoint_require_same_run(run, &f, &model.model, folder);
+    checkpoint_data(run, &f, folder);
     const char *others = checkpoint_algorithms(run->engine, &f);
     model_file_load(run->engine, &model);
     for (int i = 0; i < f.count; i++) {

@@ -987,10 +987,13 @@ typedef struct {
     Place full;                  // the end of the open shard, once it is full
     int64_t held_count;          // tokens after a full shard: of the next one, or its remainder
     uint16_t held[REST_TOKENS];
+    Sha256 sha;                  // of the tokens in the open shard
 } Sink;
 
-static Sink train = {NULL, "train", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
-static Sink val = {NULL, "val", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
+static Sink train = {NULL, "train", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0},
+                     {{0}, 0, {0}}};
+static Sink val = {NULL, "val", "", "", {0, 0, 0}, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0},
+                   {{0}, 0, {0}}};
 
 // Writes the path of the shard with this index; with `numbered` (--shard-tokens), the path contains
 // the index.
@@ -1062,6 +1065,7 @@ static void sink_open(Sink *s) {
         die("cannot create %s: %s", s->part, strerror(errno));
     }
     s->shard_tokens = 0;
+    sha256_start(&s->sha);
     sink_write(s, header, sizeof header);
 }
 
@@ -1070,10 +1074,12 @@ static void sink_finish(Sink *s) {
         return;
     }
     const Tokenizer *t = &s->tokenizer;
-    const int32_t header[LLMC_HEADER_BYTES / 4] = {
+    char hash[SHA256_TEXT];
+    int32_t header[LLMC_HEADER_BYTES / 4] = {
         llmc_files[LLMC_TOKENS].magic, 1, (int32_t)s->shard_tokens, t->vocabulary, t->kind,
         (int32_t)__builtin_bswap32((uint32_t)(t->hash >> 32)),
         (int32_t)__builtin_bswap32((uint32_t)t->hash)};
+    shard_seal(&s->sha, header, hash);
     if (lseek(s->fd, 0, SEEK_SET) != 0) {
         die("cannot rewind %s: %s", s->part, strerror(errno));
     }
@@ -1088,6 +1094,7 @@ static void sink_finish(Sink *s) {
 
 static void sink_add(Sink *s, const uint16_t *tokens, int64_t count) {
     sink_write(s, tokens, (size_t)count * sizeof *tokens);
+    sha256_add(&s->sha, tokens, (size_t)count * sizeof *tokens);
     s->shard_tokens += count;
 }
 

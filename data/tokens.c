@@ -641,7 +641,10 @@ static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe,
 // -------------------------------------------------------------------------------------------------
 // 2. Token shards
 // A shard is a file of a header of 256 int32 and then uint16 tokens. The header names the
-// tokenizer; all shards of a data set must have the same one.
+// tokenizer; all shards of a data set must have the same one. data/tokenize also writes a SHA-256
+// into it, which covers the whole file; shards of other programs have zeros there.
+
+enum { SHARD_SHA256 = 8, SHARD_EDGE = 1 << 20 };  // first of 8 words of the header; bytes
 
 typedef struct {
     char path[PATH_BYTES];
@@ -649,7 +652,12 @@ typedef struct {
     Tokenizer tokenizer;        // from the header
     int64_t count;              // tokens
     int64_t first_window;       // number of windows in all preceding shards
+    // SHA-256 of the file's first and last MiB, header included, and of all of it as shard_seal()
+    // computes it; "": not computed.
+    char edges[SHA256_TEXT], whole[SHA256_TEXT];
 } Shard;
+
+static int64_t shard_file_bytes(const Shard *shard) { return LLMC_HEADER_BYTES + 2 * shard->count; }
 
 // Reads `count` tokens of a shard into `out`, from index `first` on. Returns NULL on success,
 // otherwise an error message.
@@ -697,6 +705,77 @@ static void shard_open(Shard *shard, const char *path) {
     }
     shard->tokenizer = t;
     shard->count = count;
+}
+
+// Hashes the first and the last MiB of a shard, or all of a smaller one, into shard->edges. Returns
+// NULL on success, otherwise an error message.
+static const char *shard_hash_edges(Shard *shard) {
+    const int64_t size = shard_file_bytes(shard), first = min_i64(size, SHARD_EDGE);
+    const int64_t last = max_i64(size - SHARD_EDGE, first);
+    unsigned char *edge = (unsigned char *)alloc_zero(SHARD_EDGE, 1);
+    Sha256 sha;
+    sha256_start(&sha);
+    const char *fault = file_read(shard->fd, edge, first, 0);
+    sha256_add(&sha, edge, (size_t)first);
+    if (!fault) {
+        fault = file_read(shard->fd, edge, size - last, last);
+        sha256_add(&sha, edge, (size_t)(size - last));
+    }
+    sha256_end(&sha, shard->edges);
+    free(edge);
+    return fault;
+}
+
+// Finishes the SHA-256 of a shard and writes it into the header. `sha` has hashed all tokens; the
+// header follows, with zeros in place of the hash.
+static void shard_seal(Sha256 *sha, int32_t header[LLMC_HEADER_BYTES / 4],
+                       char text[SHA256_TEXT]) {
+    memset(header + SHARD_SHA256, 0, sizeof sha->h);
+    sha256_add(sha, header, LLMC_HEADER_BYTES);
+    sha256_end(sha, text);
+    memcpy(header + SHARD_SHA256, sha->h, sizeof sha->h);
+}
+
+// Reads a whole shard: every token must be in the vocabulary, and the SHA-256 in the header, if it
+// has one, must match. Fills shard->whole. Returns 1, or 0 with a message in `problem`.
+static int shard_check(Shard *shard, char problem[PATH_BYTES + 128]) {
+    int32_t header[LLMC_HEADER_BYTES / 4], sealed[LLMC_HEADER_BYTES / 4];
+    uint16_t *tokens = (uint16_t *)alloc_zero(SHARD_EDGE, sizeof *tokens);
+    Sha256 sha;
+    sha256_start(&sha);
+    problem[0] = 0;
+    const char *fault = file_read(shard->fd, header, LLMC_HEADER_BYTES, 0);
+    for (int64_t at = 0, count; !fault && !problem[0] && at < shard->count; at += count) {
+        count = min_i64(SHARD_EDGE, shard->count - at);
+        fault = shard_read(shard, tokens, at, count);
+        sha256_add(&sha, tokens, (size_t)count * sizeof *tokens);
+        for (int64_t i = 0; !fault && i < count; i++) {
+            if (tokens[i] >= shard->tokenizer.vocabulary) {
+                snprintf(problem, PATH_BYTES + 128, "%s: token %" PRId64 " is %d, outside the "
+                         "vocabulary of %d", shard->path, at + i, tokens[i],
+                         shard->tokenizer.vocabulary);
+                break;
+            }
+        }
+    }
+    free(tokens);
+    if (fault) {
+        snprintf(problem, PATH_BYTES + 128, "cannot read token file %s: %s", shard->path, fault);
+    }
+    if (problem[0]) {
+        return 0;
+    }
+    memcpy(sealed, header, sizeof sealed);
+    shard_seal(&sha, sealed, shard->whole);
+    int has_hash = 0;
+    for (int i = SHARD_SHA256; i < SHARD_SHA256 + 8; i++) {
+        has_hash |= header[i] != 0;
+    }
+    if (has_hash && memcmp(header, sealed, sizeof header) != 0) {
+        snprintf(problem, PATH_BYTES + 128, "%s is damaged: its SHA-256 is not the one that "
+                 "data/tokenize wrote into its header", shard->path);
+    }
+    return !problem[0];
 }
 
 // -------------------------------------------------------------------------------------------------

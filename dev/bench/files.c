@@ -79,7 +79,7 @@ int main(void) {
     engine_initialise(&e, &m, 42);
     int cold = drop_cache();
     double megabytes = 0, all_megabytes = 0, began;
-    const Snapshot snapshot = {&e, &s, &o, "bench", &state, NULL, 0};
+    const Snapshot snapshot = {&e, &s, &o, "bench", &state, NULL, 0, {NULL, NULL}};
     for (int r = 0; r < REPEATS; r++) {
         began = now_ms();
         writer_open(&w, folder, "model.safetensors");

@@ -6,6 +6,8 @@
     dev/check/faults.py power [COUNT]    power loss: what was written and not synced may be missing
     dev/check/faults.py calls            each system call on the run's files fails once in each of
                                          its ways, or is the last one before SIGKILL
+    dev/check/faults.py gpu [COUNT]      CUDA, cuBLASLt and NCCL calls of the emulated device fail
+    dev/check/faults.py bits [COUNT]     a bit of the newest checkpoint or of the data is flipped
     dev/check/faults.py long [STEPS]     no fault: a run of many steps under a memory limit, whose
                                          memory, descriptors, threads and files must not grow
 
@@ -559,9 +561,145 @@ def long_case(work, command, steps):
     return steps
 
 
+# --- Flipped bits ---------------------------------------------------------------------------------
+
+def bits_case(work, number, command, draw, flips):
+    """Flips one bit of the newest checkpoint or of the shard, `flips` times. Returns `flips`."""
+    whole, _ = undisturbed(work, command)
+    place = Place(work, f"bits{number}")
+    place.run(command)
+    newest = sorted(os.listdir(place.out()))[-1]
+    folder = os.path.join(place.out(), newest)
+    names = [n for n in sorted(os.listdir(folder)) if n != "README.md"]    # nothing reads it
+    os.rename(place.out(), place.out() + ".kept")
+    with open(os.path.join(place.path, "t_train.bin"), "rb") as f:
+        shard = f.read()
+    for _ in range(flips):
+        shutil.rmtree(place.out(), ignore_errors=True)
+        shutil.copytree(place.out() + ".kept", place.out())
+        name = draw.choice(names + ["t_train.bin"])
+        path = os.path.join(folder, name)
+        if name == "t_train.bin":
+            path = os.path.join(place.path, name)
+            os.remove(path)
+            with open(path, "wb") as f:
+                f.write(shard)
+        with open(path, "r+b") as f:
+            bit = draw.randrange(8 * os.path.getsize(path))
+            f.seek(bit // 8)
+            byte = f.read(1)[0] ^ 1 << bit % 8
+            f.seek(bit // 8)
+            f.write(bytes([byte]))
+        what = f"bit {bit} of {name}"
+        done = place.run(command + ["--check-data"] * (name == "t_train.bin"))
+        if name == "t_train.bin":
+            if done.returncode != 1 or done.stderr.count("\n") != 1 or name not in done.stderr:
+                violation(what, command, f"status {done.returncode}, {done.stderr[:300]!r}")
+            with open(path, "wb") as f:
+                f.write(shard)
+            done = place.run(command)
+        elif f"skipped out/{newest}: {name}" not in done.stderr or done.stderr.count("\n") != 1:
+            violation(what, command, f"status {done.returncode}, {done.stderr[:300]!r}")
+        if done.returncode or not whole.items() <= digest(place.out()).items():
+            violation(what, command, f"the run does not end with its bytes: {done.stderr[:300]!r}")
+    shutil.rmtree(place.path)
+    return flips
+
+
+# --- Failing CUDA, cuBLASLt and NCCL calls --------------------------------------------------------
+
+GPU_RUN = ("-i t_train.bin -j t_train.bin -e l2h2c16t16 -b 1 -d 64 -n 1 -v 1 -m 1 -s 2 -g 2 "
+           "-y 1 -o out --quiet").split()
+GPU_KINDS = ["--tune 0 --dtype bf16", "--tune 0 --dtype fp16 --offload residuals,moments",
+             "--tune 0 --dtype fp32 --offload weights,gradients -r block", "--tune 1 --dtype bf16"]
+GPU_KINDS += [f"--tune 0 --dtype bf16 --gpus 2 --timeout 30 -z {z}" for z in range(4)]
+GPU_KINDS += [f"--tune 0 --dtype bf16 --gpus 2 --timeout 30 -z {z} --offload moments,master,residuals"
+              for z in (1, 3)]
+# Calls after whose failure a run may go on, with the same bytes: the search for a GPU, which plans
+# do without; and an attribute that older versions of cuBLASLt do not know.
+GPU_SURVIVED = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaGetDeviceProperties",
+                "cublasLtMatmulAlgoCapGetAttribute")
+# What a message says instead of the function's name.
+GPU_NAMED = {"cudaLaunchKernel": "launch of ", "cudaHostRegister": "cannot pin ",
+             "cudaMallocHost": "cannot pin ", "cudaHostGetDevicePointer": "cannot pin "}
+
+
+class GpuKind:
+    """A run that resumes from step 1, validates, samples and saves step 2; its calls."""
+
+    def __init__(self, work, number, program):
+        self.command = [program, "-x", "2"] + GPU_RUN + GPU_KINDS[number].split()
+        self.number, self.work = number, work
+        place = Place(work, f"gpu{number}")
+        self.path = place.path
+        done = place.run([program, "-x", "1"] + self.command[3:])
+        if done.returncode:
+            sys.exit(f"faults.py: {' '.join(self.command)}: {done.stderr.strip()[:500]}")
+        self.first = digest(place.out())
+        shutil.copytree(place.out(), place.out() + ".kept")
+        shutil.rmtree(place.env["XDG_CACHE_HOME"], ignore_errors=True)
+        journal = os.path.join(place.path, "calls")
+        place.env["EMU_CALLS"] = journal
+        done = place.run(self.command)
+        if done.returncode:
+            sys.exit(f"faults.py: {' '.join(self.command)}: {done.stderr.strip()[:500]}")
+        self.whole = digest(place.out())
+        self.calls = {}    # (process, function, line): number of calls
+        with open(journal) as f:
+            for line in f:
+                call = tuple(line.split())
+                self.calls[call] = self.calls.get(call, 0) + 1
+
+    def fail(self, number, call, ordinal):
+        """Runs with one failing call. Returns 1 if the run went on."""
+        place = Place(self.work, f"gpu{self.number}.{number}")
+        shutil.copytree(os.path.join(self.path, "out.kept"), place.out())
+        place.env["EMU_NCCL_HANG"] = "1"    # as on GPUs: a rank waits for one that has ended
+        place.env["EMU_FAIL"] = " ".join([*call, str(ordinal)])
+        place.env["XDG_CACHE_HOME"] = os.path.join(place.path, "cache")
+        what, function = f"EMU_FAIL='{place.env['EMU_FAIL']}'", call[1]
+        try:
+            done = place.run(self.command)
+        except subprocess.TimeoutExpired:
+            violation(what, self.command, "hangs")
+            return 0
+        found, lines = digest(place.out()), done.stderr.count("\n")
+        named = function in done.stderr or GPU_NAMED.get(function, function) in done.stderr
+        if done.returncode == 0:
+            if function not in GPU_SURVIVED:
+                violation(what, self.command, f"went on: {done.stderr.strip()[:200]!r}")
+            if "--tune 1" not in " ".join(self.command) and found != self.whole:
+                violation(what, self.command, "went on and saved other bytes")
+        elif done.returncode != 1 or lines != 1 or not named:
+            violation(what, self.command, f"status {done.returncode}, {done.stderr[:300]!r}")
+        if not self.first.items() <= found.items():
+            violation(what, self.command, "the checkpoint before it is lost")
+        shutil.rmtree(place.path)
+        return int(done.returncode == 0)
+
+
+def gpu_cases(work, program, count, draw, pool):
+    """Fails `count` calls: each function and line at least once, if there are as many."""
+    kinds = [GpuKind(work, i, program) for i in range(len(GPU_KINDS))]
+    every = [(kind, call) for kind in kinds for call in kind.calls]
+    draw.shuffle(every)
+    seen, first, rest = set(), [], []
+    for kind, call in every:
+        (rest if call[1:] in seen else first).append((kind, call))
+        seen.add(call[1:])
+    chosen = (first + rest)[:count]
+    cases = [pool.submit(kind.fail, i, call, draw.choice([1, kind.calls[call],
+                                                          draw.randint(1, kind.calls[call])]))
+             for i, (kind, call) in enumerate(chosen)]
+    went_on = sum(case.result() for case in cases)
+    print(f"{len(first)} functions and lines, {len(every)} with processes and settings; "
+          f"{went_on} runs went on")
+    return len(chosen)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["kill", "power", "calls", "long"])
+    parser.add_argument("what", choices=["kill", "power", "calls", "gpu", "bits", "long"])
     parser.add_argument("count", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
@@ -583,18 +721,27 @@ def main():
         subprocess.run([os.path.join(TOP, "data/tokenize"), "--bytes", "-o", work + "/t",
                         work + "/text"], check=True, stdout=subprocess.DEVNULL)
         every = settings(programs)
+        if given.what == "bits":    # another checkpoint must be left
+            every = [command for command in every if command[command.index("--keep") + 1] == "2"]
         if given.what == "calls":
             tried = calls_case(work, [programs[0]] + RUN + ["-n", "2"])
         elif given.what == "long":
             shape = "-i t_train.bin -e l1h1c8t8 -b 1 --tune 0".split()
             tried = long_case(work, [programs[0]] + shape + (given.options or "").split(),
                               given.count)
+        elif given.what == "gpu":
+            tried = gpu_cases(work, programs[-1], given.count, random.Random(given.seed), pool)
         else:
             cases, left = [], given.count
             while left > 0:
                 draw = random.Random(f"{given.seed} {len(cases)}")
                 command = draw.choice(every)
-                if given.what == "kill":
+                if given.what == "bits":
+                    flips = min(left, 20)
+                    cases.append(pool.submit(bits_case, work, len(cases),
+                                             command, draw, flips))
+                    left -= flips
+                elif given.what == "kill":
                     cases.append(pool.submit(kill_case, work, len(cases), command, draw))
                     left -= 3    # as many as a case has on average
                 else:
@@ -603,7 +750,7 @@ def main():
                     left -= losses
             tried = sum(case.result() for case in cases)
     noun = {"kill": "kills", "power": "losses of power", "calls": "faults",
-            "long": "steps"}[given.what]
+            "gpu": "failing calls", "bits": "flipped bits", "long": "steps"}[given.what]
     for name, number in sorted(tally.items()):
         print(f"{number:6} {name}")
     print(f"{tried} {noun}, {len(violations)} violations")

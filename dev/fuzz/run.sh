@@ -11,7 +11,8 @@ mkdir -p build/found build/logs
 programs=${2-}
 [ "$1" = replay ] || programs="build/fuzz build/fuzz_tokenize build/fuzz_gpu"
 pairs=$(for program in $programs; do    # libFuzzer runs an empty input, which lists the targets
-    env -u FUZZ_TARGET "$program" -artifact_prefix=build/ 2> /dev/null | grep -x '[a-z0-9_]*' | sed "s|^|$program |"
+    env -u FUZZ_TARGET "$program" -artifact_prefix=build/ 2> /dev/null | grep -x '[a-z0-9_]*' |
+        sed "s|^|$program |"
 done)
 # shellcheck disable=SC2046  # words
 dev/fuzz/seeds.sh $(echo "$pairs" | cut -d' ' -f2) || exit 1

@@ -91,6 +91,7 @@ done
 key='8x16x24:01100:14>14=h'
 printf 'GPU, 2 SMs| 8x8x8:00000:0>0=h0 %s0123456789abcdef\n' "$key" > "$to/matmul/choice"
 printf 'GPU, 2 SMs| %s0123456789abcde\nGPU, 2 SMs| %s-0x' "$key" "$key" > "$to/matmul/short"
+printf 'GPU, 2 SMs| %s-123456789abcdef\n' "$key" > "$to/matmul/sign"    # was accepted
 for verdict in 'right 1.432' 'wrong: bits' 'hung: no answer in 60 s' 'right 1e7'; do
     for kernel in forward dq dkv; do
         printf 'GPU| %s:64,128,12=wgmma %s\n' "$kernel" "$verdict"

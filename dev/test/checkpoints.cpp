@@ -124,6 +124,94 @@ TEST(resume_data) {
     expect(o.status == 0 && has(o.out, "no validation"), "%s", o.out.c_str());
 }
 
+// Data that has changed since the checkpoint: other training data is refused, other validation data
+// under the same name is reported. The first and last MiB of each shard are compared; --check-data
+// compares all bytes with a checkpoint of a run that read all of them.
+TEST(data_changed) {
+    enum { TOKENS = 1600000, MIB = 1 << 20 };  // 3.05 MiB, so that the middle is in no edge
+    Ids tokens(TOKENS);
+    for (size_t i = 0; i < TOKENS; i++) {
+        tokens[i] = (uint16_t)(97 + i % 7);
+    }
+    const Text good = shard_bytes(tokens, BYTE_TOKENS), val = read_file("val.bin");
+    write_file("two.bin", good);
+    write_file("one.bin", good);
+    const Text run = "-i [ot]*.bin -j val.bin -e l1h1c8t16 -b 1 -v 2 -m 1 --quiet -y 1 -o out ";
+    const Text steps = run + "-x 2";
+    expect_success(program(steps), "first run");
+    expect_success(program(steps), "nothing has changed");
+    auto flipped = [](Text bytes, size_t at) {
+        bytes[at] ^= 1;
+        return bytes;
+    };
+    const size_t size = good.size();
+    for (size_t at : {(size_t)800, (size_t)MIB - 1, size - MIB, size - 1}) {
+        write_file("two.bin", flipped(good, at));
+        expect_refused(program(steps), "checkpoint out/step-00000002 was trained on other data: "
+                       "two.bin has changed in its first or last MiB; -e out/step-00000002 -o "
+                       "FOLDER starts", text("byte %zu", at));
+    }
+    write_file("two.bin", flipped(good, MIB));
+    expect_success(program(steps), "beyond the edges");
+    expect_success(program(steps + " --check-data"), "nothing recorded");
+    write_file("two.bin", good);
+    expect_success(program(run + "-x 4 --check-data"), "recorded");
+    for (size_t at : {(size_t)MIB, size - MIB - 2}) {
+        write_file("two.bin", flipped(good, at));
+        expect_success(program(run + "-x 4"), text("byte %zu", at));
+        expect_refused(program(run + "-x 4 --check-data"), "other data: two.bin has changed; -e",
+                       text("byte %zu", at));
+    }
+    Text bad = good;
+    bad.replace(SHARD_BYTES + 2000000, 2, "\xff\xff");
+    write_file("two.bin", bad);
+    expect_refused(program("-i two.bin -e l1h1c8t16 -b 1 -x 1 --check-data"),
+                   "two.bin: token 1000000 is 65535, outside the vocabulary of 257", "a token");
+    write_file("two.bin", good);
+    write_file("val.bin", flipped(val, SHARD_BYTES + 100));
+    Outcome o = program(run + "-x 4");
+    expect(o.status == 0 && has(o.err, "warning: the validation data of checkpoint "
+                                "out/step-00000004 was other data: val.bin has changed in its "),
+           "%s", o.err.c_str());
+    write_file("val.bin", shard_bytes(Ids(90, 97), BYTE_TOKENS));
+    o = program(run + "-x 4");
+    expect(o.status == 0 && has(o.err, "val.bin has 1204 bytes, it had 1824; "), "%s",
+           o.err.c_str());
+    write_file("other.val", val);
+    o = program("-i [ot]*.bin -j other.val -e l1h1c8t16 -b 1 -v 2 -m 1 -y 1 -x 4 -o out");
+    expect(o.status == 0 && o.err.empty() && has(o.out, "--val-data is other.val, was val.bin"),
+           "%s", o.err.c_str());
+    // A checkpoint without the keys, of an older version, is resumed with whatever data.
+    const Text state = in_checkpoint("out", 4, SAVED_STATE);
+    write_file(Text("out/step-00000004/") + saved_files[SAVED_STATE],
+               with_header(with_header(state, "train_shards", "x"), "val_shards", "y"));
+    write_manifest("out/step-00000004");
+    write_file("two.bin", flipped(good, 800));
+    o = program(run + "-x 4");
+    expect(o.status == 0 && o.err.empty(), "%s", o.err.c_str());
+}
+
+// A flipped bit anywhere in a shard of data/tokenize is found by --check-data.
+TEST(data_bits) {
+    Text words;
+    for (int i = 0; i < 6000; i++) {
+        words += text("%d ", i * i);
+    }
+    write_file("text.txt", words);
+    expect(system(("'" + root + "/data/tokenize' --bytes -o t text.txt > made").c_str()) == 0);
+    const Text good = read_file("t_train.bin");
+    const Text run = "-i t_train.bin -e l1h1c8t16 -b 1 -x 1 --quiet --check-data";
+    expect_success(program(run), "undamaged");
+    for (uint64_t i = 0; i < 12; i++) {
+        const double unit = random_unit(11, i);
+        const size_t at = (size_t)(unit * (i % 3 ? (double)good.size() : 1024));
+        Text bad = good;
+        bad[at] ^= (char)(1 << (int)(random_unit(12, i) * 8));
+        write_file("t_train.bin", bad);
+        expect_refused(program(run), "t_train.bin", text("byte %zu", at));
+    }
+}
+
 // A checkpoint of a byte model has a model card that explains its token ids, and is complete even
 // without the card.
 TEST(model_card) {

@@ -25,10 +25,15 @@ TEST(host_memory, HOST) {
     put(job + "memory.stat", "anon 5\ninactive_file 209715200\nfile 7\n");
     put(job + "step_0/memory.max", "max\n");
     put(job + "step_0/memory.current", "104857600\n");
+    put(job + "step_0/memory.stat", "inactive_file 0\n");
     found("v2", 1024 - 300, "memory.max of cgroup /slurm/job_7");
     put(job + "step_0/memory.high", "734003200\n");
     found("v2", 600, "memory.high of cgroup /slurm/job_7/step_0");
     put("v2/sys/fs/cgroup/memory.max", "104857600\n");
+    found("v2", 600, "memory.high of cgroup");  // usage cannot be read: the limit is ignored
+    put("v2/sys/fs/cgroup/memory.current", "0\n");
+    found("v2", 600, "memory.high of cgroup");  // nor can the size of cached files
+    put("v2/sys/fs/cgroup/memory.stat", "inactive_file 0\n");
     found("v2", 100, "memory.max of cgroup /");
     put("v1/proc/self/cgroup", "5:cpu,cpuacct:/a\n4:hugetlb,memory:/slurm/job_7\n0::/x\n");
     const Text v1 = "v1/sys/fs/cgroup/memory/slurm/";
@@ -43,6 +48,8 @@ TEST(host_memory, HOST) {
     found("v1", 0, "memory.limit_in_bytes of cgroup /slurm");
     put("container/proc/self/cgroup", "4:memory:/docker/0123\n");
     put("container/sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n");
+    put("container/sys/fs/cgroup/memory/memory.usage_in_bytes", "0\n");
+    put("container/sys/fs/cgroup/memory/memory.stat", "total_inactive_file 0\n");
     found("container", 1024, "memory.limit_in_bytes of cgroup /");
     found("none", 8192, "free memory of this machine");
     const HostMemory unknown = host_memory("absent");  // no information: no limit
