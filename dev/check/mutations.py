@@ -9,8 +9,8 @@
 
 Options: --only N,N or --sample N with --seed S (1) select mutations; --jobs N tests at once (1);
 --scratch DIR keeps the copy and builds only what has changed. An expression E becomes
-(mutant(N) ? NEW : E), and the variable MUTANT selects N, so that each target is built once. Without
-a mutation all tests must pass. Prints a line for each mutation, then `N of M caught`; status 1 if
+(mutant(N) ? NEW : E), and the variable MUTANT selects N, so that each target is built once. A test that
+fails without a mutation is named and not used. Prints a line for each mutation, then `N of M caught`; status 1 if
 one is caught or not caught against the list.
 """
 import argparse, concurrent.futures, os, random, re, subprocess, sys, tempfile
@@ -51,11 +51,13 @@ class Mutation:
         gaps = [r"\s*" if before[-1:] in " " else "", r"\s*" if after[:1] in " " else ""]
         return re.compile(f"{parts[0]}{gaps[0]}({parts[1]}){gaps[1]}{parts[2]}")
 
-    def runs(self):
-        """Programs of tests with the names of tests."""
+    def runs(self, broken=()):
+        """Programs of tests with the names of tests, but for those that are broken."""
         for run in self.tests.split("; "):
             program, *names = run.split()
-            yield program, names
+            names = [name for name in names if (program, name) not in broken]
+            if names:
+                yield program, names
 
 
 def read_list():
@@ -141,7 +143,7 @@ def apply(mutations, scratch):
 
 
 def passes(scratch, program, names, number):
-    """Runs tests with a mutation. Returns whether they pass, and the first line that says why."""
+    """Runs tests with a mutation. Returns whether they pass, and the lines that say why not."""
     environment = dict(os.environ, MUTANT=str(number), OMP_NUM_THREADS="1",
                        OMP_WAIT_POLICY="passive")
     try:
@@ -149,17 +151,17 @@ def passes(scratch, program, names, number):
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
                               encoding="latin-1")
     except subprocess.TimeoutExpired:
-        return False, "600 s passed"
+        return False, ["600 s passed"]
     lines = [line.strip() for line in done.stdout.split("\n") if line.strip()]
     failed = [line for line in lines if "FAIL" in line or "timed out" in line]
-    return done.returncode == 0, " / ".join(failed[:1] or lines[-1:])[:150]
+    return done.returncode == 0, failed or lines[-1:]
 
 
-def attempt(scratch, m):
-    for program, names in m.runs():
+def attempt(scratch, m, broken):
+    for program, names in m.runs(broken):
         passed, why = passes(scratch, program, names, m.number)
         if not passed:
-            return m, f"{program}: {why}"
+            return m, f"{program}: {why[0][:120]}"
     return m, None
 
 
@@ -193,14 +195,20 @@ def main():
         runs = {(program, name) for m in chosen for program, names in m.runs() for name in names}
         targets = sorted({target for program, _ in runs for target in command(program)[0]})
         subprocess.run(["make", "-s", "EMPTY_DATA=", *targets], cwd=scratch, check=True)
+        caught, wrong, broken = 0, 0, set()
         for program in sorted({program for program, _ in runs}):
             names = sorted(name for other, name in runs if other == program)
             passed, why = passes(scratch, program, names, 0)
-            if not passed:
+            failed = [(program, name) for name in names if name in " ".join(why).split()]
+            if not passed and not failed:
                 sys.exit(f"mutations.py: without a mutation, {program}: {why}")
-        caught = wrong = 0
+            if not passed:
+                print(f"without a mutation {program} fails: {why}", flush=True)
+                broken.update(failed)
+                wrong += 1
+        chosen = [m for m in chosen if list(m.runs(broken))]
         with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-            for m, why in pool.map(lambda m: attempt(scratch, m), chosen):
+            for m, why in pool.map(lambda m: attempt(scratch, m, broken), chosen):
                 caught += why is not None
                 wrong += (why is None) != bool(m.reason)
                 print(f"{m.number}  {m.file}: {m.old} -> {m.new}: "

@@ -816,7 +816,7 @@ static void target_library(const unsigned char *bytes, size_t size) {
 // Learning merges
 // Merges of any text, compared with their definition; the state of an interrupted run.
 
-enum { FUZZ_MERGES = 64 };
+enum { FUZZ_MERGES = 24 };
 static Bpe fuzz_bpe;
 
 // Learns merges from the words of a table by definition: counts all pairs again for every merge.
