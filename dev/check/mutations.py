@@ -9,9 +9,9 @@
 
 Options: --only N,N or --sample N with --seed S (1) select mutations; --jobs N tests at once (1);
 --scratch DIR keeps the copy and builds only what has changed. An expression E becomes
-(mutant(N) ? NEW : E), and the variable MUTANT selects N, so that each target is built once. A test that
-fails without a mutation is named and not used. Prints a line for each mutation, then `N of M caught`; status 1 if
-one is caught or not caught against the list.
+(mutant(N) ? NEW : E), and the variable MUTANT selects N, so that each target is built once. A test
+that fails without a mutation is named and not used. Prints a line for each mutation, then `N of M
+caught`; status 1 if one is caught or not caught against the list.
 """
 import argparse, concurrent.futures, os, random, re, subprocess, sys, tempfile
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Runs the fuzz targets. `run.sh SECONDS` runs each for that long (`make fuzz`), in as many
-# processes as there are cores; findings are written to build/found/, and the exit status is then 1.
+# processes as there are cores, from the seeds and from corpus.tar.xz, which covers what long runs
+# have reached (libFuzzer: -set_cover_merge=1). Findings are written to build/found/, and the exit
+# status is then 1.
 # `run.sh replay PROGRAM` (part of `make test`) runs each target of build/fuzz_replay or
 # build/fuzz_tokenize_replay once on the seeds, on truncated seeds and on seeds with single bytes
 # changed, without libFuzzer. Last line: N passed, N failed, N skipped.
@@ -16,6 +18,11 @@ pairs=$(for program in $programs; do    # libFuzzer runs an empty input, which l
 done)
 # shellcheck disable=SC2046  # words
 dev/fuzz/seeds.sh $(echo "$pairs" | cut -d' ' -f2) || exit 1
+
+if [ "$1" != replay ]; then
+    mkdir -p build/corpus
+    tar -C build/corpus -xJkf dev/fuzz/corpus.tar.xz 2> /dev/null    # keeps what is there
+fi
 
 # one PROGRAM TARGET SECONDS
 one() {
