@@ -794,7 +794,7 @@ static void target_kernels(const unsigned char *bytes, size_t size) {
     const TrialShape x = {64, 128, 12, 4};
     KernelVerdicts verdicts = {};
     (void)bytes, (void)size;
-    emu::set.kernels = 1;
+    emu::set.kernels = emu::KERNEL_OWN;
     trial_cache(&verdicts, nullptr, "GPU", x, 90);
     each_candidate(x, 90, [&](int kernel, int row, const char *) {
         const char *text = verdicts[kernel][row].s;

@@ -443,6 +443,7 @@ TEST(bpe_table) {
     const Text longest(BPE_LONGEST, 'x');
     expect(bpe_add(&bpe, longest.data(), 0) == 0 && bpe_id(&bpe, longest.data(), 0) == -1);
     expect(bpe_add(&bpe, longest.data(), BPE_LONGEST) == 1);
+    expect(bpe_id(&bpe, longest.data(), BPE_LONGEST) == bpe.count - 1);
     Text token = longest;
     for (int i = 0; i < 10000; i++) {    // the text buffer fills up before the hash table
         token.replace(0, 4, text("%04d", i));
@@ -578,6 +579,7 @@ TEST(bpe_files) {
         {first + " a\n", ":2: not a merge"},
         {first + "a \n", ":2: not a merge"},
         {first + "a bc\n", ":2: not a merge"},
+        {first + "ab c\n", ":2: not a merge"},
         {first + "a b c\n", ":2: not two tokens"},
         {first + "a \xff\n", ":2: not two tokens"},
         {first + "a b\r\n", ":2: not two tokens"},
