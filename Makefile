@@ -225,7 +225,8 @@ style: ## layout, warnings and lint of the sources
 PREFIX ?= /usr/local
 INSTALL_TO := $(DESTDIR)$(PREFIX)
 from_help = @mkdir -p '$(INSTALL_TO)/$(dir $2)' && ./$(PROGRAM) --help | \
-            awk -v to=$1 -v name=$(PROGRAM) -f dev/tools/help.awk > '$(INSTALL_TO)/$2'
+            awk -v to=$1 -v name=$(PROGRAM) -v version="$$(./$(PROGRAM) --version | head -n 1)" \
+            -f dev/tools/help.awk > '$(INSTALL_TO)/$2'
 install: $(PROGRAM) ## program, manual page and bash completion, in PREFIX=/usr/local
 	install -D $(PROGRAM) '$(INSTALL_TO)/bin/$(PROGRAM)'
 	$(call from_help,man,share/man/man1/$(PROGRAM).1)

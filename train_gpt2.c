@@ -1765,7 +1765,7 @@ static void line_fit(char line[256], char *parts, const int *spare, int width) {
 // The build: information that a bug report should contain. The version number is defined here and
 // not taken from git, because the program may be built from an archive or from a single file.
 
-#define PROGRAM_VERSION "0.9"
+#define PROGRAM_VERSION "1.0"
 
 // Prints the text of --version; `more` lists further features that are built in.
 static void version_print(const char *name, const char *more) {
@@ -3222,6 +3222,38 @@ static Rates card_rates(const GpuEntry *card) {
     return r;
 }
 
+// Attention kernels that a GPU uses once it has proved them (train_gpt2.cu, chapter Kernel trials):
+// the cards and the heads in bf16 that they are for, and the predicted shares of the dense rate,
+// forward and backward. wgmma: 285 TFLOP/s (250 to 330) and 245 (200 to 290) on an H100 at T =
+// 1024, estimated from the machine code; no GPU has run it. Source: dev/notes/hopper.md, "Predicted
+// rates".
+static const struct {
+    int line, HS;
+    double share[2];
+} proved_attention[] = {{LINE_H100, 64, {0.288, 0.248}}};
+
+// Sets the attention rates of a card, those of the default kernels, to those that a run with these
+// settings has: multiplied by gain[0] forward and gain[1] backward, as found in trials on this
+// machine, or for a gain of 0 (not tried) as predicted. Returns whether a rate is still to be
+// proved.
+static int rates_prove(Rates *r, const GpuEntry *card, const Settings *s, const double gain[2]) {
+    const size_t rows = sizeof proved_attention / sizeof proved_attention[0];
+    double *const rates[] = {&r->attention, &r->attention_back};
+    int unproved = 0;
+    for (size_t i = 0; i < 2 * rows; i++) {
+        const int k = (int)(i % 2);
+        if (card && card->line == proved_attention[i / 2].line && s->tune &&
+            s->dtype == TYPE_BF16 && s->model.C == proved_attention[i / 2].HS * s->model.NH) {
+            *rates[k] = gain[k] > 0 ? gain[k] * *rates[k]
+                                    : 1e12 * card->tflops * proved_attention[i / 2].share[k];
+            unproved |= !(gain[k] > 0);
+        }
+    }
+    return unproved;
+}
+static const double untried[2] = {0, 0};
+static const char to_prove[] = "predicted, if this GPU proves the kernels";
+
 // Rates used to compare settings if the card is not named: those of a 4090 and of two CPU cores.
 static Rates rates_usual(int gpu) {
     static const Rates cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
@@ -4116,11 +4148,13 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
     budget.device = bytes > reserved ? bytes - reserved : bytes > 0;  // 0 would mean unknown
     budget.host = UINT64_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
-    const Rates rates = card ? card_rates(card) : rates_usual(1);
+    Rates rates = card ? card_rates(card) : rates_usual(1);
+    const int unproved = rates_prove(&rates, card, s, untried);
     budget.speed = speed_predict(&rates, s);
     // Beyond one machine of eight GPUs the exchange is slower than these rates predict.
     budget.from = !card || s->dtype == TYPE_FP32 || card_is_too_old(card) ? NULL
                 : s->ranks > NCCL_PEERS + 1     ? "predicted for these cards in one machine"
+                : unproved                      ? to_prove
                                                 : "predicted for this card, not measured";
     return budget;
 }
@@ -6572,6 +6606,9 @@ typedef struct Program {
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     int (*prove)(const char *shape);                          // --prove; NULL: none
     void (*try_kernels)(const Settings *s);                   // before memory is measured; or NULL
+    // Sets the speed that the table of cards and the kernel trials give this GPU; returns how it is
+    // known, or NULL if the table does not have the GPU.
+    const char *(*predict)(Speed *speed, const Settings *s);
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
     const char *built;                                        // optional features built in
     // Stores the device's name in `name`. Returns 0 if no device is usable; `name` is then the
@@ -6695,7 +6732,7 @@ static void log_open(Run *run, int64_t resume_step) {
     if (!f) {
         die("cannot open log %s: %s", path, strerror(errno));
     }
-    fprintf(f, "{\"event\":\"start\",\"options\":{");
+    fprintf(f, "{\"event\":\"start\",\"version\":\"" PROGRAM_VERSION "\",\"options\":{");
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
         OptionType type = option_rows[i].type;
@@ -7895,10 +7932,8 @@ static ShortText span_text(double seconds) {
     return text;
 }
 
-// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x. Hopper
-// has faster attention kernels for heads of 64 channels in bf16, which a run uses only if its GPU
-// has proved them (train_gpt2.cu, chapter Kernel trials): estimated at 285 TFLOP/s forward and 245
-// backward on an H100 at T = 1024, 0.288 and 0.248 of its dense rate.
+// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x; also the
+// speed with the default kernels if a card has faster ones to prove.
 static void forecast_print(const Settings *s, const MemoryBudget *budget, const Options *o) {
     const int64_t micros = step_micros(o, s);
     if (budget->from && micros > 0 && !s->forward) {
@@ -7907,15 +7942,12 @@ static void forecast_print(const Settings *s, const MemoryBudget *budget, const 
         const int64_t tokens = run ? run : 1000000000;
         print_wrapped(4, "forecast: %s tokens/s, %s tokens in %s; %s", count_text((int64_t)rate).s,
                       count_text(tokens).s, span_text((double)tokens / rate).s, budget->from);
-        if (budget->card && budget->card->line == LINE_H100 && s->dtype == TYPE_BF16 &&
-            s->model.C == 64 * s->model.NH) {
-            Rates rates = card_rates(budget->card);
-            rates.attention = 0.288e12 * budget->card->tflops;
-            rates.attention_back = 0.248e12 * budget->card->tflops;
-            const Speed speed = speed_predict(&rates, s);
-            const double proved = forecast_tokens_per_s(&speed, s, micros);
-            print_wrapped(4, "with wgmma attention: %s tokens/s; predicted, if this GPU proves the "
-                          "kernels", count_text((int64_t)proved).s);
+        Rates rates = card_rates(budget->card ? budget->card : gpu_table);
+        const Speed speed = speed_predict(&rates, s);
+        if (rates_prove(&rates, budget->card, s, untried)) {
+            const double usual = forecast_tokens_per_s(&speed, s, micros);
+            print_wrapped(4, "with the default kernels: %s tokens/s; predicted",
+                          count_text((int64_t)usual).s);
         }
     }
 }
@@ -8745,7 +8777,7 @@ static void speed_save(const Speed *v, const char *key) {
 // Fills in the speed of this machine for a plan, if it can be measured or is cached. The CPU's
 // speed is measured, which may take no longer than three steps, or than 15 % of a run of `steps`
 // steps (0: unknown); half of that limit is for the FLOPs that calibration_flops() counts. A GPU's
-// speed is read from the cache.
+// speed is read from the cache or, without a measured one, predicted.
 static void budget_measure(MemoryBudget *budget, const Program *program, const Settings *s,
                            int64_t micros, int64_t steps) {
     const double step = model_flops_per_token(&s->model, s->T) * s->B * s->T * (double)micros;
@@ -8757,7 +8789,8 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     if (program->device) {
         if (program->device(device)) {
             speed_key(key, device, s);
-            budget->from = speed_load(&budget->speed, key) ? "measured on this GPU" : NULL;
+            budget->from = speed_load(&budget->speed, key) ? "measured on this GPU"
+                                                           : program->predict(&budget->speed, s);
         }
         return;
     }
@@ -9401,7 +9434,10 @@ static void run_fit(Run *run, const Program *program) {
         program->refuse(&run->s);
     }
     if (program->try_kernels) {
-        program->try_kernels(&run->s);
+        Settings s = run->s;  // with the most sequences that -b auto may choose
+        const int64_t most = run->o.tokens_per_step / s.ranks / s.T;
+        s.B = options_auto_batch(&run->o) ? (int)max_i64(min_i64(most, 65536), s.B) : s.B;
+        program->try_kernels(&s);
     }
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");

@@ -1062,16 +1062,13 @@ __device__ __forceinline__ void wgmma_add(float (&d)[1][8][4], const uint32_t (&
     wgmma<true, true>(d, p[3], b + 3 * DESCRIPTOR_MN);
 }
 
-// Traps if tiles do not start at a multiple of 1024, because wgmma would read another swizzle.
-__device__ __forceinline__ void check_tiles(const void *tiles) {
+// Returns which warpgroup of the block this is. The shuffle tells the compiler that the number is
+// the same in a whole warp, so that descriptors are computed in uniform registers. Traps if tiles
+// do not start at a multiple of 1024, because wgmma would read another swizzle.
+__device__ __forceinline__ int warpgroup_index(const void *tiles) {
     if (shared_address(tiles) % 1024 != 0) {
         __trap();
     }
-}
-
-// Returns which warpgroup of the block this is. The shuffle tells the compiler that the number is
-// the same in a whole warp, so that descriptors are computed in uniform registers.
-__device__ __forceinline__ int warpgroup_index() {
     return __shfl_sync(ALL_LANES, (int)threadIdx.x / (4 * WARP), 0);
 }
 
@@ -2051,7 +2048,15 @@ static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp
 // |q|, |k|, |v| < 2.5; in bf16 they equal those of a naive bf16 implementation.
 // source: Dao et al. 2022, "FlashAttention", algorithm 1; Dao 2023, "FlashAttention-2", section 3.
 
-constexpr int ATTENTION_WARPS = 4;  // warps per block, in all kernels here except the cached one
+// The 16-bit kernels have two variants, which differ in how tiles are multiplied. With mma.sync, a
+// warp multiplies its own rows. With WGMMA, for bf16 heads of 64 channels on Hopper, the 64 rows of
+// a warpgroup are multiplied together, by products that read shared memory and run asynchronously:
+// 1. Each thread calls fence_async for its own copies before the barrier, which makes the tile
+//    visible to products.
+// 2. With three places for the tiles of the other side ("late wait") a step's last products run on
+//    during the next step's barrier and scores, and the wait for those scores covers them. With two
+//    they are waited for at the end of the step.
+// 3. Warps never diverge inside the loop: conditions are the same in a whole warpgroup.
 
 // Tile sizes by type and head size (64 or 128). A warp owns 16 MT rows of queries (of keys, for dK
 // and dV), and its thread block iterates over tiles of the other side. With MT = 2 each fragment
@@ -2061,18 +2066,22 @@ constexpr int ATTENTION_WARPS = 4;  // warps per block, in all kernels here exce
 // per fragment: at HD 64 two blocks fit in an SM, so one block's loads overlap the other's matmuls.
 // GPUs with bf16 support use the same fp16 tiles, and run them slower than bf16. None of these
 // sizes spills (dev/notes).
-template <class E, int HD> struct AttentionTiles {
+template <class E, int HD, bool WGMMA> struct AttentionTiles {
     enum {
         SMALL = std::is_same_v<E, __half>,
-        MT = HD == 64 && !SMALL ? 2 : 1,
-        OWN_ROWS = 16 * MT * ATTENTION_WARPS,    // 128 with MT = 2, else 64
-        FORWARD_ROWS = SMALL ? 2048 / HD : 64,   // keys per step of the forward kernel
-        DQ_ROWS = HD == 64 || SMALL ? 32 : 64,   // keys per step of the dQ kernel
-        DKV_ROWS = SMALL ? 16 : 32,              // queries per step of the dK and dV kernel
+        WARPS = WGMMA ? 8 : 4,
+        MT = HD == 64 && !SMALL && !WGMMA ? 2 : 1,
+        OWN_ROWS = 16 * MT * WARPS,                        // 128 or 64
+        TOGETHER = WGMMA ? 64 : 16 * MT,                   // own rows that are multiplied together
+        FORWARD_ROWS = SMALL ? 2048 / HD : 64,             // keys per step of the forward kernel
+        DQ_ROWS = SMALL || (HD == 64 && !WGMMA) ? 32 : 64, // keys per step of the dQ kernel
+        DKV_ROWS = SMALL ? 16 : WGMMA ? 64 : 32,           // queries per step of the dK, dV kernel
+        STATS = WGMMA ? 2 * DKV_ROWS : WARPS * WARP,       // a step's LSE2 and D, and unused ones
+        PLACES = WGMMA ? 3 : 2,  // for the tiles of a step; dQ: 2
         // Dynamic shared memory of the three kernels.
-        FORWARD_BYTES = 2 * HD * (OWN_ROWS + 4 * FORWARD_ROWS),
+        FORWARD_BYTES = 2 * HD * (OWN_ROWS + 2 * PLACES * FORWARD_ROWS),
         DQ_BYTES = 4 * HD * (OWN_ROWS + 2 * DQ_ROWS),
-        DKV_BYTES = 4 * HD * (OWN_ROWS + 2 * DKV_ROWS) + 2 * 4 * ATTENTION_WARPS * WARP
+        DKV_BYTES = 4 * HD * (OWN_ROWS + PLACES * DKV_ROWS) + 4 * PLACES * STATS
     };
 };
 
@@ -2123,7 +2132,7 @@ template <int HD, class E> __device__ __forceinline__ E *tile_chunk(E *tile, int
 // tile; rows from T on and columns from HS on are zero-filled. src: row 0 of the head, rows
 // `stride` apart. The offset into src is 32-bit, because two more registers would spill;
 // check_attention asserts the range.
-template <int HD, int ROWS, int WARPS = ATTENTION_WARPS, class E>
+template <int HD, int ROWS, int WARPS, class E>
 __device__ __forceinline__ void tile_load(E *tile, const E *src, uint32_t stride, int row0, int T,
                                           int HS) {
     constexpr int CHUNKS = HD / 8, STEP = WARPS * WARP / CHUNKS;
@@ -2158,7 +2167,7 @@ __device__ __forceinline__ void mma_n16(float (&acc)[MT][N8][4], int n, const ui
     }
 }
 
-// warp_mul_abt: acc (16 MT, 8 N8) += A B^T, computed by one warp. A is the 16 MT rows of tile a
+// warp_mul_abt: acc (16 MT, 8 N8) = A B^T, computed by one warp. A is the 16 MT rows of tile a
 // from a_row on, B the 8 N8 rows of tile b; the sum runs over HD columns.
 template <int HD, class E, int MT, int N8>
 __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int a_row, E *b) {
@@ -2166,6 +2175,7 @@ __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int 
     const uint32_t at_a = tile_offset<HD>(lane % 16, lane / 16);
     const uint32_t at_b = tile_offset<HD>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     a += a_row * HD;
+    each_element<MT, N8>([&](int i, int n, int e) { acc[i][n][e] = 0.0f; });
     UNROLL
     for (int k = 0; k < HD / 8; k += 2) {
         uint32_t fa[MT][4], fb[4];
@@ -2272,7 +2282,7 @@ __device__ __forceinline__ size_t sums_place(const AttentionBlock &block, int T,
 // head_column_sums: to[c] = the sum, in order of the warps, of the column sums that warp_store_rows
 // left in the tile rows of each warp of the block, c < HS. The caller must place a block barrier
 // between warp_store_rows and this.
-template <int HD, int WARPS = ATTENTION_WARPS, class E>
+template <int HD, int WARPS, class E>
 __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int warp_rows, int HS) {
     for (int c = threadIdx.x; c < HS; c += WARPS * WARP) {
         float sum = 0.0f;
@@ -2338,121 +2348,21 @@ __device__ __forceinline__ void softmax_end(float (&o)[MT][O8][4], float *lse, f
     each_element<MT, O8>([&](int i, int n, int e) { o[i][n][e] *= l[2 * i + e / 2]; });
 }
 
-// attention_forward_kernel: out = softmax(mask(Q K^T / sqrt(HS))) V and LSE2, for 16-bit types.
-//   For each query row, over tiles of keys:  m' = max(m, c max_j s_j),  p_j = 2^(c s_j - m'),
-//   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  finally
-//   out = o / l,  LSE2 = m + log2(l).
-// out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
-// HS is head_size or, if WHOLE, the compile-time constant HD. grid B NH ceil(T / BM), mapped by
-// AttentionBlock, BM = OWN_ROWS queries per block, last (longest) rows first; block 32
-// ATTENTION_WARPS; dynamic shared memory FORWARD_BYTES: Q, and double-buffered K and V.
-// stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
-//   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
-// numerics: fp32 except P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
-// source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
-// budget: <bf16, 64, true> threads 128 shared 49152 regs 219 blocks 2 instr/elem 12.8 of 64 loop
-//   test gpu_attention
-// budget: <bf16, 64, true> sm 80 threads 128 shared 49152 regs 168 blocks 3 test gpu_attention
-// budget: <bf16, 64, true> sm 90a threads 128 shared 49152 regs 168 blocks 3 test gpu_attention
-// budget: <bf16, 64, false> threads 128 shared 49152 regs 224 blocks 2 test gpu_attention
-// budget: <bf16, 128> threads 128 shared 81920 regs 184 blocks 1 instr/elem 21.1 of 32 loop
-//   test gpu_attention
-// budget: <fp16, 64> sm 75 threads 128 shared 24576 regs 116 blocks 2 instr/elem 23.2 of 16 loop
-//   test gpu_attention
-// budget: <fp16, 128> sm 75 threads 128 shared 32768 regs 146 blocks 2 instr/elem 45.4 of 8 loop
-//   test gpu_attention
-template <class E, int HD, bool WHOLE>
-__global__ void __launch_bounds__(ATTENTION_WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
-    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
-    attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
-                             int section) {
-    DYN_SHARED(E, tile_q);
-    using A = AttentionTiles<E, HD>;
-    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::FORWARD_ROWS;
-    E *tile_k = tile_q + BM * HD, *tile_v = tile_k + 2 * BN * HD;
-    const int HS = WHOLE ? HD : head_size;
-    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
-    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
-    const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
-    const float c = LOG2_E / sqrtf((float)HS);
-    const uint32_t C = NH * HS, stride = 3 * C;
-    const E *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
-
-    auto load_keys = [&](int j) {
-        tile_load<HD, BN>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
-        tile_load<HD, BN>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
-        copy_commit();
-    };
-
-    // 1. Start copying Q and the first K and V.
-    tile_load<HD, BM>(tile_q, q, stride, row0, T, HS);
-    load_keys(0);
-    float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};
-    UNROLL
-    for (int r = 0; r < 2 * MT; r++) {
-        m[r] = -INFINITY;
+// tile_ready: waits until the copies of all threads are complete and, with WGMMA, visible to
+// products.
+template <bool WGMMA> __device__ __forceinline__ void tile_ready() {
+    copy_wait<0>();
+    if (WGMMA) {
+        fence_async();
     }
-
-    const int tiles = ceil_div(min(row0 + BM, T), BN);
-    for (int j = 0; j < tiles; j++) {
-        // 2. The barrier makes all threads' copies of tile j (and of Q) visible to the block, and
-        //    ensures that all warps are done with tile j - 1, whose buffer tile j + 1 reuses.
-        copy_wait<0>();
-        __syncthreads();
-        if (j + 1 < tiles) {
-            load_keys(j + 1);
-        }
-        if (j * BN >= first + 16 * MT || first >= T) {
-            continue;  // the tile is fully masked, or this warp's rows are past T
-        }
-
-        // 3. Scores.
-        float s[MT][BN / 8][4] = {};
-        warp_mul_abt<HD>(s, tile_q, warp_row, tile_k + j % 2 * BN * HD);
-
-        // 4. Only tiles that extend past the diagonal of the warp's first row contain future keys.
-        //    The mask also covers keys from T on: they are in the future of every row that is
-        //    written.
-        if ((j + 1) * BN > first + 1) {
-            mask_future(s, first, j * BN, false);
-        }
-
-        // 5. P overwrites S.
-        online_softmax(s, o, m, l, c);
-
-        // 6. P, rounded to E, times V.
-        warp_mul_add<HD>(o, s, tile_v + j % 2 * BN * HD);
-    }
-
-    // 7. Only this warp touches its rows of Q, so it can stage the output in their shared memory
-    //    without a block barrier.
-    softmax_end(o, lse + block.stat_at, m, l, first, T);
-    warp_store_rows<HD, false>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
+    __syncthreads();
 }
 
-// The wgmma kernels, for bf16 heads of 64 channels. A thread block has two warpgroups. Each
-// owns 64 of the block's 128 rows and handles 64 rows of the other side per step.
-// 1. Copies are those of the other kernels. Each thread calls fence_async for its own copies before
-//    the barrier, which makes the tile visible to products.
-// 2. STAGES places for the tiles of the other side. With two, a step's last products are waited for
-//    at its end. With three ("late wait") they run on during the next step's barrier and scores,
-//    and the wait for those scores covers them.
-// 3. Warps never diverge inside the loop: conditions are the same in a whole warpgroup.
-struct AttentionWgmma {
-    enum {
-        HS = 64,
-        WARPS = 8,
-        OWN_ROWS = 128,
-        STEP = 64,            // rows of the other side
-        TILE = STEP * HS,     // elements
-        FORWARD_STAGES = 3,
-        DQ_STAGES = 2,
-        DKV_STAGES = 3,
-        FORWARD_BYTES = 2 * (OWN_ROWS * HS + FORWARD_STAGES * 2 * TILE),
-        DQ_BYTES = 2 * (2 * OWN_ROWS * HS + DQ_STAGES * 2 * TILE),
-        DKV_BYTES = 2 * (2 * OWN_ROWS * HS + DKV_STAGES * 2 * TILE) + DKV_STAGES * 2 * STEP * 4
-    };
-};
+// next_place: returns the place of tile j, where `place` is that of tile j - 1. Two places are
+// addressed by j alone, which costs no register.
+template <int PLACES> __device__ __forceinline__ int next_place(int place, int j) {
+    return PLACES == 2 ? j % 2 : place == PLACES - 1 ? 0 : place + 1;
+}
 
 // fragments: rounds scores s to bf16, as the operand a of wgmma_add.
 __device__ __forceinline__ void fragments(uint32_t (&p)[4][4], const float (&s)[1][8][4]) {
@@ -2463,91 +2373,129 @@ __device__ __forceinline__ void fragments(uint32_t (&p)[4][4], const float (&s)[
     }
 }
 
-// attention_forward_wgmma_kernel: as attention_forward_kernel; E is bf16 and HS 64.
-// grid B NH ceil(T / 128), mapped by AttentionBlock, last (longest) rows first; block 256; dynamic
-// shared memory FORWARD_BYTES: Q, and K and V in three places each.
-// stages: as above; the products of stage 6 run until the wait of the next step's stage 3.
-// numerics: as above: bf16: out 2.0e-3, LSE2 6e-8.
-// budget: sm 90a threads 256 shared 65536 regs 111 blocks 2 instr/elem 11.5 of 32 loop hgmma 8
+// attention_forward_kernel: out = softmax(mask(Q K^T / sqrt(HS))) V and LSE2, for 16-bit types.
+//   For each query row, over tiles of keys:  m' = max(m, c max_j s_j),  p_j = 2^(c s_j - m'),
+//   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  finally
+//   out = o / l,  LSE2 = m + log2(l).
+// out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
+// HS is head_size or, if WHOLE, the compile-time constant HD. grid B NH ceil(T / BM), mapped by
+// AttentionBlock, BM = OWN_ROWS queries per block, last (longest) rows first; block 32 WARPS;
+// dynamic shared memory FORWARD_BYTES: Q, and K and V in PLACES places.
+// stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
+//   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
+// numerics: fp32 except P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
+// source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
+// budget: <bf16, 64, true, false> threads 128 shared 49152 regs 219 blocks 2
+//   instr/elem 12.8 of 64 loop test gpu_attention
+// budget: <bf16, 64, true, false> sm 80 threads 128 shared 49152 regs 168 blocks 3
 //   test gpu_attention
-__global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
+// budget: <bf16, 64, true, false> sm 90a threads 128 shared 49152 regs 168 blocks 3
+//   test gpu_attention
+// budget: <bf16, 64, true, true> sm 90a threads 256 shared 65536 regs 111 blocks 2
+//   instr/elem 11.5 of 32 loop hgmma 8 test gpu_attention
+// budget: <bf16, 64, false> threads 128 shared 49152 regs 224 blocks 2 test gpu_attention
+// budget: <bf16, 128> threads 128 shared 81920 regs 184 blocks 1 instr/elem 21.1 of 32 loop
+//   test gpu_attention
+// budget: <fp16, 64> sm 75 threads 128 shared 24576 regs 116 blocks 2 instr/elem 23.2 of 16 loop
+//   test gpu_attention
+// budget: <fp16, 128> sm 75 threads 128 shared 32768 regs 146 blocks 2 instr/elem 45.4 of 8 loop
+//   test gpu_attention
+template <class E, int HD, bool WHOLE, bool WGMMA>
+__global__ void __launch_bounds__(AttentionTiles<E, HD, WGMMA>::WARPS *WARP,
+                                  WGMMA ? 2 : WHOLE ? ATTENTION_BLOCKS : 1)
     // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
-    attention_forward_wgmma_kernel(__nv_bfloat16 *out, float *lse, const __nv_bfloat16 *qkv, int B,
-                                   int T, int NH, int, int section) {
-    DYN_TILES(__nv_bfloat16, tile_q);
-    using A = AttentionWgmma;
-    constexpr int HS = A::HS, BM = A::OWN_ROWS, BN = A::STEP, STAGES = A::FORWARD_STAGES;
-    __nv_bfloat16 *tile_k = tile_q + BM * HS, *tile_v = tile_k + STAGES * A::TILE;
-    check_tiles(tile_q);
+    attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
+                             int section) {
+    DYN_TILES(E, tile_q);
+    using A = AttentionTiles<E, HD, WGMMA>;
+    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::FORWARD_ROWS, TILE = BN * HD;
+    E *tile_k = tile_q + BM * HD, *tile_v = tile_k + A::PLACES * TILE;
+    const int HS = WHOLE ? HD : head_size;
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
-    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM, group = warpgroup_index();
-    const int first = row0 + 64 * group;  // row of the warpgroup
-    const int warp_row = (int)threadIdx.x / WARP * 16;
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
+    const int warp_row = (int)threadIdx.x / WARP * 16 * MT, own = row0 + warp_row;
+    const int first = WGMMA ? row0 + 64 * warpgroup_index(tile_q) : own;
     const float c = LOG2_E / sqrtf((float)HS);
     const uint32_t C = NH * HS, stride = 3 * C;
-    const __nv_bfloat16 *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
+    const E *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
 
-    auto load_keys = [&](int j, int stage) {
-        tile_load<HS, BN, A::WARPS>(tile_k + stage * A::TILE, k, stride, j * BN, T, HS);
-        tile_load<HS, BN, A::WARPS>(tile_v + stage * A::TILE, v, stride, j * BN, T, HS);
+    auto load_keys = [&](int j, int place) {
+        tile_load<HD, BN, A::WARPS>(tile_k + place * TILE, k, stride, j * BN, T, HS);
+        tile_load<HD, BN, A::WARPS>(tile_v + place * TILE, v, stride, j * BN, T, HS);
         copy_commit();
     };
 
     // 1. Start copying Q and the first K and V.
-    tile_load<HS, BM, A::WARPS>(tile_q, q, stride, row0, T, HS);
+    tile_load<HD, BM, A::WARPS>(tile_q, q, stride, row0, T, HS);
     load_keys(0, 0);
-    float o[1][8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
-    const uint64_t q_rows = tile_descriptor(tile_q, 2 * A::TILE * group);
+    float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};
+    UNROLL
+    for (int r = 0; r < 2 * MT; r++) {
+        m[r] = -INFINITY;
+    }
+    const uint64_t q_rows = tile_descriptor(tile_q, 2 * HD * (first - row0));
 
     const int tiles = ceil_div(min(row0 + BM, T), BN);
-    for (int j = 0, stage = 0; j < tiles; j++) {
-        // 2. The barrier makes all threads' copies of tile j (and of Q) visible to the block's
-        //    products, and ensures that the products of tile j - 2, whose place tile j + 1 reuses,
-        //    are complete.
-        copy_wait<0>();
-        fence_async();
-        __syncthreads();
-        const int next = stage == STAGES - 1 ? 0 : stage + 1;
+    for (int j = 0, count = 0, next; j < tiles; j++, count = next) {
+        // 2. The barrier makes all threads' copies of tile j (and of Q) visible to the block, and
+        //    ensures that all warps are done with the tile whose place tile j + 1 reuses.
+        const int place = A::PLACES == 2 ? j % 2 : count;
+        next = next_place<A::PLACES>(place, j + 1);
+        tile_ready<WGMMA>();
         if (j + 1 < tiles) {
             load_keys(j + 1, next);
         }
-        if (j * BN >= first + 64 || first >= T) {
-            wgmma_wait<0>();  // fully masked, or past T; tile j - 1 is about to be overwritten
-        } else {
-            // 3. Scores. The wait also covers the previous step's P V.
-            float s[1][8][4];
-            uint32_t p[4][4];
+        if (j * BN >= first + A::TOGETHER || first >= T) {  // fully masked, or past T
+            if (WGMMA) {
+                wgmma_wait<0>();  // the tile before is about to be overwritten
+            }
+            continue;
+        }
+
+        // 3. Scores. The wait also covers the previous step's P V.
+        float s[MT][BN / 8][4];
+        if constexpr (WGMMA) {
             wgmma_fence();
-            wgmma_abt(s, q_rows, tile_descriptor(tile_k, 2 * A::TILE * stage));
+            wgmma_abt(s, q_rows, tile_descriptor(tile_k, 2 * TILE * place));
             wgmma_commit();
             wgmma_wait<0>();
             settle(s);
             settle(o);
+        } else {
+            warp_mul_abt<HD>(s, tile_q, warp_row, tile_k + place * TILE);
+        }
 
-            // 4. As above, for the warpgroup.
-            if ((j + 1) * BN > first + 1) {
-                mask_future(s, row0 + warp_row, j * BN, false);
-            }
+        // 4. Only tiles that extend past the diagonal of the first row contain future keys. The
+        //    mask also covers keys from T on: they are in the future of every row that is written.
+        if ((j + 1) * BN > first + 1) {
+            mask_future(s, own, j * BN, false);
+        }
 
-            // 5. P overwrites S.
-            online_softmax(s, o, m, l, c);
+        // 5. P overwrites S.
+        online_softmax(s, o, m, l, c);
 
-            // 6. P, rounded to bf16, times V.
+        // 6. P, rounded to E, times V. With WGMMA this runs until the wait of the next stage 3.
+        if constexpr (WGMMA) {
+            uint32_t p[4][4];
             fragments(p, s);
             wgmma_fence();
-            wgmma_add(o, p, tile_descriptor(tile_v, 2 * A::TILE * stage));
+            wgmma_add(o, p, tile_descriptor(tile_v, 2 * TILE * place));
             wgmma_commit();
+        } else {
+            warp_mul_add<HD>(o, s, tile_v + place * TILE);
         }
-        stage = next;
     }
-    wgmma_wait<0>();
-    settle(o);
+    if constexpr (WGMMA) {
+        wgmma_wait<0>();
+        settle(o);
+    }
 
     // 7. Each warp stages its output in its own rows of Q.
-    softmax_end(o, lse + block.stat_at, m, l, row0 + warp_row, T);
-    __syncthreads();  // all warps' products have read Q
-    warp_store_rows<HS, false>(out + block.out_at, C, row0 + warp_row, T, HS, tile_q, warp_row,
-                               1.0f, o);
+    softmax_end(o, lse + block.stat_at, m, l, own, T);
+    if (WGMMA) {
+        __syncthreads();  // all warps' products have read Q
+    }
+    warp_store_rows<HD, false>(out + block.out_at, C, own, T, HS, tile_q, warp_row, 1.0f, o);
 }
 
 // The simple fp32 kernels: one warp per row, four rows per block, 32 rows of the other side per
@@ -2634,126 +2582,6 @@ static int attention_section(size_t head_bytes, int heads) {
     }
     const size_t section = (size_t)attention_cache_bytes / 2 / head_bytes;
     return section < 1 ? 1 : section < (size_t)heads ? (int)section : heads;
-}
-
-// The arguments of a pass of flash attention. Each kernel uses some of them; its comment says how.
-template <class E> struct AttentionArgs {
-    const E *qkv, *dout;       // (B,T,3,NH,HS), (B,T,NH,HS)
-    E *out, *dqkv;             // (B,T,NH,HS), (B,T,3,NH,HS)
-    float *lse, *drow, *sums;  // (B,NH,T), (B,NH,T), (parts,3C)
-    int B, T, NH, HS;
-    cudaStream_t stream;
-};
-
-// launch_attention: launches one of the 16-bit attention kernels, and raises its dynamic shared
-// memory limit before the first launch. tensors: pointer arguments, passed first; B, T, NH, HS and
-// `section`, the number of heads per section of the grid (AttentionBlock), follow them.
-template <int OWN_ROWS, int BYTES, int WARPS, class Kernel, class E, class... Tensors>
-static void launch_attention(Kernel *kernel, const AttentionArgs<E> &a, Tensors... tensors) {
-    static Kernel *told = nullptr;
-    const int64_t blocks = (int64_t)a.B * a.NH * ceil_div(a.T, OWN_ROWS);
-    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", a.B, a.T, a.NH);
-    if (told != kernel) {
-        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        cuda_check(cudaFuncSetAttribute(kernel, limit, BYTES));
-        told = kernel;
-    }
-    const int section = attention_section((size_t)a.T * a.HS * 4, a.B * a.NH);
-    launch(kernel, dim3((unsigned)blocks), WARPS * WARP, BYTES, a.stream, tensors..., a.B, a.T,
-           a.NH, a.HS, section);
-}
-
-// Calls f(head, whole), whose types carry the template arguments HD and WHOLE of the instance for
-// heads of HS channels.
-template <class F> static void with_head(int HS, F f) {
-    const std::integral_constant<int, 64> narrow;
-    const std::integral_constant<int, 128> wide;
-    HS == 64  ? f(narrow, std::true_type())
-    : HS < 64 ? f(narrow, std::false_type())
-              : f(wide, std::false_type());
-}
-
-// Launches attention_forward_kernel.
-template <class E> static void attention_forward_mma(const AttentionArgs<E> &a) {
-    with_head(a.HS, [&](auto head, auto whole) {
-        constexpr int HD = decltype(head)::value;
-        using A = AttentionTiles<E, HD>;
-        launch_attention<A::OWN_ROWS, A::FORWARD_BYTES, ATTENTION_WARPS>(
-            attention_forward_kernel<E, HD, decltype(whole)::value>, a, a.out, a.lse, a.qkv);
-    });
-}
-
-// Each of the three kernels has a table of variants for bf16. They compute the same function but
-// round differently, so a run must not change its choice. Row 0 runs on every GPU and for every
-// shape. All variants write one part of `sums` for each OWN_ROWS rows, and LSE2 and D mean the same
-// in all, so the kernels' rows are chosen independently.
-struct AttentionVariant {
-    const char *name;
-    int capability;  // of the GPUs it runs on: this one only, or 0 for all
-    bool (*fits)(int HS, int T, Type type);
-    void (*start)(const AttentionArgs<__nv_bfloat16> &);
-    const void *kernel;  // of rows from 1 on, for cudaFuncGetAttributes
-};
-enum AttentionKernel { ATTENTION_FORWARD, ATTENTION_DQ, ATTENTION_DKV, ATTENTION_KERNELS };
-static int attention_choice[ATTENTION_KERNELS];  // rows of the tables
-
-static bool fits_any(int, int, Type) { return true; }
-
-// On the emulated device EMU_KERNELS adds a candidate: row 0 with an injected mistake (chapter
-// Kernel trials).
-#if CUDA_CPU
-template <int KERNEL> static void attention_planted(const AttentionArgs<__nv_bfloat16> &a);
-static bool fits_planted(int, int, Type) { return emu::plants_kernel(); }
-#define PLANTED_VARIANT(kernel) {"planted", 0, fits_planted, attention_planted<kernel>, nullptr},
-#else
-#define PLANTED_VARIANT(kernel)
-#endif
-
-static bool fits_wgmma(int HS, int, Type type) {
-    return HS == AttentionWgmma::HS && type == TYPE_BF16;
-}
-
-// Launches attention_forward_wgmma_kernel.
-static void attention_forward_wgmma(const AttentionArgs<__nv_bfloat16> &a) {
-    using A = AttentionWgmma;
-    launch_attention<A::OWN_ROWS, A::FORWARD_BYTES, A::WARPS>(attention_forward_wgmma_kernel, a,
-                                                              a.out, a.lse, a.qkv);
-}
-
-static const AttentionVariant attention_forward_variants[] = {
-    {"mma.sync", 0, fits_any, attention_forward_mma, nullptr},
-    {"wgmma", 90, fits_wgmma, attention_forward_wgmma,
-     (const void *)attention_forward_wgmma_kernel},
-    PLANTED_VARIANT(ATTENTION_FORWARD)
-};
-
-// Launches the chosen variant of a kernel: row 0 if the chosen one does not support the shape.
-static void attention_run(AttentionKernel kernel, const AttentionVariant *variants,
-                          const AttentionArgs<__nv_bfloat16> &a) {
-    const AttentionVariant *chosen = &variants[attention_choice[kernel]];
-    (chosen->fits(a.HS, a.T, TYPE_BF16) ? chosen : variants)->start(a);
-}
-
-// gpu_attention_forward: computes out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the
-// kernels.
-template <class E>
-static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
-                                  cudaStream_t stream) {
-    check_attention<E>(B, T, C, NH);
-    const int HS = C / NH;
-    if constexpr (is_fp32<E>) {
-        launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
-               ROW_WARPS * (HS + WARP) * sizeof(float), stream, out, lse, qkv, T, NH, HS);
-    } else {
-        check_rows(E, HS, out, qkv);
-        AttentionArgs<E> a = {qkv, nullptr, out, nullptr, lse, nullptr, nullptr,
-                              B,   T,       NH,  HS,      stream};
-        if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-            attention_run(ATTENTION_FORWARD, attention_forward_variants, a);
-        } else {
-            attention_forward_mma(a);
-        }
-    }
 }
 
 // cache_append_kernel: copies keys and values of `rows` tokens from qkv (rows,3,NH,HS) to positions
@@ -2982,96 +2810,137 @@ __device__ __forceinline__ void row_statistics(float (&d)[2 * MT], float (&lse2)
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
 // grid B NH ceil(T / BM), mapped by AttentionBlock, BM = OWN_ROWS queries, last rows first; block
-// 32 ATTENTION_WARPS; dynamic shared memory DQ_BYTES: Q, dO, and double-buffered K and V.
+// 32 WARPS; dynamic shared memory DQ_BYTES: Q, dO, and double-buffered K and V.
 // stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
+// With WGMMA, P is computed while dP is still under way. Each step ends with the wait for dQ: with
+// a late wait the fragments of dS, kept until then, would leave too few registers.
 // numerics: fp32 except dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out)
 // 2.3e-3.
-// budget: <bf16, 64> threads 128 shared 49152 regs 230 blocks 2 instr/elem 13.8 of 32 loop
+// budget: <bf16, 64, true, false> threads 128 shared 49152 regs 230 blocks 2
+//   instr/elem 13.8 of 32 loop test gpu_attention
+// budget: <bf16, 64, false> threads 128 shared 49152 regs 230 blocks 2 instr/elem 13.8 of 32 loop
 //   test gpu_attention
+// budget: <bf16, 64, true, true> sm 90a threads 256 shared 65536 regs 122 blocks 2
+//   instr/elem 10.6 of 32 loop hgmma 12 overlap 32 test gpu_attention
 // budget: <bf16, 128> threads 128 shared 98304 regs 230 blocks 1 instr/elem 21.1 of 32 loop
 //   test gpu_attention
 // budget: <fp16, 64> sm 75 threads 128 shared 32768 regs 148 blocks 2 instr/elem 22.4 of 16 loop
 //   test gpu_attention
 // budget: <fp16, 128> sm 75 threads 128 shared 65536 regs 188 blocks 1 instr/elem 33 of 16 loop
 //   test gpu_attention
-template <class E, int HD, bool WHOLE>
-__global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
+template <class E, int HD, bool WHOLE, bool WGMMA>
+__global__ void __launch_bounds__(AttentionTiles<E, HD, WGMMA>::WARPS *WARP, 2)
     // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dq_kernel(E *dqkv, float *sums, float *drow, const E *dout, const E *qkv,
                                  const E *out, const float *lse, int B, int T, int NH,
                                  int head_size, int section) {
-    DYN_SHARED(E, tile_q);
-    using A = AttentionTiles<E, HD>;
-    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::DQ_ROWS;
-    E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
+    DYN_TILES(E, tile_q);
+    using A = AttentionTiles<E, HD, WGMMA>;
+    constexpr int MT = A::MT, BM = A::OWN_ROWS, BN = A::DQ_ROWS, TILE = BN * HD;
+    E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * TILE;
     const int HS = WHOLE ? HD : head_size;
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
     const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
-    const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
+    const int warp_row = (int)threadIdx.x / WARP * 16 * MT, own = row0 + warp_row;
+    const int first = WGMMA ? row0 + 64 * warpgroup_index(tile_q) : own;
     const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
     const uint32_t C = NH * HS, stride = 3 * C;
     const size_t q_at = block.qkv_at, o_at = block.out_at, stat_at = block.stat_at;
     const E *k = qkv + q_at + C, *v = k + C;
 
     auto load_keys = [&](int j) {
-        tile_load<HD, BN>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
-        tile_load<HD, BN>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
+        tile_load<HD, BN, A::WARPS>(tile_k + j % 2 * TILE, k, stride, j * BN, T, HS);
+        tile_load<HD, BN, A::WARPS>(tile_v + j % 2 * TILE, v, stride, j * BN, T, HS);
         copy_commit();
     };
 
     // 1. Start copying Q, dO and the first K and V.
-    tile_load<HD, BM>(tile_q, qkv + q_at, stride, row0, T, HS);
-    tile_load<HD, BM>(tile_do, dout + o_at, C, row0, T, HS);
+    tile_load<HD, BM, A::WARPS>(tile_q, qkv + q_at, stride, row0, T, HS);
+    tile_load<HD, BM, A::WARPS>(tile_do, dout + o_at, C, row0, T, HS);
     load_keys(0);
 
     // 2. D.
     float dq[MT][HD / 8][4] = {}, d[2 * MT] = {}, lse2[2 * MT];
     row_statistics<HD, E, MT>(d, lse2, drow + stat_at, lse + stat_at, out + o_at, dout + o_at, C,
-                              first, T, HS);
+                              own, T, HS);
+    const uint64_t q_rows = tile_descriptor(tile_q, 2 * HD * (first - row0));
+    const uint64_t do_rows = tile_descriptor(tile_do, 2 * HD * (first - row0));
 
     const int tiles = ceil_div(min(row0 + BM, T), BN);
     for (int j = 0; j < tiles; j++) {
         // 3. The barrier makes all threads' copies of tile j (and of Q, dO) visible to the block,
-        //    and ensures that all warps are done with tile j - 1, whose buffer tile j + 1 reuses.
-        copy_wait<0>();
-        __syncthreads();
+        //    and ensures that all warps are done with tile j - 1, whose place tile j + 1 reuses.
+        tile_ready<WGMMA>();
         if (j + 1 < tiles) {
             load_keys(j + 1);
         }
-        if (j * BN >= first + 16 * MT || first >= T) {
-            continue;  // the tile is fully masked, or this warp's rows are past T
+        if (j * BN >= first + A::TOGETHER || first >= T) {
+            continue;  // fully masked, or past T
         }
+        float s[MT][BN / 8][4], dp[MT][BN / 8][4];
+        E *keys = tile_k + j % 2 * TILE, *values = tile_v + j % 2 * TILE;
+        const bool masked = (j + 1) * BN > first + 1;
+        if constexpr (WGMMA) {
+            // 4. Scores, and the gradient of P, both under way.
+            const uint64_t key_rows = tile_descriptor(tile_k, j % 2 * 2 * TILE);
+            uint32_t ds[4][4];
+            wgmma_fence();
+            wgmma_abt(s, q_rows, key_rows);
+            wgmma_commit();
+            wgmma_abt(dp, do_rows, tile_descriptor(tile_v, j % 2 * 2 * TILE));
+            wgmma_commit();
+            wgmma_wait<1>();
+            settle(s);
 
-        // 4. Scores, and the gradient of P.
-        float s[MT][BN / 8][4] = {}, dp[MT][BN / 8][4] = {};
-        warp_mul_abt<HD>(s, tile_q, warp_row, tile_k + j % 2 * BN * HD);
-        warp_mul_abt<HD>(dp, tile_do, warp_row, tile_v + j % 2 * BN * HD);
+            // 5. P, masked after the exponentials: without a branch between these and the second
+            //    wait, ptxas would move the wait before them. Then dS.
+            each_element<1, 8>([&](int, int n, int e) {
+                s[0][n][e] = ex2_approx(fmaf(s[0][n][e], c, -lse2[e / 2]));
+            });
+            settle(s);
+            if (masked) {
+                mask_future(s, own, j * BN, false, 0.0f);
+            }
+            wgmma_wait<0>();
+            settle(dp);
+            each_element<1, 8>([&](int, int n, int e) { s[0][n][e] *= dp[0][n][e] - d[e / 2]; });
 
-        // 5. dS overwrites S.
-        if ((j + 1) * BN > first + 1) {
-            mask_future(s, first, j * BN, false);
+            // 6. dS, rounded to bf16, times K.
+            fragments(ds, s);
+            wgmma_fence();
+            wgmma_add(dq, ds, key_rows);
+            wgmma_commit();
+            wgmma_wait<0>();
+            settle(dq);
+        } else {
+            warp_mul_abt<HD>(s, tile_q, warp_row, keys);
+            warp_mul_abt<HD>(dp, tile_do, warp_row, values);
+            if (masked) {
+                mask_future(s, own, j * BN, false);
+            }
+            each_element<MT, BN / 8>([&](int i, int n, int e) {
+                const float p = ex2_approx(fmaf(s[i][n][e], c, -lse2[2 * i + e / 2]));
+                s[i][n][e] = p * (dp[i][n][e] - d[2 * i + e / 2]);
+            });
+            warp_mul_add<HD>(dq, s, keys);
         }
-        each_element<MT, BN / 8>([&](int i, int n, int e) {
-            const float p = ex2_approx(fmaf(s[i][n][e], c, -lse2[2 * i + e / 2]));
-            s[i][n][e] = p * (dp[i][n][e] - d[2 * i + e / 2]);
-        });
-
-        // 6. dS, rounded to E, times K.
-        warp_mul_add<HD>(dq, s, tile_k + j % 2 * BN * HD);
     }
 
-    // 7. Only this warp touches its rows of Q in shared memory, so it stages dQ there.
-    warp_store_rows<HD, true>(dqkv + q_at, stride, first, T, HS, tile_q, warp_row, scale, dq);
+    // 7. Each warp stages dQ in its own rows of Q.
+    if (WGMMA) {
+        __syncthreads();  // all warps' products have read Q
+    }
+    warp_store_rows<HD, true>(dqkv + q_at, stride, own, T, HS, tile_q, warp_row, scale, dq);
     __syncthreads();  // all warps have written their sums
-    head_column_sums<HD>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
+    head_column_sums<HD, A::WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
 }
 
 // attention_backward_dkv_kernel: computes dK and dV, for 16-bit types; arguments as for the dQ
 // kernel.
 // grid B NH ceil(T / BN), BN = OWN_ROWS keys, first (longest) rows first; block 32
-// ATTENTION_WARPS; dynamic shared memory DKV_BYTES: K, V, and double-buffered Q, dO, LSE2 and D.
+// WARPS; dynamic shared memory DKV_BYTES: K, V, and double-buffered Q, dO, LSE2 and D.
 // stages: 1 start the copies of K, V and of the first Q, dO, LSE2, D   2 wait for a tile, start the
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
 //   8 store the next LSE2 and D   9 write dK and dV
@@ -3085,14 +2954,14 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP, 2)
 // budget: <fp16, 128> sm 75 threads 128 shared 50176 regs 232 blocks 1 instr/elem 50.9 of 8 loop
 //   test gpu_attention
 template <class E, int HD, bool WHOLE>
-__global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
+__global__ void __launch_bounds__(AttentionTiles<E, HD, false>::WARPS *WARP)
     // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dkv_kernel(E *dqkv, float *sums, const float *drow, const E *dout,
                                   const E *qkv, const float *lse, int B, int T, int NH,
                                   int head_size, int section) {
     DYN_SHARED(E, tile_k);
-    using A = AttentionTiles<E, HD>;
-    constexpr int WARPS = ATTENTION_WARPS, MT = A::MT, BN = A::OWN_ROWS, BM = A::DKV_ROWS;
+    using A = AttentionTiles<E, HD, false>;
+    constexpr int WARPS = A::WARPS, MT = A::MT, BN = A::OWN_ROWS, BM = A::DKV_ROWS;
     static_assert(2 * BM <= WARPS * WARP, "a thread carries one row statistic");
     E *tile_v = tile_k + BN * HD, *tile_q = tile_v + BN * HD, *tile_do = tile_q + 2 * BM * HD;
     float *stats = (float *)(tile_do + 2 * BM * HD);  // (2 stages, threads)
@@ -3106,8 +2975,8 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
     const E *q = qkv + q_at, *d_o = dout + block.out_at;
 
     auto load_queries = [&](int j) {
-        tile_load<HD, BM>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
-        tile_load<HD, BM>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
+        tile_load<HD, BM, WARPS>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
+        tile_load<HD, BM, WARPS>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
         copy_commit();
     };
     // Threads 0 .. BM - 1 load LSE2 of a tile's queries, all others D (only BM of those are used).
@@ -3119,8 +2988,8 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
 
     // 1. Start copying K, V and the tile of queries on the diagonal.
     const int start = row0 / BM, end = ceil_div(T, BM);
-    tile_load<HD, BN>(tile_k, q + C, stride, row0, T, HS);
-    tile_load<HD, BN>(tile_v, q + 2 * C, stride, row0, T, HS);
+    tile_load<HD, BN, WARPS>(tile_k, q + C, stride, row0, T, HS);
+    tile_load<HD, BN, WARPS>(tile_v, q + 2 * C, stride, row0, T, HS);
     load_queries(start);
     stats[start % 2 * WARPS * WARP + threadIdx.x] = load_stat(start);
 
@@ -3139,7 +3008,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
 
         if ((j + 1) * BM > first && first < T) {  // otherwise all queries precede the keys
             // 3. Scores, one row per key.
-            float s[MT][BM / 8][4] = {}, dp[MT][BM / 8][4] = {};
+            float s[MT][BM / 8][4], dp[MT][BM / 8][4];
             warp_mul_abt<HD>(s, tile_k, warp_row, tile_q + now);
 
             // 4. P overwrites S.
@@ -3175,146 +3044,42 @@ __global__ void __launch_bounds__(ATTENTION_WARPS *WARP)
     warp_store_rows<HD, true>(dqkv + C, stride, first, T, HS, tile_v, warp_row, 1.0f, dv);
     __syncthreads();  // all warps have written their sums
     sums += sums_place<BN>(block, T, C) + C;
-    head_column_sums<HD>(sums, tile_k, 16 * MT, HS);
-    head_column_sums<HD>(sums + C, tile_v, 16 * MT, HS);
-}
-
-// attention_backward_dq_wgmma_kernel: as attention_backward_dq_kernel; E is bf16 and HS 64.
-// grid B NH ceil(T / 128), mapped by AttentionBlock, last rows first; block 256; dynamic shared
-// memory DQ_BYTES: Q, dO, and K and V in two places each.
-// stages: as above. P is computed while dP is still under way. Each step ends with the wait for dQ:
-// with a late wait the fragments of dS, kept until then, would leave too few registers.
-// numerics: as above: bf16: dQ 3.3e-3.
-// budget: sm 90a threads 256 shared 65536 regs 122 blocks 2 instr/elem 10.6 of 32 loop hgmma 12
-//   overlap 32 test gpu_attention
-__global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 2)
-    // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
-    attention_backward_dq_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, float *drow,
-                                       const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
-                                       const __nv_bfloat16 *out, const float *lse, int B, int T,
-                                       int NH, int, int section) {
-    DYN_TILES(__nv_bfloat16, tile_q);
-    using A = AttentionWgmma;
-    constexpr int HS = A::HS, BM = A::OWN_ROWS, BN = A::STEP;
-    __nv_bfloat16 *tile_do = tile_q + BM * HS, *tile_k = tile_do + BM * HS;
-    __nv_bfloat16 *tile_v = tile_k + A::DQ_STAGES * A::TILE;
-    check_tiles(tile_q);
-    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
-    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM, group = warpgroup_index();
-    const int first = row0 + 64 * group;  // row of the warpgroup
-    const int warp_row = (int)threadIdx.x / WARP * 16;
-    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
-    const uint32_t C = NH * HS, stride = 3 * C;
-    const __nv_bfloat16 *k = qkv + block.qkv_at + C, *v = k + C;
-
-    auto load_keys = [&](int j) {
-        const int at = j % 2 * A::TILE;
-        tile_load<HS, BN, A::WARPS>(tile_k + at, k, stride, j * BN, T, HS);
-        tile_load<HS, BN, A::WARPS>(tile_v + at, v, stride, j * BN, T, HS);
-        copy_commit();
-    };
-
-    // 1. Start copying Q, dO and the first K and V.
-    tile_load<HS, BM, A::WARPS>(tile_q, qkv + block.qkv_at, stride, row0, T, HS);
-    tile_load<HS, BM, A::WARPS>(tile_do, dout + block.out_at, C, row0, T, HS);
-    load_keys(0);
-
-    // 2. D.
-    float dq[1][8][4] = {}, d[2] = {}, lse2[2];
-    row_statistics<HS, __nv_bfloat16, 1>(d, lse2, drow + block.stat_at, lse + block.stat_at,
-                                         out + block.out_at, dout + block.out_at, C,
-                                         row0 + warp_row, T, HS);
-    const uint64_t q_rows = tile_descriptor(tile_q, 2 * A::TILE * group);
-    const uint64_t do_rows = tile_descriptor(tile_do, 2 * A::TILE * group);
-
-    const int tiles = ceil_div(min(row0 + BM, T), BN);
-    for (int j = 0; j < tiles; j++) {
-        // 3. The barrier makes all threads' copies of tile j (and of Q, dO) visible to the block's
-        //    products, and ensures that all warps are done with tile j - 1, whose place tile j + 1
-        //    reuses.
-        copy_wait<0>();
-        fence_async();
-        __syncthreads();
-        if (j + 1 < tiles) {
-            load_keys(j + 1);
-        }
-        if (j * BN >= first + 64 || first >= T) {
-            continue;  // the tile is fully masked, or the warpgroup's rows are past T
-        }
-
-        // 4. Scores, and the gradient of P, both under way.
-        float s[1][8][4], dp[1][8][4];
-        uint32_t ds[4][4];
-        const uint64_t keys = tile_descriptor(tile_k, j % 2 * 2 * A::TILE);
-        wgmma_fence();
-        wgmma_abt(s, q_rows, keys);
-        wgmma_commit();
-        wgmma_abt(dp, do_rows, tile_descriptor(tile_v, j % 2 * 2 * A::TILE));
-        wgmma_commit();
-        wgmma_wait<1>();
-        settle(s);
-
-        // 5. P, masked after the exponentials: without a branch between these and the second wait,
-        //    ptxas would move the wait before them. Then dS.
-        each_element<1, 8>([&](int, int n, int e) {
-            s[0][n][e] = ex2_approx(fmaf(s[0][n][e], c, -lse2[e / 2]));
-        });
-        settle(s);
-        if ((j + 1) * BN > first + 1) {
-            mask_future(s, row0 + warp_row, j * BN, false, 0.0f);
-        }
-        wgmma_wait<0>();
-        settle(dp);
-        each_element<1, 8>([&](int, int n, int e) { s[0][n][e] *= dp[0][n][e] - d[e / 2]; });
-
-        // 6. dS, rounded to bf16, times K.
-        fragments(ds, s);
-        wgmma_fence();
-        wgmma_add(dq, ds, keys);
-        wgmma_commit();
-        wgmma_wait<0>();
-        settle(dq);
-    }
-
-    // 7. Each warp stages dQ in its own rows of Q.
-    __syncthreads();  // all warps' products have read Q
-    warp_store_rows<HS, true>(dqkv + block.qkv_at, stride, row0 + warp_row, T, HS, tile_q, warp_row,
-                              scale, dq);
-    __syncthreads();  // all warps have written their sums
-    head_column_sums<HS, A::WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16, HS);
+    head_column_sums<HD, WARPS>(sums, tile_k, 16 * MT, HS);
+    head_column_sums<HD, WARPS>(sums + C, tile_v, 16 * MT, HS);
 }
 
 // attention_backward_dkv_wgmma_kernel: as attention_backward_dkv_kernel; E is bf16 and HS 64.
-// grid B NH ceil(T / 128), mapped by AttentionBlock, first (longest) rows first; block 256; dynamic
-// shared memory DKV_BYTES: K, V, and Q, dO, LSE2 and D in three places each.
+// It is a kernel of its own because in a common one ptxas gives the mma.sync instances more
+// registers. grid B NH ceil(T / BN), BN = OWN_ROWS keys, first (longest) rows first; block 32
+// WARPS; dynamic shared memory DKV_BYTES: K, V, and Q, dO, LSE2 and D in PLACES places.
 // stages: as above, but 5 starts before 4: P^T is computed while dP^T is still under way. The
 // products of stages 6 and 7 run until the first wait of the next step.
 // numerics: as above: bf16: dK 3.1e-3, dV 2.4e-3.
 // budget: sm 90a threads 256 shared 83456 regs 194 blocks 1 instr/elem 12.5 of 32 loop hgmma 16
 //   overlap 32 test gpu_attention
-__global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
+__global__ void __launch_bounds__(AttentionTiles<__nv_bfloat16, 64, true>::WARPS *WARP, 1)
     // NOLINTNEXTLINE(readability-function-size): tiles stay in registers
     attention_backward_dkv_wgmma_kernel(__nv_bfloat16 *dqkv, float *sums, const float *drow,
                                         const __nv_bfloat16 *dout, const __nv_bfloat16 *qkv,
                                         const float *lse, int B, int T, int NH, int, int section) {
     DYN_TILES(__nv_bfloat16, tile_k);
-    using A = AttentionWgmma;
-    constexpr int HS = A::HS, BN = A::OWN_ROWS, BM = A::STEP, STAGES = A::DKV_STAGES;
+    constexpr int HS = 64;
+    using A = AttentionTiles<__nv_bfloat16, HS, true>;
+    constexpr int BN = A::OWN_ROWS, BM = A::DKV_ROWS, TILE = BM * HS;
     __nv_bfloat16 *tile_v = tile_k + BN * HS, *tile_q = tile_v + BN * HS;
-    __nv_bfloat16 *tile_do = tile_q + STAGES * A::TILE;
-    float *stats = (float *)(tile_do + STAGES * A::TILE);  // (STAGES, LSE2 and D, BM)
-    check_tiles(tile_k);
+    __nv_bfloat16 *tile_do = tile_q + A::PLACES * TILE;
+    float *stats = (float *)(tile_do + A::PLACES * TILE);  // (PLACES, LSE2 and D, BM)
     const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
-    const int row0 = block.tile * BN, group = warpgroup_index();
+    const int row0 = block.tile * BN, group = warpgroup_index(tile_k);
     const int first = row0 + 64 * group;  // row of the warpgroup
     const int thread = threadIdx.x, warp_row = thread / WARP * 16;
     const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
     const uint32_t C = NH * HS, stride = 3 * C;
     const __nv_bfloat16 *q = qkv + block.qkv_at, *d_o = dout + block.out_at;
 
-    auto load_queries = [&](int j, int stage) {
-        tile_load<HS, BM, A::WARPS>(tile_q + stage * A::TILE, q, stride, j * BM, T, HS);
-        tile_load<HS, BM, A::WARPS>(tile_do + stage * A::TILE, d_o, C, j * BM, T, HS);
+    auto load_queries = [&](int j, int place) {
+        tile_load<HS, BM, A::WARPS>(tile_q + place * TILE, q, stride, j * BM, T, HS);
+        tile_load<HS, BM, A::WARPS>(tile_do + place * TILE, d_o, C, j * BM, T, HS);
         copy_commit();
     };
     // Threads 0 .. BM - 1 load LSE2 of a tile's queries, the others D (only BM of those are used).
@@ -3325,9 +3090,9 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
         const float x = stat[min(query, T - 1)];
         return query < T ? x : thread < BM ? INFINITY : 0.0f;
     };
-    auto store_stat = [&](int stage, float x) {
+    auto store_stat = [&](int place, float x) {
         if (thread < 2 * BM) {
-            stats[stage * 2 * BM + thread] = x;
+            stats[place * 2 * BM + thread] = x;
         }
     };
 
@@ -3339,16 +3104,16 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
     store_stat(0, load_stat(start));
 
     float dk[1][8][4] = {}, dv[1][8][4] = {};
-    const uint64_t k_rows = tile_descriptor(tile_k, 2 * A::TILE * group);
-    const uint64_t v_rows = tile_descriptor(tile_v, 2 * A::TILE * group);
-    for (int j = start, stage = 0; j < end; j++) {
+    const uint64_t k_rows = tile_descriptor(tile_k, 2 * TILE * group);
+    const uint64_t v_rows = tile_descriptor(tile_v, 2 * TILE * group);
+    for (int j = start, place = 0; j < end; j++) {
         // 2. The barrier makes all threads' copies of tile j (and of K, V) visible to the block's
         //    products, and their statistics to the block, and ensures that the products of tile
         //    j - 2, whose place tile j + 1 reuses, are complete.
         copy_wait<0>();
         fence_async();
         __syncthreads();
-        const int next = stage == STAGES - 1 ? 0 : stage + 1;
+        const int next = next_place<A::PLACES>(place, j + 1);
         if (j + 1 < end) {
             load_queries(j + 1, next);
         }
@@ -3361,8 +3126,8 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
             //    previous step's products.
             float s[1][8][4], dp[1][8][4];
             uint32_t p[4][4], ds[4][4];
-            const uint64_t queries = tile_descriptor(tile_q, 2 * A::TILE * stage);
-            const uint64_t gradients = tile_descriptor(tile_do, 2 * A::TILE * stage);
+            const uint64_t queries = tile_descriptor(tile_q, 2 * TILE * place);
+            const uint64_t gradients = tile_descriptor(tile_do, 2 * TILE * place);
             wgmma_fence();
             wgmma_abt(s, k_rows, queries);
             wgmma_commit();
@@ -3372,7 +3137,7 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
             settle(s);
 
             // 4. P overwrites S; masked after the exponentials, as in the dQ kernel.
-            const float *lse2 = stats + stage * 2 * BM + thread % 4 * 2, *d = lse2 + BM;
+            const float *lse2 = stats + place * 2 * BM + thread % 4 * 2, *d = lse2 + BM;
             each_element<1, 8>([&](int, int n, int e) {
                 s[0][n][e] = ex2_approx(fmaf(s[0][n][e], c, -lse2[8 * n + e % 2]));
             });
@@ -3400,7 +3165,7 @@ __global__ void __launch_bounds__(AttentionWgmma::WARPS *WARP, 1)
         // 8. This place's statistics, those of tile j - 2, were last read before this iteration's
         //    barrier.
         store_stat(next, next_stat);
-        stage = next;
+        place = next;
     }
     wgmma_wait<0>();
     settle(dk);
@@ -3481,7 +3246,8 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
 
 // Returns the number of parts of `sums`: one for each tile of OWN_ROWS rows of each sequence.
 template <class E> static int attention_parts(int B, int T, int HS) {
-    const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
+    const int wide = AttentionTiles<E, 128, false>::OWN_ROWS;
+    const int narrow = AttentionTiles<E, 64, false>::OWN_ROWS;
     return B * ceil_div(T, HS > 64 ? wide : narrow);
 }
 
@@ -3492,71 +3258,131 @@ template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int 
     return bytes > fp32 ? bytes : fp32;
 }
 
-// Launches attention_backward_dq_kernel.
-template <class E> static void attention_dq_mma(const AttentionArgs<E> &a) {
-    with_head(a.HS, [&](auto head, auto whole) {
-        constexpr int HD = decltype(head)::value;
-        using A = AttentionTiles<E, HD>;
-        launch_attention<A::OWN_ROWS, A::DQ_BYTES, ATTENTION_WARPS>(
-            attention_backward_dq_kernel<E, HD, decltype(whole)::value>, a, a.dqkv, a.sums, a.drow,
-            a.dout, a.qkv, a.out, a.lse);
-    });
-}
-
-// Launches attention_backward_dkv_kernel.
-template <class E> static void attention_dkv_mma(const AttentionArgs<E> &a) {
-    with_head(a.HS, [&](auto head, auto whole) {
-        constexpr int HD = decltype(head)::value;
-        using A = AttentionTiles<E, HD>;
-        launch_attention<A::OWN_ROWS, A::DKV_BYTES, ATTENTION_WARPS>(
-            attention_backward_dkv_kernel<E, HD, decltype(whole)::value>, a, a.dqkv, a.sums, a.drow,
-            a.dout, a.qkv, a.lse);
-    });
-}
-
-// Launches attention_backward_dq_wgmma_kernel.
-static void attention_dq_wgmma(const AttentionArgs<__nv_bfloat16> &a) {
-    using A = AttentionWgmma;
-    launch_attention<A::OWN_ROWS, A::DQ_BYTES, A::WARPS>(attention_backward_dq_wgmma_kernel, a,
-                                                         a.dqkv, a.sums, a.drow, a.dout, a.qkv,
-                                                         a.out, a.lse);
-}
-
-// Launches attention_backward_dkv_wgmma_kernel.
-static void attention_dkv_wgmma(const AttentionArgs<__nv_bfloat16> &a) {
-    using A = AttentionWgmma;
-    launch_attention<A::OWN_ROWS, A::DKV_BYTES, A::WARPS>(attention_backward_dkv_wgmma_kernel, a,
-                                                          a.dqkv, a.sums, a.drow, a.dout, a.qkv,
-                                                          a.lse);
-}
-
-static const AttentionVariant attention_dq_variants[] = {
-    {"mma.sync", 0, fits_any, attention_dq_mma, nullptr},
-    {"wgmma", 90, fits_wgmma, attention_dq_wgmma,
-     (const void *)attention_backward_dq_wgmma_kernel},
-    PLANTED_VARIANT(ATTENTION_DQ)
+// The arguments of a pass of flash attention. Each kernel uses some of them; its comment says how.
+template <class E> struct AttentionArgs {
+    const E *qkv, *dout;       // (B,T,3,NH,HS), (B,T,NH,HS)
+    E *out, *dqkv;             // (B,T,NH,HS), (B,T,3,NH,HS)
+    float *lse, *drow, *sums;  // (B,NH,T), (B,NH,T), (parts,3C)
+    int B, T, NH, HS;
+    cudaStream_t stream;
 };
-static const AttentionVariant attention_dkv_variants[] = {
-    {"mma.sync", 0, fits_any, attention_dkv_mma, nullptr},
-    {"wgmma", 90, fits_wgmma, attention_dkv_wgmma,
-     (const void *)attention_backward_dkv_wgmma_kernel},
-    PLANTED_VARIANT(ATTENTION_DKV)
-};
+enum AttentionKernel { ATTENTION_FORWARD, ATTENTION_DQ, ATTENTION_DKV, ATTENTION_KERNELS };
+static const char *const attention_names[] = {"forward", "dQ", "dK and dV"};
 
-// The tables of variants, by AttentionKernel.
-struct AttentionTable {
+// Launches an instance of one of the 16-bit kernels, and raises its dynamic shared memory limit
+// before the first launch. tensors: pointer arguments, passed first; B, T, NH, HS and `section`,
+// the number of heads per section of the grid (AttentionBlock), follow them.
+template <class Kernel, class E, class... Tensors>
+static void attention_start(Kernel *kernel, int own_rows, int warps, int bytes,
+                            const AttentionArgs<E> &a, Tensors... tensors) {
+    static Kernel *told = nullptr;
+    const int64_t blocks = (int64_t)a.B * a.NH * ceil_div(a.T, own_rows);
+    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", a.B, a.T, a.NH);
+    if (told != kernel) {
+        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        cuda_check(cudaFuncSetAttribute(kernel, limit, bytes));
+        told = kernel;
+    }
+    const int section = attention_section((size_t)a.T * a.HS * 4, a.B * a.NH);
+    launch(kernel, dim3((unsigned)blocks), warps * WARP, bytes, a.stream, tensors..., a.B, a.T,
+           a.NH, a.HS, section);
+}
+
+// Launches an instance of KERNEL.
+template <int KERNEL, int HD, bool WHOLE, bool WGMMA, class E>
+static void attention_launch(const AttentionArgs<E> &a) {
+    using A = AttentionTiles<E, HD, WGMMA>;
+    if constexpr (KERNEL == ATTENTION_FORWARD) {
+        attention_start(attention_forward_kernel<E, HD, WHOLE, WGMMA>, A::OWN_ROWS, A::WARPS,
+                        A::FORWARD_BYTES, a, a.out, a.lse, a.qkv);
+    } else if constexpr (KERNEL == ATTENTION_DQ) {
+        attention_start(attention_backward_dq_kernel<E, HD, WHOLE, WGMMA>, A::OWN_ROWS, A::WARPS,
+                        A::DQ_BYTES, a, a.dqkv, a.sums, a.drow, a.dout, a.qkv, a.out, a.lse);
+    } else {
+        auto start = [&](auto *kernel) {
+            attention_start(kernel, A::OWN_ROWS, A::WARPS, A::DKV_BYTES, a, a.dqkv, a.sums, a.drow,
+                            a.dout, a.qkv, a.lse);
+        };
+        if constexpr (WGMMA) {
+            start(attention_backward_dkv_wgmma_kernel);
+        } else {
+            start(attention_backward_dkv_kernel<E, HD, WHOLE>);
+        }
+    }
+}
+
+// Launches the instance of KERNEL with mma.sync for the head size.
+template <int KERNEL, class E> static void attention_mma(const AttentionArgs<E> &a) {
+    a.HS == 64  ? attention_launch<KERNEL, 64, true, false>(a)
+    : a.HS < 64 ? attention_launch<KERNEL, 64, false, false>(a)
+                : attention_launch<KERNEL, 128, false, false>(a);
+}
+
+#if CUDA_CPU
+// The candidate that EMU_KERNELS adds on the emulated device (chapter Kernel trials): runs row 0
+// with a mistake in the last token's out or dQ or in the first token's dK and dV.
+template <int KERNEL> static void attention_planted(const AttentionArgs<__nv_bfloat16> &a) {
+    const bool forward = KERNEL == ATTENTION_FORWARD;
+    const size_t C = (size_t)a.NH * a.HS, step = forward ? C : 3 * C;
+    __nv_bfloat16 *end = (forward ? a.out : a.dqkv) + (size_t)a.B * a.T * step;
+    __nv_bfloat16 *first = KERNEL == ATTENTION_DKV ? a.dqkv + C : end - step;
+    emu::planted_kernel(a.stream, KERNEL, first, KERNEL == ATTENTION_DKV ? 2 * C : C, a.HS, end,
+                        a.qkv, (size_t)a.T * 3 * C, [&] { attention_mma<KERNEL>(a); });
+}
+#endif
+
+// The variants of the bf16 kernels. They compute the same function but round differently, so a run
+// must not change its choice. Row 0 runs on every GPU and for every shape. All variants write one
+// part of `sums` for each OWN_ROWS rows, and LSE2 and D mean the same in all, so the kernels' rows
+// are chosen independently.
+struct AttentionVariant {
     const char *name;
-    const AttentionVariant *variants;
-    int count;
-    template <int N>
-    constexpr AttentionTable(const char *kernel, const AttentionVariant (&table)[N])
-        : name(kernel), variants(table), count(N) {}
+    int capability, HS;  // of the GPUs and heads it is for: these only, or 0 for all
+    void (*start[ATTENTION_KERNELS])(const AttentionArgs<__nv_bfloat16> &);
 };
-static const AttentionTable attention_tables[ATTENTION_KERNELS] = {
-    {"forward", attention_forward_variants},
-    {"dQ", attention_dq_variants},
-    {"dK and dV", attention_dkv_variants},
+static const AttentionVariant attention_variants[] = {
+    {"mma.sync", 0, 0,
+     {attention_mma<ATTENTION_FORWARD>, attention_mma<ATTENTION_DQ>, attention_mma<ATTENTION_DKV>}},
+    {"wgmma", 90, 64,
+     {attention_launch<ATTENTION_FORWARD, 64, true, true>,
+      attention_launch<ATTENTION_DQ, 64, true, true>,
+      attention_launch<ATTENTION_DKV, 64, true, true>}},
+#if CUDA_CPU
+    {"planted", 0, 0,
+     {attention_planted<ATTENTION_FORWARD>, attention_planted<ATTENTION_DQ>,
+      attention_planted<ATTENTION_DKV>}},
+#endif
 };
+enum { ATTENTION_VARIANTS = sizeof attention_variants / sizeof attention_variants[0] };
+static int attention_choice[ATTENTION_KERNELS];  // rows of the table
+
+// Launches the chosen variant of KERNEL: row 0 for other types than bf16, or if the chosen one does
+// not support the shape.
+template <int KERNEL, class E> static void attention_run(const AttentionArgs<E> &a) {
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        const AttentionVariant &chosen = attention_variants[attention_choice[KERNEL]];
+        (chosen.HS && chosen.HS != a.HS ? attention_variants[0] : chosen).start[KERNEL](a);
+    } else {
+        attention_mma<KERNEL>(a);
+    }
+}
+
+// gpu_attention_forward: computes out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the
+// kernels.
+template <class E>
+static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
+                                  cudaStream_t stream) {
+    check_attention<E>(B, T, C, NH);
+    const int HS = C / NH;
+    if constexpr (is_fp32<E>) {
+        launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
+               ROW_WARPS * (HS + WARP) * sizeof(float), stream, out, lse, qkv, T, NH, HS);
+    } else {
+        check_rows(E, HS, out, qkv);
+        attention_run<ATTENTION_FORWARD, E>({qkv, nullptr, out, nullptr, lse, nullptr, nullptr, B,
+                                             T, NH, HS, stream});
+    }
+}
 
 // gpu_attention_backward: computes dqkv (B,T,3,NH,HS), which is overwritten, from dout (B,T,C), the
 // forward pass's input qkv and its outputs out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column
@@ -3580,13 +3406,8 @@ static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *
         check_rows(E, HS, dqkv, dout, qkv, out);
         AttentionArgs<E> a = {qkv,  dout,    const_cast<E *>(out), dqkv, const_cast<float *>(lse),
                               drow, scratch, B, T, NH, HS, stream};
-        if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-            attention_run(ATTENTION_DQ, attention_dq_variants, a);
-            attention_run(ATTENTION_DKV, attention_dkv_variants, a);
-        } else {
-            attention_dq_mma(a);
-            attention_dkv_mma(a);
-        }
+        attention_run<ATTENTION_DQ>(a);
+        attention_run<ATTENTION_DKV>(a);
         gpu_partials_add({{dbias}}, scratch, attention_parts<E>(B, T, HS), 3 * C, stream);
     }
 }
@@ -6728,19 +6549,21 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 // 1. The trial (--prove) is a process of its own, started before this one creates a CUDA context:
 //    an illegal instruction ends the context of its process, and a kernel that hangs ends only with
 //    its process.
-// 2. Verdicts are cached for this GPU, driver, program and shape. A candidate whose process was
-//    ended from outside has no verdict and is tried again at the next start.
+// 2. Verdicts are cached for this GPU, driver, program and shape, the number of sequences included.
+//    A candidate whose process was ended from outside has no verdict and is tried again at the next
+//    start.
 // 3. Variants round differently, so a run keeps its rows: they are recorded in checkpoints, and all
 //    ranks adopt rank 0's verdicts.
 // 4. On the emulated device nothing is tried unless EMU_KERNELS is set.
 
-constexpr int TRIAL_ROWS = 4;            // rows of a kernel's table, at most
-constexpr int TRIAL_BATCH = 16;          // sequences, at most: 0.7 GB at 124M
+constexpr int TRIAL_ROWS = 4;            // rows of the table, at most
+constexpr int TRIAL_TOKENS = CUDA_CPU ? 256 : 65536;  // of all sequences, at most: 2 GB at 124M
 constexpr int TRIAL_LENGTH_MIN = 16;     // shorter sequences are not worth a trial
 constexpr int TRIAL_LENGTH_CPU = 1024;   // longer ones are not computed on the CPU
 constexpr int TRIAL_NOISE = 8 * 8191;    // numbers; 8191 is prime, so rows differ
-constexpr int TRIAL_GUARD = 4096;        // bytes before and after an output that must not change
-constexpr int TRIAL_UNWRITTEN = 0xff;    // these bytes, and outputs before a kernel: NaN
+constexpr int TRIAL_GUARD_ROWS = 128;    // rows of qkv before and after an output: a tile of rows
+constexpr int TRIAL_UNWRITTEN = 0xff;    // these bytes, and all memory before a kernel: NaN
+constexpr int TRIAL_REPEATS = CUDA_CPU ? 1 : 16;  // of each case, for the same bits
 constexpr int TRIAL_START_LINES = 3;     // time limit of the first line, in limits of the others
 constexpr int TRIAL_END_S = 10;          // how long a killed process may take to end
 #if CUDA_CPU
@@ -6749,7 +6572,7 @@ static bool trial_allows(const char *name) {
     return emu::set.kernels && (strcmp(name, "planted") == 0) == emu::plants_kernel();
 }
 #else
-static double trial_limit_s(void) { return 20; }  // a trial takes 2 to 4 s in all
+static double trial_limit_s(void) { return 20; }
 static bool trial_allows(const char *) { return true; }
 #endif
 
@@ -6764,6 +6587,7 @@ struct KernelVerdict {
 };
 typedef KernelVerdict KernelVerdicts[ATTENTION_KERNELS][TRIAL_ROWS];
 static_assert(sizeof(KernelVerdicts) <= RANK_KERNELS, "the verdicts fit into a RankInfo");
+static_assert((int)ATTENTION_VARIANTS <= TRIAL_ROWS, "and have room for all variants");
 static const char *const kernel_words[] = {"forward", "dq", "dkv"};
 
 // Returns the ratio of the times of a candidate that is right, otherwise 0.
@@ -6785,31 +6609,15 @@ static bool verdict_is(const char *text) {
 
 // Calls f(kernel, row, name) for every candidate for the shape on a GPU of this capability.
 template <class F> static void each_candidate(const TrialShape &x, int capability, F f) {
-    for (int kernel = 0; kernel < ATTENTION_KERNELS; kernel++) {
-        const AttentionTable &table = attention_tables[kernel];
-        check(table.count <= TRIAL_ROWS, "more variants than TRIAL_ROWS");
-        for (int row = 1; row < table.count; row++) {
-            const AttentionVariant &v = table.variants[row];
-            if ((!v.capability || v.capability == capability) && x.T >= TRIAL_LENGTH_MIN &&
-                v.fits(x.HS, x.T, TYPE_BF16) && trial_allows(v.name)) {
-                f(kernel, row, v.name);
-            }
+    for (int i = 0; i < ATTENTION_KERNELS * ATTENTION_VARIANTS; i++) {
+        const int row = i % ATTENTION_VARIANTS;
+        const AttentionVariant &v = attention_variants[row];
+        if (row > 0 && (!v.capability || v.capability == capability) && (!v.HS || v.HS == x.HS) &&
+            x.T >= TRIAL_LENGTH_MIN && trial_allows(v.name)) {
+            f(i / ATTENTION_VARIANTS, row, v.name);
         }
     }
 }
-
-#if CUDA_CPU
-// Runs row 0 of a kernel with the mistake of EMU_KERNELS in the last token's out or dQ or in the
-// first token's dK and dV.
-template <int KERNEL> static void attention_planted(const AttentionArgs<__nv_bfloat16> &a) {
-    const bool forward = KERNEL == ATTENTION_FORWARD;
-    const size_t C = (size_t)a.NH * a.HS, step = forward ? C : 3 * C;
-    __nv_bfloat16 *end = (forward ? a.out : a.dqkv) + (size_t)a.B * a.T * step;
-    __nv_bfloat16 *first = KERNEL == ATTENTION_DKV ? a.dqkv + C : end - step;
-    emu::planted_kernel(a.stream, KERNEL, first, KERNEL == ATTENTION_DKV ? 2 * C : C, a.HS, end,
-                        [&] { attention_tables[KERNEL].variants[0].start(a); });
-}
-#endif
 
 // --prove, the process of the trial.
 
@@ -6839,17 +6647,34 @@ static const TrialResult trial_results[] = {
     {"the sum of dV", ATTENTION_DKV, TRIAL_SUMS, 2, 0, 1e-2},
 };
 
-// Host copies of the outputs, converted to `real`: the default's, those of the candidate's first
-// and second launches, and the CPU reference's.
-enum { TRIAL_DEFAULT, TRIAL_FIRST, TRIAL_SECOND, TRIAL_CPU, TRIAL_COPIES };
+// The cases. `whole`: the run's sequences, else one whose length is no multiple of the tile size;
+// q and k are multiplied by `scale` (4: softmax close to one-hot; 8: scores that overflow 2^x
+// unless the maximum is subtracted), dO by `gradient`; `lost`: the last of several sequences is
+// NaN, which must not reach the others and must not vanish. Times are measured in the last case.
+struct TrialCase {
+    bool whole;
+    float scale, gradient;
+    bool lost;
+};
+static const TrialCase trial_cases[] = {
+    {false, 1, 1, false}, {false, 4, 1, false}, {true, 8, 1.0f / (1 << 20), true},
+    {true, 1, 1, false}};
+
+// Sets of outputs on the device: the default kernels', the candidate's, those of its repetitions,
+// and those of default kernels that run at the same time. The host has copies of the first two and
+// the CPU reference's, as real.
+enum { TRIAL_DEFAULT, TRIAL_CANDIDATE, TRIAL_AGAIN, TRIAL_BESIDE, TRIAL_SETS };
+enum { TRIAL_CPU = TRIAL_CANDIDATE + 1, TRIAL_COPIES };
 
 struct Trial {
-    TrialShape shape, now;  // now: of the current case, whose B and T may differ
+    TrialShape shape, now;  // given, and of the present case: other B and T
+    size_t guard;           // bytes before and after an output
     __nv_bfloat16 noise[TRIAL_NOISE], *inputs[2];  // inputs: qkv and dout on the device
     real *host[2];                                 // and on the host
-    char *outputs[2][TRIAL_OUTPUTS];  // of default and candidate on the device, between two guards
+    char *outputs[TRIAL_SETS][TRIAL_OUTPUTS];      // on the device, between two guards
     char *copies[TRIAL_COPIES][TRIAL_OUTPUTS];
-    cudaStream_t stream;
+    unsigned *differ;                              // two counts on the device
+    cudaStream_t stream, beside;
 };
 
 static size_t trial_rows(const TrialShape &x, int output) {
@@ -6863,91 +6688,94 @@ static size_t trial_columns(const TrialShape &x, int output) {
     return parts ? (size_t)parts * x.NH * x.HS : 1;
 }
 
-static size_t trial_bytes(const TrialShape &x, int output) {
-    return trial_rows(x, output) * trial_columns(x, output) * trial_outputs[output].bytes;
+// Returns the bytes of an output with its guards.
+static size_t trial_bytes(const Trial *t, const TrialShape &x, int output) {
+    return trial_rows(x, output) * trial_columns(x, output) * trial_outputs[output].bytes +
+           2 * t->guard;
 }
 
-// Calls f(output) for every output of a kernel.
-template <class F> static void each_output(int kernel, F f) {
-    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
-        if (std::any_of(std::begin(trial_results), std::end(trial_results),
-                        [=](const TrialResult &r) {
-                            return r.kernel == kernel && r.output == output;
-                        })) {
-            f(output);
-        }
+// differ_kernel: *count += the number of words in which a and b, n words each, differ. Grid up to
+// 1024, block 256: each thread compares every gridDim.x blockDim.x-th word. Exact.
+// budget: threads 256 regs 16 blocks 8 test gpu_differ
+static __global__ void differ_kernel(unsigned *count, const unsigned *a, const unsigned *b,
+                                     size_t n) {
+    unsigned differ = 0;
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
+         i += (size_t)gridDim.x * blockDim.x) {
+        differ += a[i] != b[i];
+    }
+    if (differ > 0) {
+        atomicAdd(count, differ);
     }
 }
 
-// Launches a kernel. A candidate (row > 0) has outputs of its own, but reads what the default's
-// earlier kernels have written.
-static void trial_launch(const Trial *t, int kernel, int row) {
+// Launches differ_kernel.
+static void gpu_differ(unsigned *count, const void *a, const void *b, size_t bytes,
+                       cudaStream_t stream) {
+    check(bytes % 4 == 0, "%zu bytes are not whole words", bytes);
+    launch(differ_kernel, (unsigned)min_i64(ceil_div_i64((int64_t)bytes / 4, 256), 1024), 256, 0,
+           stream, count, (const unsigned *)a, (const unsigned *)b, bytes / 4);
+}
+
+// Launches a kernel, whose outputs are in a set. It reads what the default's earlier kernels have
+// written.
+static void trial_launch(const Trial *t, int kernel, int row, int set, cudaStream_t stream) {
     const TrialShape &x = t->now;
     auto at = [&](int output, bool own) {
-        return (void *)(t->outputs[own && row > 0][output] + TRIAL_GUARD);
+        return (void *)(t->outputs[own ? set : TRIAL_DEFAULT][output] + t->guard);
     };
     const bool forward = kernel == ATTENTION_FORWARD, dq = kernel == ATTENTION_DQ;
-    attention_tables[kernel].variants[row].start(
+    attention_variants[row].start[kernel](
         {t->inputs[0], t->inputs[1], (__nv_bfloat16 *)at(TRIAL_OUT, forward),
          (__nv_bfloat16 *)at(TRIAL_DQKV, true), (float *)at(TRIAL_LSE, forward),
          (float *)at(TRIAL_DROW, dq), (float *)at(TRIAL_SUMS, true), x.B, x.T, x.NH, x.HS,
-         t->stream});
+         stream});
 #if CUDA_CPU
     const int changed = forward ? TRIAL_OUT : TRIAL_DQKV;
-    emu::planted_trial(t->stream, row, at(changed, true), trial_bytes(x, changed));
+    emu::planted_trial(stream, row, at(changed, true), trial_bytes(t, x, changed) - 2 * t->guard);
 #endif
 }
 
-// Runs a kernel whose outputs hold NaN, and copies them to the host. Ends the process if it fails.
-static void trial_run(const Trial *t, int kernel, int row, int copy) {
-    each_output(kernel, [&](int output) {
-        cuda_check(cudaMemsetAsync(t->outputs[row > 0][output], TRIAL_UNWRITTEN,
-                                   trial_bytes(t->now, output) + 2 * TRIAL_GUARD, t->stream));
-    });
-    trial_launch(t, kernel, row);
-    const cudaError_t error = cudaStreamSynchronize(t->stream);
-    if (error != cudaSuccess) {
-        printf("crashed: %.50s\n", cudaGetErrorString(error));
-        fflush(stdout);
-        _exit(1);
+// Fills a set of outputs with NaN.
+static void trial_clear(const Trial *t, int set) {
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        cuda_check(cudaMemsetAsync(t->outputs[set][output], TRIAL_UNWRITTEN,
+                                   trial_bytes(t, t->now, output), t->stream));
     }
-    each_output(kernel, [&](int output) {
-        copy_wait(t->copies[copy][output], t->outputs[row > 0][output],
-                  trial_bytes(t->now, output) + 2 * TRIAL_GUARD, t->stream);
-    });
 }
 
-// Begins a case: B sequences of T tokens, with q and k multiplied by `scale`. Fills the inputs, and
-// runs the default variant (row 0) of each kernel up to and including `kernel` and, if T is at most
-// TRIAL_LENGTH_CPU and B is 1, the CPU reference.
-static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
-    const size_t C = (size_t)t->shape.NH * t->shape.HS;
-    t->now.B = B;
-    t->now.T = T;
-    for (int i = 0; i < 2; i++) {
-        const size_t columns = i ? C : 3 * C, n = (size_t)B * T * columns;
-        __nv_bfloat16 *rounded = (__nv_bfloat16 *)alloc_zero(n, sizeof *rounded);
-        #pragma omp parallel for schedule(static)
-        for (size_t k = 0; k < n; k++) {
-            const float x = to_float(t->noise[(k + i * TRIAL_NOISE / 2) % TRIAL_NOISE]);
-            rounded[k] = from_float<__nv_bfloat16>(!i && k % columns < 2 * C ? scale * x : x);
-            t->host[i][k] = to_float(rounded[k]);
+// Waits for the kernels and copies a set to the host. Ends the process if a kernel has failed.
+static void trial_copy(const Trial *t, int set) {
+    for (cudaStream_t stream : {t->beside, t->stream}) {
+        const cudaError_t error = cudaStreamSynchronize(stream);
+        if (error != cudaSuccess) {
+            printf("crashed: %.50s\n", cudaGetErrorString(error));
+            fflush(stdout);
+            _exit(1);
         }
-        copy_wait(t->inputs[i], rounded, n * sizeof *rounded, t->stream);
-        free(rounded);
     }
-    for (int k = 0; k <= kernel; k++) {
-        trial_run(t, k, 0, TRIAL_DEFAULT);
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        copy_wait(t->copies[set][output], t->outputs[set][output],
+                  trial_bytes(t, t->now, output), t->stream);
     }
-    if (B > 1 || T > TRIAL_LENGTH_CPU) {
-        return;
+}
+
+// Counts the words in which the outputs of two sets differ.
+static void trial_compare(const Trial *t, unsigned *count, int a, int b) {
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        gpu_differ(count, t->outputs[a][output], t->outputs[b][output],
+                   trial_bytes(t, t->now, output), t->stream);
     }
-    // As on the GPU, the backward pass gets the forward pass's rounded output.
-    real *reference[TRIAL_OUTPUTS], *out = (real *)alloc_zero(T * C, sizeof(real));
-    const __nv_bfloat16 *rounded =
-        (const __nv_bfloat16 *)(const void *)(t->copies[TRIAL_DEFAULT][TRIAL_OUT] + TRIAL_GUARD);
-    for (size_t i = 0; i < T * C; i++) {
-        out[i] = to_float(rounded[i]);
+}
+
+// Computes the CPU reference of a case of one sequence. As on the GPU, the backward pass gets the
+// forward pass's rounded output.
+static void trial_reference(Trial *t) {
+    const int T = t->now.T, NH = t->now.NH, HS = t->now.HS, C = NH * HS;
+    real *reference[TRIAL_OUTPUTS], *out = (real *)alloc_zero((size_t)T * C, sizeof(real));
+    const char *rounded = t->copies[TRIAL_DEFAULT][TRIAL_OUT] + t->guard;
+    for (int i = 0; i < T * C; i++) {
+        out[i] = (real)matmul_number(rounded, CUDA_R_16BF, (size_t)i);
     }
     for (int output = 0; output < TRIAL_OUTPUTS; output++) {
         reference[output] = (real *)(void *)t->copies[TRIAL_CPU][output];
@@ -6955,16 +6783,15 @@ static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
     #pragma omp parallel
     #pragma omp single
     {
-        attention_forward(reference[TRIAL_OUT], reference[TRIAL_LSE], t->host[0], 1, T, (int)C,
-                          t->shape.NH);
+        attention_forward(reference[TRIAL_OUT], reference[TRIAL_LSE], t->host[0], 1, T, C, NH);
         #pragma omp taskwait
         attention_backward(reference[TRIAL_DQKV], t->host[1], t->host[0], out,
-                           reference[TRIAL_LSE], 1, T, (int)C, t->shape.NH);
+                           reference[TRIAL_LSE], 1, T, C, NH);
     }
-    for (int i = 0; i < t->shape.NH * T; i++) {  // LSE2 and D
+    for (int i = 0; i < NH * T; i++) {  // LSE2 and D
         double sum = 0;
-        for (int d = 0; d < t->shape.HS; d++) {
-            const size_t at = (size_t)(i % T) * C + (size_t)(i / T) * t->shape.HS + d;
+        for (int d = 0; d < HS; d++) {
+            const int at = i % T * C + i / T * HS + d;
             sum += (double)t->host[1][at] * (double)out[at];
         }
         reference[TRIAL_DROW][i] = (real)sum;
@@ -6973,19 +6800,53 @@ static void trial_begin(Trial *t, int kernel, int B, int T, float scale) {
     free(out);
 }
 
+// Begins a case: fills the inputs, followed by NaN, and runs row 0 of the kernels up to `kernel`.
+static void trial_begin(Trial *t, const TrialCase &c, int kernel) {
+    const TrialShape &x = t->shape;
+    const int T = min_int(x.T, TRIAL_LENGTH_CPU) - (x.T > 128 ? 37 : 3);
+    const size_t C = (size_t)x.NH * x.HS;
+    t->now.B = c.whole ? x.B : 1;
+    t->now.T = c.whole ? x.T : T - (T % 64 == 0);
+    const size_t tokens = (size_t)t->now.B * t->now.T;
+    const size_t finite = c.lost && x.B > 1 ? tokens - t->now.T : tokens;
+    for (int i = 0; i < 2; i++) {
+        const size_t columns = i ? C : 3 * C, all = (size_t)x.B * x.T * columns;
+        __nv_bfloat16 *rounded = (__nv_bfloat16 *)alloc_zero(all, sizeof *rounded);
+        memset((void *)rounded, TRIAL_UNWRITTEN, all * sizeof *rounded);
+        #pragma omp parallel for schedule(static)
+        for (size_t k = 0; k < finite * columns; k++) {
+            const float number = to_float(t->noise[(k + i * TRIAL_NOISE / 2) % TRIAL_NOISE]);
+            const float factor = i ? c.gradient : k % columns < 2 * C ? c.scale : 1;
+            rounded[k] = from_float<__nv_bfloat16>(factor * number);
+            t->host[i][k] = to_float(rounded[k]);
+        }
+        copy_wait(t->inputs[i], rounded, all * sizeof *rounded, t->stream);
+        free(rounded);
+    }
+    trial_clear(t, TRIAL_DEFAULT);
+    for (int k = 0; k <= kernel; k++) {
+        trial_launch(t, k, 0, TRIAL_DEFAULT, t->stream);
+    }
+    trial_copy(t, TRIAL_DEFAULT);
+    if (!c.whole) {
+        trial_reference(t);
+    }
+}
+
 // Returns number i of a copy of an output.
 static double trial_number(const Trial *t, int copy, int output, size_t i) {
     const char *bytes = t->copies[copy][output];
     if (copy == TRIAL_CPU) {
         return ((const real *)(const void *)bytes)[i];
     }
-    return matmul_number(bytes + TRIAL_GUARD,
+    return matmul_number(bytes + t->guard,
                          trial_outputs[output].bytes == 2 ? CUDA_R_16BF : CUDA_R_32F, i);
 }
 
-// Returns whether a result is near in two copies: the norm of their difference is at most `most`
-// times the norm of `want` and, unless `want` is the CPU reference, each head's row differs by at
-// most 5 % of its own norm plus 1 % of the mean norm. If not, `why` receives the reason.
+// Returns whether a result is near in two copies: NaN in the same places, the norm of their
+// difference at most `most` times the norm of `want` and, unless `want` is the CPU reference, each
+// head's row differs by at most 5 % of its own norm plus 1 % of the mean norm. If not, `why`
+// receives the reason.
 static bool trial_near(const Trial *t, const TrialResult &r, int got, int want, double most,
                        char why[64]) {
     const size_t C = (size_t)t->shape.NH * t->shape.HS, step = trial_columns(t->now, r.output);
@@ -7001,9 +6862,9 @@ static bool trial_near(const Trial *t, const TrialResult &r, int got, int want, 
             for (size_t i = head * unit; i < (head + 1) * unit; i++) {
                 const size_t at = i / columns * step + (size_t)r.part * C + i % columns;
                 const double wanted = trial_number(t, want, r.output, at);
-                const double d = trial_number(t, got, r.output, at) - wanted;
-                own += wanted * wanted;
-                difference += d * d;
+                const double number = trial_number(t, got, r.output, at), d = number - wanted;
+                own += isnan(wanted) ? 0 : wanted * wanted;
+                difference += !isnan(wanted) ? d * d : isnan(number) ? 0 : HUGE_VAL;
             }
             norm += own;
             apart += difference;
@@ -7023,7 +6884,16 @@ static bool trial_near(const Trial *t, const TrialResult &r, int got, int want, 
     return near && rows;
 }
 
-// Returns true if the candidate has changed nothing but its results. Clears these in the second
+// Returns whether all results of a kernel are near in two copies.
+static bool trial_all_near(const Trial *t, int kernel, int got, int want, char why[64]) {
+    return std::all_of(std::begin(trial_results), std::end(trial_results),
+                       [&](const TrialResult &r) {
+        const double most = want == TRIAL_CPU ? r.error : r.apart;
+        return r.kernel != kernel || most == 0 || trial_near(t, r, got, want, most, why);
+    });
+}
+
+// Returns true if the candidate has changed nothing in its set but its results. Clears these in the
 // copy.
 static bool trial_stays_inside(const Trial *t, int kernel) {
     const size_t C = (size_t)t->shape.NH * t->shape.HS;
@@ -7031,84 +6901,91 @@ static bool trial_stays_inside(const Trial *t, int kernel) {
     for (const TrialResult &r : trial_results) {
         const size_t each = trial_outputs[r.output].bytes, step = trial_columns(t->now, r.output);
         for (size_t row = 0; r.kernel == kernel && row < trial_rows(t->now, r.output); row++) {
-            memset(t->copies[TRIAL_SECOND][r.output] + TRIAL_GUARD +
+            memset(t->copies[TRIAL_CANDIDATE][r.output] + t->guard +
                        (row * step + (size_t)r.part * C) * each,
                    TRIAL_UNWRITTEN, (step > 1 ? C : 1) * each);
         }
     }
-    each_output(kernel, [&](int output) {
-        const size_t bytes = trial_bytes(t->now, output) + 2 * TRIAL_GUARD;
-        const char *at = t->copies[TRIAL_SECOND][output];
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        const size_t bytes = trial_bytes(t, t->now, output);
+        const char *at = t->copies[TRIAL_CANDIDATE][output];
         changed += bytes - (size_t)std::count(at, at + bytes, (char)TRIAL_UNWRITTEN);
-    });
+    }
     return changed == 0;
 }
 
-// Returns true if the candidate is right in every case; otherwise writes the reason to `why`. The
-// cases: one sequence whose length is not a multiple of the tile size, and the run's batch and
-// length; scores of the usual size, and a softmax that is close to one-hot.
-static bool trial_is_right(Trial *t, int kernel, int row, char why[64]) {
-    const int T = min_int(t->shape.T, TRIAL_LENGTH_CPU) - (t->shape.T > 128 ? 37 : 3);
-    for (int i = 0; i < 4; i++) {
-        const bool one = i < 2;
-        trial_begin(t, kernel, one ? 1 : t->shape.B, one ? T - (T % 64 == 0) : t->shape.T,
-                    i % 2 ? 4 : 1);
-        auto is_near = [&](int got, int want) {
-            return std::all_of(std::begin(trial_results), std::end(trial_results),
-                               [&](const TrialResult &r) {
-                const double most = want == TRIAL_CPU ? r.error : r.apart;
-                return r.kernel != kernel || most == 0 || trial_near(t, r, got, want, most, why);
-            });
-        };
-        if (one && !is_near(TRIAL_DEFAULT, TRIAL_CPU)) {
-            printf("default: %s\n", why);
-            return false;
-        }
-        bool same = true;
-        trial_run(t, kernel, row, TRIAL_FIRST);
-        trial_run(t, kernel, row, TRIAL_SECOND);
-        each_output(kernel, [&](int output) {
-            same = same && memcmp(t->copies[TRIAL_FIRST][output], t->copies[TRIAL_SECOND][output],
-                                  trial_bytes(t->now, output) + 2 * TRIAL_GUARD) == 0;
-        });
-        if (!same || !trial_stays_inside(t, kernel)) {
-            snprintf(why, 64, same ? "it writes outside its outputs" : "not the same bits twice");
-            return false;
-        }
-        if ((one && !is_near(TRIAL_FIRST, TRIAL_CPU)) || !is_near(TRIAL_FIRST, TRIAL_DEFAULT)) {
-            return false;
-        }
+// Returns true if the candidate is right in a case; otherwise writes the reason to `why`. It runs
+// once, then again and again while default kernels run beside it, which finds races. These also
+// show afterwards whether it has changed what they read.
+static bool trial_is_right(Trial *t, const TrialCase &c, int kernel, int row, char why[64]) {
+    unsigned differ[2] = {0, 0};
+    trial_begin(t, c, kernel);
+    if (!c.whole && !trial_all_near(t, kernel, TRIAL_DEFAULT, TRIAL_CPU, why)) {
+        printf("default: %s\n", why);
+        return false;
     }
-    return true;
+    for (int output = 0; output < TRIAL_OUTPUTS; output++) {
+        cuda_check(cudaMemcpyAsync(t->outputs[TRIAL_BESIDE][output],
+                                   t->outputs[TRIAL_DEFAULT][output],
+                                   trial_bytes(t, t->now, output), cudaMemcpyDeviceToDevice,
+                                   t->stream));
+    }
+    cuda_check(cudaMemsetAsync(t->differ, 0, sizeof differ, t->stream));
+    trial_clear(t, TRIAL_CANDIDATE);
+    trial_launch(t, kernel, row, TRIAL_CANDIDATE, t->stream);
+    for (int i = 0; i < TRIAL_REPEATS; i++) {
+        trial_launch(t, kernel, 0, TRIAL_BESIDE, t->beside);
+        trial_clear(t, TRIAL_AGAIN);
+        trial_launch(t, kernel, row, TRIAL_AGAIN, t->stream);
+        trial_compare(t, &t->differ[0], TRIAL_CANDIDATE, TRIAL_AGAIN);
+    }
+    trial_copy(t, TRIAL_CANDIDATE);
+    trial_launch(t, kernel, 0, TRIAL_BESIDE, t->stream);
+    trial_compare(t, &t->differ[1], TRIAL_DEFAULT, TRIAL_BESIDE);
+    copy_wait(differ, t->differ, sizeof differ, t->stream);
+    if (differ[1] || differ[0]) {
+        snprintf(why, 64, differ[1] ? "it changes the default's inputs or outputs"
+                                    : "not the same bits twice");
+        return false;
+    }
+    if ((!c.whole && !trial_all_near(t, kernel, TRIAL_CANDIDATE, TRIAL_CPU, why)) ||
+        !trial_all_near(t, kernel, TRIAL_CANDIDATE, TRIAL_DEFAULT, why)) {
+        return false;
+    }
+    snprintf(why, 64, "it writes outside its outputs");
+    return trial_stays_inside(t, kernel);
 }
 
-// Tries a candidate: prints "try KERNEL NAME" before its first launch, then the verdict.
+// Tries a candidate: prints "try KERNEL NAME" before its first launch, then the verdict. Returns
+// false if it is wrong.
 static bool trial_verdict(Trial *t, int kernel, int row) {
-    const AttentionVariant &v = attention_tables[kernel].variants[row];
+    const AttentionVariant &v = attention_variants[row];
     cudaFuncAttributes built = {};
     char why[64] = "";
     printf("try %s %s\n", kernel_words[kernel], v.name);
-    if (v.kernel && (cudaFuncGetAttributes(&built, v.kernel) != cudaSuccess ||
-                     built.ptxVersion < v.capability)) {
+    if (cudaFuncGetAttributes(&built, (const void *)differ_kernel) != cudaSuccess ||
+        built.ptxVersion < v.capability) {  // the same for all kernels of a build
         (void)cudaGetLastError();
         printf("absent: this program is built for other GPUs\n");
         return true;
     }
     fflush(stdout);
-    const bool right = trial_is_right(t, kernel, row, why);
-    double ms[2][TUNE_ROUNDS];
-    if (right) {
-        trial_begin(t, kernel, t->shape.B, t->shape.T, 1);
+    for (const TrialCase &c : trial_cases) {
+        if (!trial_is_right(t, c, kernel, row, why)) {
+            printf("wrong: %s\n", why);
+            fflush(stdout);
+            return false;
+        }
     }
-    for (int i = 0; right && i < 2 * TUNE_ROUNDS; i++) {  // in turn
+    double ms[2][TUNE_ROUNDS];
+    for (int i = 0; i < 2 * TUNE_ROUNDS; i++) {  // in turn
         ms[i % 2][i / 2] = gpu_time_ms(1, t->stream, [&](int) {
-            trial_launch(t, kernel, i % 2 ? row : 0);
+            trial_launch(t, kernel, i % 2 ? row : 0, i % 2, t->stream);
         });
     }
-    right ? printf("right %.3f\n", median(ms[0], TUNE_ROUNDS) / median(ms[1], TUNE_ROUNDS))
-          : printf("wrong: %s\n", why);
+    printf("right %.3f\n", median(ms[0], TUNE_ROUNDS) / median(ms[1], TUNE_ROUNDS));
     fflush(stdout);
-    return right;
+    return true;
 }
 
 // Returns true if a list such as ",dq=wgmma,dkv=wgmma" names the variant of a kernel.
@@ -7119,8 +6996,11 @@ static bool kernel_is_named(const char *list, char before, int kernel, const cha
     return at && (at[n] == before || at[n] == 0);
 }
 
-// Parses HS,T,NH,B, with B at most TRIAL_BATCH; returns the text after it. Ends the program if it
-// is not a shape of the kernels.
+// Returns the sequences of T tokens that a trial has: B, or as many as TRIAL_TOKENS allow.
+static int trial_batch(int B, int T) { return min_int(B, (int)max_i64(TRIAL_TOKENS / T, 1)); }
+
+// Parses HS,T,NH,B; returns the text after it. Ends the program if it is not a shape of the
+// kernels.
 static const char *trial_shape_parse(TrialShape *x, const char *text) {
     int n = 0;
     if (sscanf(text, "%d,%d,%d,%d%n", &x->HS, &x->T, &x->NH, &x->B, &n) != 4 ||
@@ -7131,7 +7011,7 @@ static const char *trial_shape_parse(TrialShape *x, const char *text) {
             "tokens; heads with at most %d channels in all; sequences", text, HEAD_UNIT, HEAD_MAX,
             TRIAL_LENGTH_MIN, LENGTH_MAX, CHANNELS_MAX);
     }
-    x->B = min_int(x->B, TRIAL_BATCH);
+    x->B = trial_batch(x->B, x->T);
     return &text[n];
 }
 
@@ -7139,7 +7019,10 @@ static const char *trial_shape_parse(TrialShape *x, const char *text) {
 static void trial_open(Trial *t) {
     const TrialShape &x = t->shape;
     cuda_check(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
+    cuda_check(cudaStreamCreateWithFlags(&t->beside, cudaStreamNonBlocking));
+    cuda_check(cudaMalloc((void **)&t->differ, 2 * sizeof *t->differ));
     matmul_workspace = (real *)alloc_zero(matmul_workspace_bytes(thread_count()), 1);
+    t->guard = (size_t)TRIAL_GUARD_ROWS * 3 * x.NH * x.HS * sizeof t->noise[0];
     for (size_t i = 0; i < TRIAL_NOISE; i++) {  // q, k, v and dO between -2 and 2
         t->noise[i] = from_float<__nv_bfloat16>((float)(4 * rng_uniform(1, 0, 3, i) - 2));
     }
@@ -7149,8 +7032,8 @@ static void trial_open(Trial *t) {
         t->host[i] = (real *)alloc_zero(numbers, sizeof(real));
     }
     for (int output = 0; output < TRIAL_OUTPUTS; output++) {
-        const size_t bytes = trial_bytes(x, output) + 2 * TRIAL_GUARD;
-        for (int i = 0; i < 2; i++) {
+        const size_t bytes = trial_bytes(t, x, output);
+        for (int i = 0; i < TRIAL_SETS; i++) {
             cuda_check(cudaMalloc((void **)&t->outputs[i][output], bytes));
         }
         for (int i = 0; i < TRIAL_COPIES; i++) {
@@ -7192,23 +7075,13 @@ static int kernels_prove(const char *shape) {
 
 // The run: its child process, the cache and the choice.
 
-// The process of a trial, as its parent sees it.
-struct TrialChild {
-    pid_t pid;      // -1: it could not be started
-    int pipe;       // its standard output
-    char line[128]; // what has been read of a line, n bytes
-    size_t n;
-    int lines;      // read so far
-    char *verdict;  // of the candidate that is being tried; null: none is
-};
-
-// Starts --prove for the shape and the candidates without a verdict. Only async-signal-safe
-// functions are called between fork and exec, because this process may have other threads. The
-// child is in a process group of its own, so that Ctrl-C ends it only through this process; if this
-// process is killed, the system kills it too.
-static TrialChild trial_start(const TrialShape &x, int capability,
-                              const KernelVerdicts &verdicts) {
-    TrialChild child = {-1, -1, "", 0, 0, nullptr};
+// Starts --prove for the shape and the candidates without a verdict. Returns the process, whose
+// standard output is *pipe, or -1 if it could not be started. Only async-signal-safe functions are
+// called between fork and exec, because this process may have other threads. The child is in a
+// process group of its own, so that Ctrl-C ends it only through this process; if this process is
+// killed, the system kills it too.
+static pid_t trial_start(int *pipe, const TrialShape &x, int capability,
+                         const KernelVerdicts &verdicts) {
     char shape[512];
     int ends[2], n = snprintf(shape, sizeof shape, "%d,%d,%d,%d", x.HS, x.T, x.NH, x.B);
     const char *const arguments[] = {program_name, "--prove", shape, nullptr};
@@ -7219,11 +7092,11 @@ static TrialChild trial_start(const TrialShape &x, int capability,
     });
     signal(SIGCHLD, SIG_DFL);  // if a shell set it to be ignored, the exit status would be lost
     if (pipe2(ends, O_CLOEXEC) != 0) {
-        return child;
+        return -1;
     }
-    child.pid = fork();
-    child.pipe = ends[0];
-    if (child.pid == 0) {
+    const pid_t child = fork();
+    *pipe = ends[0];
+    if (child == 0) {
         setpgid(0, 0);
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         dup2(ends[1], STDOUT_FILENO);
@@ -7237,96 +7110,98 @@ static TrialChild trial_start(const TrialShape &x, int capability,
     return child;
 }
 
-// Reads a byte of the child's output, and acts on a line that it completes. Returns false at the
-// end.
-static bool trial_read(TrialChild *child, KernelVerdicts *verdicts, const TrialShape &x,
-                       int capability) {
-    static KernelVerdict unnamed;
-    char *line = child->line;
-    const ssize_t got = read(child->pipe, &line[child->n], 1);
-    child->n += got == 1 && child->n + 1 < sizeof child->line;
-    if (got != 1 || line[child->n - 1] != '\n') {
-        return got == 1 || (got < 0 && errno == EINTR);
+// Fills in the verdicts in a trial's output; prints its line about the default kernel. Returns the
+// verdict of the candidate that was tried last, if the output has none for it, or null.
+static char *trial_parse(char *text, KernelVerdicts *verdicts, const TrialShape &x,
+                         int capability) {
+    char *tried = nullptr, *end;
+    for (char *line = text; (end = strchr(line, '\n')); line = end + 1) {
+        *end = 0;
+        if (strncmp(line, "try ", 4) == 0) {
+            each_candidate(x, capability, [&](int kernel, int row, const char *name) {
+                char word[64];
+                snprintf(word, sizeof word, "%s %s", kernel_words[kernel], name);
+                tried = strcmp(line + 4, word) == 0 ? (*verdicts)[kernel][row].s : tried;
+            });
+        } else if (strncmp(line, "default: ", 9) == 0) {
+            fprintf(stderr, "%s: attention's default kernel is wrong on this GPU or in this trial: "
+                    "%s; the run continues with it. Please report this line\n", program_name,
+                    line + 9);
+        } else if (tried && verdict_is(line)) {
+            snprintf(tried, sizeof(KernelVerdict), "%.71s", line);
+            tried = nullptr;
+        }
     }
-    line[child->n - 1] = 0;
-    child->n = 0;
-    child->lines++;
-    if (strncmp(line, "try ", 4) == 0) {
-        child->verdict = unnamed.s;
-        each_candidate(x, capability, [&](int kernel, int row, const char *name) {
-            char word[64];
-            snprintf(word, sizeof word, "%s %s", kernel_words[kernel], name);
-            child->verdict = strcmp(line + 4, word) == 0 ? (*verdicts)[kernel][row].s
-                                                         : child->verdict;
-        });
-    } else if (strncmp(line, "default: ", 9) == 0) {
-        fprintf(stderr, "%s: attention's default kernel is wrong on this GPU or in this trial: %s; "
-                "the run continues with it. Please report this line\n", program_name, line + 9);
-    } else if (child->verdict && verdict_is(line)) {
-        snprintf(child->verdict, sizeof(KernelVerdict), "%.71s", line);
-        child->verdict = nullptr;
-    }
-    return true;
+    return tried;
 }
 
-// Waits for the child to end. If it ended by itself while it tried a candidate, the verdict is that
-// the candidate crashed. If the user or the system killed it, the candidate gets no verdict.
-static void trial_end(TrialChild *child) {
-    const int faults[] = {0, SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP, SIGSYS};
+// Waits for the child and returns the status of waitpid. Ends the run if the child does not end.
+static int trial_end(pid_t child) {
     int status = 0;
-    for (double since_ms = now_ms(); waitpid(child->pid, &status, WNOHANG) == 0; usleep(1000)) {
+    for (double since_ms = now_ms(); waitpid(child, &status, WNOHANG) == 0; usleep(1000)) {
         progress();
         if (now_ms() - since_ms > 1e3 * TRIAL_END_S) {
             die("the trial of kernels, process %d, cannot be ended: nvidia-smi and dmesg show the "
-                "state of the GPU; --tune 0 starts no trial", (int)child->pid);
+                "state of the GPU; --tune 0 starts no trial", (int)child);
         }
     }
-    const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-    if (child->verdict && std::count(faults, std::end(faults), number)) {
-        snprintf(child->verdict, sizeof(KernelVerdict),
-                 number ? "crashed: signal %d" : "crashed: exit status %d",
-                 number ? number : WEXITSTATUS(status));
-    }
+    return status;
 }
 
-// Runs the trial and fills in the verdicts it finds. Returns false if a signal has ended it.
+// Runs the trial and fills in the verdicts it finds. Returns false if a signal has ended it. A
+// candidate at which the child hung, or ended by itself, has that as its verdict; one at which the
+// user or the system killed the child has none.
 static bool trial_supervise(KernelVerdicts *verdicts, const TrialShape &x, int capability) {
     enum { LOOK_MS = 100 };
+    const int faults[] = {0, SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP, SIGSYS};
     // The other ranks wait for the whole trial, so it must end before --timeout.
     const double most_ms = this_rank.ranks > 1 ? 0.8 * rank_timeout_ms : HUGE_VAL;
-    double look_ms = now_ms(), all_ms = 0, line_ms = 0;
-    TrialChild child = trial_start(x, capability, *verdicts);
-    bool open = child.pid >= 0, late = false;
+    double look_ms = now_ms(), all_ms = 0, line_ms = 0, limit_ms = 1e3 * trial_limit_s();
+    char text[4096];
+    size_t n = 0;
+    int pipe;
+    const pid_t child = trial_start(&pipe, x, capability, *verdicts);
+    if (child < 0) {
+        return true;
+    }
+    bool open = true, late = false;
     while (open && !late && !stop_signal) {
-        struct pollfd ready = {child.pipe, POLLIN, 0};
-        const int reads = poll(&ready, 1, LOOK_MS), lines = child.lines;
+        struct pollfd ready = {pipe, POLLIN, 0};
+        ssize_t got = 1;
+        if (poll(&ready, 1, LOOK_MS) > 0) {
+            got = read(pipe, &text[n], sizeof text - 1 - n);
+            open = got > 0 || (got < 0 && errno == EINTR);
+        }
         // A look counts for one second at most: both processes may be stopped, as by Ctrl-Z.
         const double now = now_ms(), passed = fmin(now - look_ms, 1000);
+        const bool line = ready.revents && got > 0 && memchr(&text[n], '\n', (size_t)got);
+        n += ready.revents && got > 0 ? (size_t)got : 0;
         look_ms = now;
         all_ms += passed;
-        open = reads <= 0 || trial_read(&child, verdicts, x, capability);
-        line_ms = child.lines > lines ? 0 : line_ms + passed;
+        line_ms = line ? 0 : line_ms + passed;
         late = all_ms > most_ms ||
-               line_ms > 1e3 * trial_limit_s() * (child.lines ? 1 : TRIAL_START_LINES);
+               line_ms > limit_ms * (memchr(text, '\n', n) ? 1 : TRIAL_START_LINES);
         progress();
     }
     if (open) {
-        kill(child.pid, SIGKILL);  // the driver then ends the context and whatever hangs in it
-        if (child.verdict && late) {
-            snprintf(child.verdict, sizeof(KernelVerdict), "hung: no answer in %.0f s",
-                     line_ms * 1e-3);
-        }
-        child.verdict = nullptr;
+        kill(child, SIGKILL);  // the driver then ends the context and whatever hangs in it
     }
-    close(child.pipe);
-    if (child.pid >= 0) {
-        trial_end(&child);
+    close(pipe);
+    const int status = trial_end(child), number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    text[n] = 0;
+    char *tried = trial_parse(text, verdicts, x, capability);
+    if (tried && late) {
+        snprintf(tried, sizeof(KernelVerdict), "hung: no answer in %.0f s", line_ms * 1e-3);
+    } else if (tried && !open && std::count(faults, std::end(faults), number)) {
+        snprintf(tried, sizeof(KernelVerdict),
+                 number ? "crashed: signal %d" : "crashed: exit status %d",
+                 number ? number : WEXITSTATUS(status));
     }
     return !stop_signal;
 }
 
 // Reads or, with `before`, writes the cache of verdicts. It has one line per candidate,
-//   GPU, 132 SMs, driver 13000 580.65.06, build 0123456789abcdef| dq:64,1024,12=wgmma right 1.432
+//   GPU, 132 SMs, driver 13000 580.65, build 0123456789abcdef| dq:64,1024,12,64=wgmma right 1.432
 // A line that cannot be parsed is ignored; of two for the same candidate, the first counts. Writes
 // those that `before` lacks.
 static void trial_cache(KernelVerdicts *verdicts, const KernelVerdicts *before, const char *where,
@@ -7336,8 +7211,8 @@ static void trial_cache(KernelVerdicts *verdicts, const KernelVerdicts *before, 
     while (file && (before ? !line[0] : fgets(line, sizeof line, file) != nullptr)) {
         each_candidate(x, capability, [&](int kernel, int row, const char *name) {
             char head[352], *verdict = (*verdicts)[kernel][row].s;
-            const int n = snprintf(head, sizeof head, "%s| %s:%d,%d,%d=%s ", where,
-                                   kernel_words[kernel], x.HS, x.T, x.NH, name);
+            const int n = snprintf(head, sizeof head, "%s| %s:%d,%d,%d,%d=%s ", where,
+                                   kernel_words[kernel], x.HS, x.T, x.NH, x.B, name);
             const size_t end = strcspn(line, "\n");
             if (before && verdict[0] && !(*before)[kernel][row].s[0]) {
                 fprintf(file, "%s%s\n", head, verdict);
@@ -7355,53 +7230,116 @@ static void trial_cache(KernelVerdicts *verdicts, const KernelVerdicts *before, 
     }
 }
 
-// Program.try_kernels: writes a fingerprint of this rank's GPU and driver to rank_info and, on rank
-// 0, the verdicts, from the cache or from a trial. Calls nothing that creates a CUDA context.
-// Never tries under MPS, whose server ends the kernels of all its clients after a fault of one
-// (CUDA Multi-Process Service, "Error Containment").
-static void kernels_try(const Settings *s) {
-    const TrialShape x = {s->model.C / s->model.NH, s->T, s->model.NH, min_int(s->B, TRIAL_BATCH)};
-    KernelVerdicts verdicts = {}, before;
+// What a trial's verdicts are for.
+struct TrialPlace {
+    TrialShape shape;
+    int capability, candidates;
+    size_t gpu;       // length of the first part of `where`, the GPU and driver
+    char where[256];  // in the cache
+};
+
+// Sets the shape, GPU, driver and program that the trials for these settings are for. Calls nothing
+// that creates a CUDA context. Returns false if there are none.
+static bool trial_place(TrialPlace *place, const Settings *s) {
     cudaDeviceProp gpu;
-    char where[256], version[64] = "";
-    int driver = 0, count = 0, candidates = 0, unknown = 0;
+    char version[64] = "";
+    int driver = 0, count = 0;
+    memset((void *)place, 0, sizeof *place);
+    place->shape = {s->model.C / s->model.NH, s->T, s->model.NH, trial_batch(s->B, s->T)};
     if (!s->tune || s->dtype != TYPE_BF16 || s->cache ||
         cudaGetDeviceCount(&count) != cudaSuccess || count == 0 ||
         cudaGetDeviceProperties(&gpu, this_rank.local_rank % count) != cudaSuccess ||
         cudaDriverGetVersion(&driver) != cudaSuccess) {
-        return;
+        return false;
     }
-    const int capability = 10 * gpu.major + gpu.minor;
+    place->capability = 10 * gpu.major + gpu.minor;
     FILE *file = fopen("/sys/module/nvidia/version", "r");
     if (file) {
         version[fread(version, 1, sizeof version - 1, file)] = 0;
         version[strcspn(version, "\n")] = 0;
         fclose(file);
     }
-    const int n = snprintf(where, sizeof where, "%.64s, %d SMs, driver %d %s", gpu.name,
-                           gpu.multiProcessorCount, driver, version);
-    each_candidate(x, capability, [&](int, int, const char *) { candidates++; });
-    rank_info.kernels_where = candidates ? fnv1a(fnv1a_start, where, (size_t)n) : 0;
-    if (!candidates || this_rank.rank > 0) {
+    char *where = place->where;
+    place->gpu = (size_t)snprintf(where, sizeof place->where, "%.64s, %d SMs, driver %d %s",
+                                  gpu.name, gpu.multiProcessorCount, driver, version);
+    text_add(where, sizeof place->where, (int)place->gpu, ", build %016" PRIx64,
+             fingerprint_program());
+    each_candidate(place->shape, place->capability,
+                   [&](int, int, const char *) { place->candidates++; });
+    return place->candidates > 0;
+}
+
+// Program.try_kernels: writes a fingerprint of this rank's GPU and driver to rank_info and, on rank
+// 0, the verdicts, from the cache or from a trial. Never tries under MPS, whose server ends the
+// kernels of all its clients after a fault of one (CUDA Multi-Process Service, "Error
+// Containment").
+static void kernels_try(const Settings *s) {
+    KernelVerdicts verdicts = {}, before;
+    TrialPlace place;
+    int unknown = 0;
+    if (!trial_place(&place, s)) {
         return;
     }
-    snprintf(where + n, sizeof where - (size_t)n, ", build %016" PRIx64, fingerprint_program());
-    trial_cache(&verdicts, nullptr, where, x, capability);
+    const TrialShape &x = place.shape;
+    rank_info.kernels_where = fnv1a(fnv1a_start, place.where, place.gpu);
+    if (this_rank.rank > 0) {
+        return;
+    }
+    trial_cache(&verdicts, nullptr, place.where, x, place.capability);
     memcpy(&before, &verdicts, sizeof before);
-    each_candidate(x, capability, [&](int kernel, int row, const char *) {
+    each_candidate(x, place.capability, [&](int kernel, int row, const char *) {
         unknown += !verdicts[kernel][row].s[0];
     });
     if (unknown && this_rank.local_rank == 0 && !getenv("CUDA_MPS_PIPE_DIRECTORY") &&
         access("/tmp/nvidia-mps/control", F_OK) != 0) {
-        trial_supervise(&verdicts, x, capability)
-            ? trial_cache(&verdicts, &before, where, x, capability)
+        trial_supervise(&verdicts, x, place.capability)
+            ? trial_cache(&verdicts, &before, place.where, x, place.capability)
             : (void)memcpy(&verdicts, &before, sizeof verdicts);
     }
-    each_candidate(x, capability, [&](int kernel, int row, const char *) {
+    each_candidate(x, place.capability, [&](int kernel, int row, const char *) {
         KernelVerdict *v = &verdicts[kernel][row];
         *v = v->s[0] ? *v : KernelVerdict{"not tried"};
     });
     memcpy(rank_info.kernels, &verdicts, sizeof verdicts);
+}
+
+// Program.predict: the rates of the GPU's entry in the table of cards, with the gains that earlier
+// trials have cached.
+static const char *kernels_predict(Speed *speed, const Settings *s) {
+    static const double tiles[] = {2, 3, 4};  // matmuls of a tile in each kernel
+    KernelVerdicts verdicts = {};
+    TrialPlace place;
+    cudaDeviceProp gpu;
+    double gain[ATTENTION_KERNELS] = {};  // 0: not tried
+    const GpuEntry *card = nullptr;
+    int device;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&gpu, device));
+    for (const GpuEntry &entry : gpu_table) {
+        const bool named = strstr(card_key(gpu.name).s, card_key(entry.name).s) != nullptr;
+        const double share = (double)gpu.totalGlobalMem / 0x1p30 / entry.gib;
+        card = named && gpu.multiProcessorCount == (int)entry.sms && fabs(share - 1) < 0.05
+                   ? &entry : card;
+    }
+    if (!card || s->dtype == TYPE_FP32) {
+        return nullptr;
+    }
+    const bool tries = trial_place(&place, s);
+    if (tries) {
+        trial_cache(&verdicts, nullptr, place.where, place.shape, place.capability);
+    }
+    for (int i = 0; i < ATTENTION_KERNELS * ATTENTION_VARIANTS; i++) {
+        const char *verdict = verdicts[i / ATTENTION_VARIANTS][i % ATTENTION_VARIANTS].s;
+        const double ratio = verdict_ratio(verdict), used = ratio > 1 / TUNE_GAIN ? ratio : 1;
+        double *to = &gain[i / ATTENTION_VARIANTS];
+        *to = verdict[0] || !tries ? fmax(*to, used) : *to;
+    }
+    const double back = tiles[1] / gain[1] + tiles[2] / gain[2];  // infinite if one is not tried
+    const double gains[] = {gain[0], (tiles[1] + tiles[2]) / back};
+    Rates rates = card_rates(card);
+    const int unproved = rates_prove(&rates, card, s, gains);
+    *speed = speed_predict(&rates, s);
+    return unproved ? to_prove : "predicted for this GPU, not measured";
 }
 
 // Chooses each kernel's row: the fastest that is right or, if `wanted` is not null, the one that a
@@ -7418,30 +7356,29 @@ static bool kernels_choose(Engine *e, const char *wanted) {
     memcpy(&verdicts, rank_info.kernels, sizeof verdicts);
     chosen[0] = 0;
     for (int kernel = 0; kernel < ATTENTION_KERNELS; kernel++) {
-        const AttentionTable &table = attention_tables[kernel];
         double best = 1 / TUNE_GAIN;
         int choice = 0;
         char why[128] = "";
-        for (int row = 1; row < table.count; row++) {
+        for (int row = 1; row < ATTENTION_VARIANTS; row++) {
             const char *verdict = unlike ? "" : verdicts[kernel][row].s;
             const double ratio = verdict_ratio(verdict);
-            const bool named =
-                wanted && kernel_is_named(wanted, ' ', kernel, table.variants[row].name);
+            const char *name = attention_variants[row].name;
+            const bool named = wanted && kernel_is_named(wanted, ' ', kernel, name);
             if (wanted ? named && ratio > 0 : ratio > best) {
                 best = ratio;
                 choice = row;
                 snprintf(why, sizeof why, ", %.2fx", ratio);
             } else if (verdict[0] && !choice) {
-                snprintf(why, sizeof why, " (%s %s)", table.variants[row].name, verdict);
+                snprintf(why, sizeof why, " (%s %s)", name, verdict);
             }
         }
         attention_choice[kernel] = choice;
         if (choice) {
             k = text_add(chosen, sizeof chosen, k, " %s=%s", kernel_words[kernel],
-                         table.variants[choice].name);
+                         attention_variants[choice].name);
         }
-        n = text_add(line, sizeof line, n, "%s %s %s%s", kernel ? ";" : "", table.name,
-                     table.variants[choice].name, why);
+        n = text_add(line, sizeof line, n, "%s %s %s%s", kernel ? ";" : "",
+                     attention_names[kernel], attention_variants[choice].name, why);
     }
     e->kernels = chosen;
     e->kernels_line = rank_info.kernels_where || unlike ? line : nullptr;
@@ -8326,6 +8263,7 @@ int train_gpt2cu_main(int argc, char **argv) {
         .command = gpu_command,
         .prove = kernels_prove,
         .try_kernels = kernels_try,
+        .predict = kernels_predict,
         .refuse = gpu_settings_check,
         .built = built,
         .device = device_name,

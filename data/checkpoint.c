@@ -374,13 +374,16 @@ static const char *engine_kernels(const Engine *e) { return e->kernels ? e->kern
 static void shards_save(const Snapshot *snapshot, FILE *header) {
     for (int k = 0; k < 2 && this_rank.rank == 0; k++) {
         const Dataset *d = snapshot->data[k];
-        for (int i = 0; d && i < d->shard_count; i++) {
+        if (!d || !d->shard_count) {
+            continue;
+        }
+        fprintf(header, ",\"%s\":\"", shards_keys[k]);
+        for (int i = 0; i < d->shard_count; i++) {
             const Shard *shard = &d->shards[i];
-            fprintf(header, i ? "" : ",\"%s\":\"", shards_keys[k]);
             fprintf(header, "%" PRId64 " %s %s;", shard_file_bytes(shard), shard->edges,
                     shard->whole[0] ? shard->whole : "-");
         }
-        fputs(d && d->shard_count ? "\"" : "", header);
+        fputs("\"", header);
     }
 }
 

@@ -65,6 +65,7 @@ if [ ${#needed[@]} -gt 0 ] || [ ${#wanted[@]} -gt 0 ]; then
         look "$@"
     fi
 fi
+[ ${#needed[@]} -eq 0 ] || echo "deps.sh: needed: ${needed[*]}"
 for what in "${lost[@]}"; do
     echo "deps.sh: without $what"
 done

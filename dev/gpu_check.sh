@@ -58,7 +58,7 @@ machine     20    5
 build      150  100
 check       60   50
 bits        40   20
-prove       60   10
+prove       90   15
 speed       60  130
 test       180  120
 sanitizer   75   90
@@ -632,7 +632,7 @@ stage_bits() {
 # hangs ends the command.
 stage_prove() {
     local status verdicts tried name rest seconds=${limit_s[$stage]}
-    logged "$seconds" "$GPT2CU" --prove 64,1024,12,16
+    logged "$seconds" "$GPT2CU" --prove 64,1024,12,64
     status=$?
     if grep -q '^gpu .*: 0 candidates$' "$work/last"; then
         report candidates skipped "this GPU has only the default kernels"
@@ -675,7 +675,7 @@ largest_batch() {
 # log, which is flushed after every line, the run is killed: the final checkpoint would have 19 GB
 # at 1558M.
 timed_run() {
-    local dir=$1 seconds most lines began=$SECONDS status
+    local dir=$1 seconds most lines began=$SECONDS status ended
     seconds=$(limit "$2")
     shift 2
     measured=
@@ -698,7 +698,8 @@ timed_run() {
     most=$(most_memory "$lines")
     kill -KILL $child 2> /dev/null
     wait $child 2> /dev/null
-    [ $status -ne 1 ] || status=$?
+    ended=$?
+    [ $status -ne 1 ] || [ $ended -eq 0 ] || status=$ended
     child=
     # A run may write its last step and end between two checks.
     [ "$(steps_of "$dir" step | tail -n 1)" != "$STEPS" ] || status=0

@@ -12,6 +12,8 @@
 //         make build/bench_cuda_cpu    the same on the CPU, to check that it runs
 // Run:    build/bench                  124M at -b 64 and 1558M at -b 16, a table each
 //         build/bench -e d24 -b 8 attention matmul    cases whose names start with these words
+// Attention is timed with the default kernels and, below them, with each variant for this GPU
+// ("attention_forward wgmma"), which the sum leaves out.
 // With EMU_PROFILE=1 and a build for it (dev/cuda_cpu/emu_profile.h) it measures no times but
 // compares the bytes that each kernel accesses with those it needs.
 
@@ -142,6 +144,7 @@ static const struct {
     {"layernorm_forward", 2.0, "each row reads weight and bias"},
     {"layernorm_backward", 1.8, "each row reads the weight; a few rows give as many parts"},
     {"attention_backward", 1.7, "two kernels read Q, K, V and dO"},
+    {"attention_backward wgmma", 1.7, "likewise"},
     {"grad_norm", 1.5, "each thread looks up its block's tensor"},
 };
 
@@ -355,7 +358,7 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
     const Array in3 = {3 * n, READ, NOISE, nullptr}, out3 = {3 * n, WRITE, NOISE, nullptr};
     cudaStream_t stream = bench.stream;
-    return {
+    std::vector<Case> cases = {
         {"attention_forward", L, attention, {out, {lse, WRITE, NOISE, nullptr}, in3},
          [=](const Buffers &p) {
              gpu_attention_forward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), B, T, C, NH, stream);
@@ -370,6 +373,26 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
                                     B, T, C, NH, stream);
          }},
     };
+    // The rows above are row 0; these are the other variants for this GPU and head size.
+    cudaDeviceProp gpu;
+    cuda_check(cudaGetDeviceProperties(&gpu, 0));
+    for (int row = 1; row < ATTENTION_VARIANTS && std::is_same_v<E, __nv_bfloat16>; row++) {
+        const AttentionVariant &v = attention_variants[row];
+        for (int i = 0; i < 2; i++) {
+            Case c = cases[(size_t)i];
+            c.name += std::string(" ") + v.name;
+            c.launches = 0;
+            c.run = [run = c.run, row](const Buffers &p) {
+                std::fill(attention_choice, std::end(attention_choice), row);
+                run(p);
+                std::fill(attention_choice, std::end(attention_choice), 0);
+            };
+            if (v.capability == 10 * gpu.major + gpu.minor && v.HS == C / NH) {
+                cases.push_back(c);
+            }
+        }
+    }
+    return cases;
 }
 
 // Returns the norm and AdamW over all parameters as one matrix; in 16 bits, with a master copy and

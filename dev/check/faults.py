@@ -612,9 +612,9 @@ GPU_RUN = ("-i t_train.bin -j t_train.bin -e l2h2c16t16 -b 1 -d 64 -n 1 -v 1 -m 
            "-y 1 -o out --quiet").split()
 GPU_KINDS = ["--tune 0 --dtype bf16", "--tune 0 --dtype fp16 --offload residuals,moments",
              "--tune 0 --dtype fp32 --offload weights,gradients -r block", "--tune 1 --dtype bf16"]
-GPU_KINDS += [f"--tune 0 --dtype bf16 --gpus 2 --timeout 30 -z {z}" for z in range(4)]
-GPU_KINDS += [f"--tune 0 --dtype bf16 --gpus 2 --timeout 30 -z {z} --offload moments,master,residuals"
-              for z in (1, 3)]
+TWO_GPUS = "--tune 0 --dtype bf16 --gpus 2 --timeout 30"
+GPU_KINDS += [f"{TWO_GPUS} -z {z}" for z in range(4)]
+GPU_KINDS += [f"{TWO_GPUS} -z {z} --offload moments,master,residuals" for z in (1, 3)]
 # Calls after whose failure a run may go on, with the same bytes: the search for a GPU, which plans
 # do without; and an attribute that older versions of cuBLASLt do not know.
 GPU_SURVIVED = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaGetDeviceProperties",

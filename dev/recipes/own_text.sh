@@ -5,18 +5,20 @@
 #
 # Learns a tokenizer of 4,096 tokens from FILE (plain text; a novel, some MB of mails or chats) and
 # trains a model of 3.5 million parameters. With less than a megabyte the validation loss may rise
-# again before the end: the run keeps four checkpoints, and fewer steps (-x) are then better.
+# again before the end: the run keeps four checkpoints, and fewer steps (-x) are then better. A text
+# with too few different words for so many tokens is refused: VOCABULARY=1000 before the command.
 set -eu
 file=$(realpath "${1:?usage: dev/recipes/own_text.sh FILE [train] [OPTION...]}")
 shift
 cd "$(dirname "$0")/../.."
-name=$(basename "${file%.*}" | tr -c 'A-Za-z0-9\n' _)
-if ! compgen -G "data/${name}_4096_train*.bin" > /dev/null; then
+vocabulary=${VOCABULARY:-4096}
+name=$(basename "${file%.*}" | tr -c 'A-Za-z0-9\n' _) data=data/${name}_$vocabulary
+if ! compgen -G "${data}_train*.bin" > /dev/null; then
     make -s data/tokenize
-    data/tokenize --train-bpe 4096 -o "data/${name}_4096" "$file"
+    data/tokenize --train-bpe "$vocabulary" -o "$data" "$file"
 fi
 card=
-options=(-e l6h6c192t128 -i "data/${name}_4096_train*.bin" -j "data/${name}_4096_val*.bin"
+options=(-e l6h6c192t128 -i "${data}_train*.bin" -j "${data}_val*.bin"
          -b 16 -x 1000 -l 3e-3 -u 100 -q 0.1 -c 0.1 --beta2 0.99 -v 250 -s 500 -g 60
          --temperature 0.8 --top-p 0.95 -n 250 --keep 4 -o "runs/$name" -y 1)
 says="Sentences in your text's style after five to ten minutes on two cores. Schedule, warmup and

@@ -761,6 +761,21 @@ TEST(gpu_kernels) {
                    "%s: a second start", row.kernels);
         }
     }
+    // Mistakes that show only in a repetition, in some values, or in other memory.
+    const struct {
+        const char *kernels, *candidate, *says;
+    } finds[] = {{"rare", "forward", "not the same bits twice"},
+                 {"input", "dq", "it changes the default's inputs or outputs"},
+                 {"large", "dkv", "dV differs from the default's by "},
+                 {"tiny", "dkv", "dK differs from the default's by "},
+                 {"nan", "forward", "out differs from the default's by "},
+                 {"past", "dkv", "dK differs from the CPU's by "}};
+    for (auto &row : finds) {
+        const Text shape = Text("--prove 8,64,2,2,") + row.candidate + "=planted";
+        const Outcome found = program(shape, with_kernels(row.kernels, "none"));
+        expect(found.status == 1 && has(found.out, Text("\nwrong: ") + row.says), "%s: %s%s",
+               row.kernels, found.out.c_str(), found.err.c_str());
+    }
     // Kernels are chosen one by one; those after one that crashed are tried at the next start.
     for (const char *says : {"forward planted, 1.67x; dQ mma.sync (planted crashed: exit status "
                              "86); dK and dV mma.sync (planted not tried)",
@@ -786,6 +801,7 @@ TEST(gpu_kernels_cache) {
         skip("needs the emulated device");
     }
     more_arguments = "";
+    Outcome o;
     const Text path = "cache/train_gpt2/kernels", fast = "forward planted, 1.67x; dQ planted, ";
     const Text not_tried = "forward mma.sync (planted not tried); dQ mma.sync (planted not tried)";
     const Text good = tried("good", fast, with_kernels("good", "cache"));
@@ -793,7 +809,7 @@ TEST(gpu_kernels_cache) {
     const size_t build = kept.find("build ") + 6, verdict = kept.find("right 1.667");
     expect(build > 6 && verdict != Text::npos &&
            kept.find("CUDA on the CPU, 2 SMs, driver 1") == 0 &&
-           has(kept, "| forward:8,64,2=planted right 1.667\n"), "%s", kept.c_str());
+           has(kept, "| forward:8,64,2,2=planted right 1.667\n"), "%s", kept.c_str());
     // Contents of the file, and the number of lines added by a run that finds all candidates wrong.
     Text other = kept, torn = kept, odd = kept;
     other[build] = other[build] == '0' ? '1' : '0';
@@ -823,7 +839,12 @@ TEST(gpu_kernels_cache) {
     expect(both.size() == 2 * kept.size() && both.compare(0, kept.size(), kept) == 0, "%s",
            both.c_str());
     expect(tried("shape", "planted, 1.67x", with_kernels("good", "cache"), "-t 32") != good &&
-               has(read_file(path), "| dq:8,32,2="), "another shape");
+               has(read_file(path), "| dq:8,32,2,2="), "another shape");
+    // With -b auto the trial has the most sequences that may be chosen.
+    o = program("-i train.bin -e l1h2c16t64 -d 256 -x 1", with_kernels("unstable", "auto"));
+    const Text most = read_file("auto/train_gpt2/kernels");
+    expect(o.status == 0 && has(most, "| dq:8,64,2,4=planted wrong"), "%s%s", o.err.c_str(),
+           most.c_str());
     for (const char *folder : {"/proc/none", "/dev/null"}) {
         expect(tried("nowhere", fast, with_kernels("good", folder)) == good, "no cache");
     }
@@ -833,7 +854,7 @@ TEST(gpu_kernels_cache) {
     tried("tune", "", with_kernels("good", "cache"), "--tune 0");
     tried("fp32", "", with_kernels("good", "cache"), "--dtype fp32");
     // The child's pipe needs two descriptors at a time; nothing else in this run does.
-    Outcome o = program(tried_run + "-x 1", [=] {
+    o = program(tried_run + "-x 1", [=] {
         with_kernels("good", "empty")();
         struct rlimit r = {4, 4};
         setrlimit(RLIMIT_NOFILE, &r);
@@ -868,6 +889,37 @@ TEST(gpu_kernels_cache) {
                    "the CPU program");
 }
 
+// The plan on a GPU of the table of cards is predicted until a run has measured it: with kernels
+// that the GPU has to prove; after a trial with the gain that it has measured, or with the
+// default's rate.
+TEST(gpu_kernels_forecast) {
+    if (!is_emulated()) {
+        skip("needs the emulated device");
+    }
+    more_arguments = "";
+    const Text h100 = "EMU_NAME=h100 EMU_SMS=132 EMU_GPU_MEM=84900000000 ";
+    const Text run = "-e l1h1c64t64 -b 1 ";
+    auto forecast = [&](const Text &cache, const Text &says, const Text &more = "") {
+        const Outcome o = program("--plan " + run + more, with_kernels("own", cache, h100));
+        expect(o.status == 0 && flat(o.out).find("; " + says + "\n") != Text::npos, "%s: %s%s",
+               cache.c_str(), o.out.c_str(), o.err.c_str());
+        return number_after(o.out, "\nforecast: ");
+    };
+    const Text to_prove = "predicted, if this GPU proves the kernels";
+    const Text known = "predicted for this GPU, not measured";
+    const double usual = forecast("none", known, "--tune 0"), faster = forecast("none", to_prove);
+    for (const char *times : {"EMU_KERNEL_TIMES=93", "EMU_KERNEL_TIMES=35"}) {
+        const auto trial = with_kernels("own", times, h100 + times);
+        expect_success(program("-i train.bin -x 1 " + run, trial), times);
+    }
+    const double proved = forecast("EMU_KERNEL_TIMES=93", known);
+    const double refused = forecast("EMU_KERNEL_TIMES=35", known);
+    expect(usual > 0 && faster > usual && proved > faster && refused == usual,
+           "default %g, predicted %g, three times as fast %g, refused %g", usual, faster, proved,
+           refused);
+}
+
+// The processes that process `pid` has started.
 static Text children_of(pid_t pid) {
     return read_file(text("/proc/%d/task/%d/children", (int)pid, (int)pid));
 }

@@ -359,6 +359,17 @@ inline Text flat(const Text &wrapped) {
     return line;
 }
 
+// The first number after `words` in a text, with its commas removed; -1 if there is none.
+inline double number_after(const Text &out, const Text &words) {
+    const size_t at = out.find(words);
+    const size_t from = at == Text::npos ? at : out.find_first_of("0123456789", at + words.size());
+    Text digits;
+    for (size_t i = from; i < out.size() && (isdigit(out[i]) || strchr(",.", out[i])); i++) {
+        digits += out[i] == ',' ? "" : Text(1, out[i]);
+    }
+    return digits.empty() ? -1 : atof(digits.c_str());
+}
+
 // Expects status 0 and an empty stderr.
 inline void expect_success_at(const char *file, int line, const Outcome &o, const Text &who) {
     if (o.status != 0 || !o.err.empty()) {

@@ -110,7 +110,7 @@ TEST(mid_step) {
     expect(o.status == 0 && o.err == said, "status %d, stderr: %s", o.status, o.err.c_str());
     expect(names_in("out", "step") == "step-00000000" && log_steps("out/log.jsonl").empty(),
            "the step was finished: %s", names_in("out", "step").c_str());
-    pid = start(many);
+    pid = start(many, [] { signal(SIGHUP, SIG_DFL); });  // nohup make test ignores it
     signal_at(pid, "{\"step\":1,\"checkpoint\"", SIGHUP);
     o = outcome(pid);
     expect(o.status == 0 && o.err == said, "status %d, stderr: %s", o.status, o.err.c_str());

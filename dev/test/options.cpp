@@ -57,11 +57,11 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t16 -t 17", "--seq-len (-t): 17 is more than the model's 16"},
     {"-i train.bin -e l2h2c16t16 -r 2", "'2' is not one of none (0) gelu norm"},
     {"-i train.bin -e l2h2c16t16 -r half", "--recompute (-r): 'half'"},
-    {"-i train.bin -e l2h2c16t16 -r block:3", "is a number from 0 to 2"},
-    {"-i train.bin -e l2h2c16t16 -r block:-1", "is a number from 0 to 2"},
-    {"-i train.bin -e l2h2c16t16 -r block:", "is a number from 0 to 2"},
-    {"-i train.bin -e l2h2c16t16 -r block:1x", "is a number from 0 to 2"},
-    {"-i train.bin -e l2h2c16t16 -r block:1,gelu:2", "K of gelu:K is a number from 0 to 1"},
+    {"-i train.bin -e l2h2c16t16 -r block:3", "must be from 0 to 2"},
+    {"-i train.bin -e l2h2c16t16 -r block:-1", "must be from 0 to 2"},
+    {"-i train.bin -e l2h2c16t16 -r block:", "must be from 0 to 2"},
+    {"-i train.bin -e l2h2c16t16 -r block:1x", "must be from 0 to 2"},
+    {"-i train.bin -e l2h2c16t16 -r block:1,gelu:2", "K of gelu:K must be from 0 to 1"},
     {"-i train.bin -e l2h2c16t16 -r block:1,", "is not one of none (0) gelu norm"},
     {"-i train.bin -e l2h2c16t16 -r gelu,block", "(-r): 'gelu,block': no block is left for block"},
     {"-i train.bin -e l2h2c16t16 -r block:1,gelu,none:0", "no block is left for none"},
@@ -413,17 +413,6 @@ TEST(fit_given) {
            "%s", moved.out.c_str());
 }
 
-// Returns the first number after `words` in a text, ignoring its commas; -1 if there is none.
-static double number_after(const Text &out, const Text &words) {
-    const size_t at = out.find(words);
-    const size_t from = at == Text::npos ? at : out.find_first_of("0123456789", at + words.size());
-    Text digits;
-    for (size_t i = from; i < out.size() && (isdigit(out[i]) || strchr(",.", out[i])); i++) {
-        digits += out[i] == ',' ? "" : Text(1, out[i]);
-    }
-    return digits.empty() ? -1 : atof(digits.c_str());
-}
-
 // --largest: its command fits, and the next possible value does not.
 TEST(largest) {
     static const struct {
@@ -548,8 +537,8 @@ TEST(suggestions) {
            twice.c_str());
 }
 
-// The plan for a Hopper GPU also gives the speed with wgmma attention, which a run uses only after
-// a trial on that GPU; those kernels are for heads of 64 channels in bf16.
+// The forecast for a Hopper GPU is that with the attention kernels that the GPU has to prove, which
+// are for heads of 64 channels in bf16, and says so; below it is the speed without them.
 TEST(proved_kernels) {
     static const struct {
         const char *options;
@@ -557,17 +546,29 @@ TEST(proved_kernels) {
     } table[] = {{"-e d12 -b 64 --gpu h200", true},
                  {"-e d48 --gpu h100 --gpus 8", true},
                  {"-e d12 --gpu h100 --dtype fp16", false},
+                 {"-e d12 --gpu h200 --tune 0", false},
+                 {"-e d12 --gpu h20", false},
                  {"-e d12 --gpu 4090", false},
                  {"-e l12h6c768t1024 --gpu h100", false}};
     for (auto &row : table) {
         const Text out = flat(program(Text("--plan ") + row.options).out);
-        const double usual = number_after(out, "forecast: ");
-        const double proved = number_after(out, "with wgmma attention: ");
-        const size_t said = out.find(" tokens/s; predicted, if this GPU proves the kernels");
-        expect(usual > 0 && (said != Text::npos) == row.has &&
-                   (row.has ? proved > 1.02 * usual && proved < 1.1 * usual : proved < 0),
-               "%s: %g, %g", row.options, usual, proved);
+        const double forecast = number_after(out, "forecast: ");
+        const double usual = number_after(out, "with the default kernels: ");
+        const size_t said = out.find("; predicted, if this GPU proves the kernels\n");
+        const bool ranks = has(out, "; predicted for these cards in one machine\n");
+        expect(forecast > 0 && (said != Text::npos || (ranks && usual > 0)) == row.has &&
+                   (row.has ? forecast > 1.02 * usual && forecast < 1.1 * usual : usual < 0),
+               "%s: %g, %g", row.options, forecast, usual);
     }
+    // --fit and the list of cards have the same forecast.
+    const Text plan = flat(program("--plan -e d12 -b 64 -r none -d 524288 --gpu h200").out);
+    const Text fit = flat(program("--fit bits -e d12 -d 524288 --gpu h200").out);
+    const Text cards = program("--plan -e d12 -b 64 -r none -d 524288 --gpu all --json").out;
+    const double forecast = number_after(plan, "\nforecast: ");
+    const size_t row = cards.find("\"h200\"");
+    expect(forecast > 5e5 && fit.find("predicted, if this GPU proves the kernels") != Text::npos &&
+               number_after(cards.substr(row), "\"tokens_per_s\":") == forecast,
+           "%g: %s %s", forecast, fit.c_str(), cards.substr(row, 300).c_str());
 }
 
 // --plan tells what unused memory would buy: the batch that it names fits, and is faster by the

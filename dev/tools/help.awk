@@ -1,7 +1,8 @@
 # Turns the text that `train_gpt2 --help` prints from its option table into a manual page or into
 # a completion script for bash. `make install` uses it:
 #
-#   train_gpt2 --help | awk -v to=man|bash -v name=train_gpt2 -f dev/tools/help.awk
+#   train_gpt2 --help | awk -v to=man|bash -v name=train_gpt2 -v version="train_gpt2 1.0" \
+#       -f dev/tools/help.awk
 #
 # Input: `usage: ...` and a paragraph; then sections, each a title and its options. An option is
 # `  -l, --name  text` and continues in column 27. Its text may end in a table, whose first row
@@ -44,9 +45,10 @@ function finish(  words) {
 blank && /^[A-Z][^.:]*$/ {
     finish()
     if (to == "man" && !sections++) {
-        printf ".TH %s 1\n.SH NAME\n%s \\- trains GPT-2 within a memory plan\n.SH SYNOPSIS\n" \
+        printf ".TH %s 1 \"\" \"%s\"\n.SH NAME\n" \
+            "%s \\- trains GPT-2 within a memory plan\n.SH SYNOPSIS\n" \
             ".B %s\n[\\fIoption\\fR ...]\n.SH DESCRIPTION\n%s.SH OPTIONS\n",
-            toupper(name), name, name, intro
+            toupper(name), version, name, name, intro
     }
     if (to == "man") {
         print ".SS " $0

@@ -389,6 +389,25 @@ TEST(forecast, HOST) {
         expect_near(forecast_tokens_per_s(&v, &s, step_micros(&o, &s)), c.tokens_per_s,
                     c.within * c.tokens_per_s, "%s %s", c.card, c.options);
     }
+    // Attention that a GPU has to prove: its FLOPs at other rates; only one gain is known.
+    const Text h100 = "--gpu h100 -e d12 -b 64 -r none";
+    Settings wgmma = planned(h100);
+    Options asked;
+    parse(&asked, ("--plan " + h100).c_str());
+    const GpuEntry *card = gpu_find(&asked);
+    const Rates plain = card_rates(card);
+    Rates faster = plain;
+    const double gain[] = {1.5, 0};
+    expect(rates_prove(&faster, card, &wgmma, gain) == 1 &&
+           faster.attention == 1.5 * plain.attention);
+    expect_near(faster.attention_back, 245e12, 1e12, "the predicted rate");
+    const Speed before = speed_predict(&plain, &wgmma), after = speed_predict(&faster, &wgmma);
+    const double flops = 65536.0 * 12 * 1024 * 768;  // tokens, blocks, T, C
+    expect_near(forecast_micro(&before, &wgmma, 1) - forecast_micro(&after, &wgmma, 1),
+                flops * (2 / plain.attention - 2 / faster.attention + 5 / plain.attention_back -
+                         5 / faster.attention_back), 1e-9, "seconds of a micro-step");
+    wgmma.tune = 0;
+    expect(rates_prove(&faster, card, &wgmma, untried) == 0, "--tune 0");
     // A chunk of logits costs the same whether or not it is full.
     Settings chunks = planned("-e d12 -b 4 -t 1024 -r none");
     const Speed of_chunks = speed_usual(&chunks);

@@ -536,7 +536,7 @@ template <int FORM>
 static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
     DYN_TILES(bf16, tile_a);
     bf16 *tile_b = tile_a + 64 * 64;
-    check_tiles(tile_a);
+    (void)warpgroup_index(tile_a);
     tile_load<64, 64, 4>(tile_a, a, 64, 0, 64, 64);
     tile_load<64, 64, 4>(tile_b, b, 64, 0, 64, 64);
     copy_commit();
@@ -611,15 +611,15 @@ TEST(gpu_wgmma, CUDA_ALL) {
 static void choose_wgmma(int kernels) {
     KernelVerdicts verdicts = {};
     for (int k = 0; k < ATTENTION_KERNELS; k++) {
-        const AttentionTable &table = attention_tables[k];
         attention_choice[k] = 0;
-        for (int i = 0; i < table.count && kernels >> k & 1; i++) {
-            if (strcmp(table.variants[i].name, "wgmma") == 0) {
+        for (int i = 0; i < ATTENTION_VARIANTS && kernels >> k & 1; i++) {
+            if (strcmp(attention_variants[i].name, "wgmma") == 0) {
                 attention_choice[k] = i;
                 snprintf(verdicts[k][i].s, sizeof verdicts[k][i].s, "right 2");
             }
         }
-        expect((attention_choice[k] > 0) == (kernels >> k & 1), "%s has no wgmma", table.name);
+        expect((attention_choice[k] > 0) == (kernels >> k & 1), "%s has no wgmma",
+               attention_names[k]);
     }
     memcpy(rank_info.kernels, &verdicts, sizeof verdicts);
 }
@@ -647,6 +647,26 @@ TEST(gpu_attention_wgmma, CUDA_ALL) {
         check_attention<bf16>(1, 130, 64, 3, 1);
     }
     attention_cache_bytes = 0;
+}
+
+// The number of words in which two arrays differ, more than the grid has threads.
+TEST(gpu_differ, CUDA_ALL) {
+    const int n = 300000;
+    Reals x(n);
+    Device<unsigned> count(1);
+    Device<float> a(x);
+    for (int i : {0, 255, 256, 70000, n - 1}) {
+        x[i] = 1;
+    }
+    Device<float> b(x);
+    static const unsigned table[][2] = {{1, 1}, {257, 3}, {n - 1, 4}, {n, 5}};
+    for (auto &row : table) {
+        unsigned got;
+        cuda_check(cudaMemset(count.p, 0, 4));
+        gpu_differ(count.p, a.p, b.p, row[0] * 4, 0);
+        cuda_check(cudaMemcpy(&got, count.p, 4, cudaMemcpyDeviceToHost));
+        expect(got == row[1], "%u words: %u differ, not %u", row[0], got, row[1]);
+    }
 }
 
 template <class E> static void check_classifier(int rows, int V, double sharp) {
