@@ -68,6 +68,7 @@ row rest "fuzz, tokenize" "build/fuzz_tokenize_replay train_gpt2 data/tokenize" 
     dev/fuzz/run.sh replay build/fuzz_tokenize_replay
 row main faults "train_gpt2 data/tokenize" faults
 row rest "faults, long" "train_gpt2 data/tokenize" faults long
+row main faults_gpu "train_gpt2cu_cpu data/tokenize" faults_gpu
 row main style "" dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
 row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_example
@@ -131,6 +132,17 @@ faults() {
         echo "faults  $what  skipped ($said)"
     done
     echo "$passed passed, 0 failed, $(($(echo "$tried" | wc -w) - passed)) skipped"
+}
+
+# A few failing calls of CUDA, cuBLASLt and NCCL (dev/check/faults.py).
+faults_gpu() {
+    if ! command -v python3 > /dev/null; then
+        echo "0 passed, 0 failed, 1 skipped"
+    elif dev/check/faults.py gpu 8 --program train_gpt2cu_cpu; then
+        echo "1 passed, 0 failed, 0 skipped"
+    else
+        echo "0 passed, 1 failed, 0 skipped"
+    fi
 }
 
 # The GPU benchmark with a tiny model: must print a finite line for each kernel and matmul.

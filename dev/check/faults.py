@@ -6,8 +6,9 @@
     dev/check/faults.py power [COUNT]    power loss: what was written and not synced may be missing
     dev/check/faults.py calls            each system call on the run's files fails once in each of
                                          its ways, or is the last one before SIGKILL
-    dev/check/faults.py gpu [COUNT]      CUDA, cuBLASLt and NCCL calls of the emulated device fail
-    dev/check/faults.py bits [COUNT]     a bit of the newest checkpoint or of the data is flipped
+    dev/check/faults.py gpu [COUNT]      calls of CUDA, cuBLASLt and NCCL fail once, on the emulated
+                                         device: each function and line once if COUNT allows it
+    dev/check/faults.py bits [COUNT]     a bit of the newest checkpoint or of a shard is flipped
     dev/check/faults.py long [STEPS]     no fault: a run of many steps under a memory limit, whose
                                          memory, descriptors, threads and files must not grow
 
@@ -431,57 +432,61 @@ ALIKE = {"openat": "open", "pread64": "read", "readv": "read", "writev": "write"
          "renameat2": "rename", "renameat": "rename", "mkdirat": "mkdir"}
 
 
-def calls_case(work, command):
+def calls_case(work, command, pool):
     """Every call on the run's files, in a run from the start and in one that resumes."""
-    tried, command = 0, command + ["--keep", "2"]
+    cases, command = [], command + ["--keep", "2"]
     whole, _ = undisturbed(work, command)
     names = ",".join("?" + name for name in [*WAYS, *ALIKE])
-    for begin in ("from the start", "resuming"):
-        place = Place(work, "calls-" + begin.split()[0])
-        first = command + ["-x", "5"] if begin == "resuming" else None
-
-        def prepare():
-            shutil.rmtree(place.out(), ignore_errors=True)
-            if first:
-                shutil.copytree(os.path.join(place.path, "kept"), place.out())
-        if first:
-            place.run(first)
-            os.rename(place.out(), os.path.join(place.path, "kept"))
-        prepare()
+    for begin in ("start", "resume"):
+        place = Place(work, "calls-" + begin)
+        kept = None
+        if begin == "resume":
+            nine = command.index("-x") + 1
+            place.run(command[:nine] + ["5"] + command[nine + 1:])
+            kept = place.out() + ".kept"
+            shutil.copytree(place.out(), kept)
         trace = os.path.join(place.path, "trace")
         place.run(command, ["strace", "-f", "-qq", "-y", "-o", trace, "-e", "trace=" + names])
-        count, chosen = {}, []
+        count = {}
         with open(trace, errors="replace") as f:
             for line in f:
                 call = re.match(r"\d+ +(\w+)\(", line)
-                if call:
-                    count[call[1]] = count.get(call[1], 0) + 1
-                    line = re.sub(r"AT_FDCWD<[^>]*>", "", line)
-                    if place.path in line or re.search(r'"(out|t_train)', line):
-                        chosen.append((call[1], count[call[1]], "/lock>" in line))
-        for name, n, lock in chosen:
-            ways = ["signal=KILL"] + ["error=" + e for e in WAYS[ALIKE.get(name, name)].split()]
-            for way in ways:
-                prepare()
-                done = place.run(command, ["strace", "-f", "-qq", "-o", "/dev/null", "-e",
-                                           "trace=" + name, "-e", f"inject={name}:{way}:when={n}"])
-                what = f"{begin}, {name} {n}, {way}"
-                tried += 1
-                if way == "signal=KILL":
-                    if done.returncode == 0:
-                        violation(what, command, "was not killed")
-                elif done.returncode == 1:
-                    if done.stderr.count("\n") != 1:
-                        violation(what, command, f"said {done.stderr[:300]!r}")
-                elif done.returncode != 0:
-                    violation(what, command, f"status {done.returncode}: {done.stderr[:300]!r}")
-                elif not whole.items() <= digest(place.out()).items():    # more: not pruned yet
-                    violation(what, command, "ended well without its bytes")
-                elif ALIKE.get(name, name) == "fsync" and not lock:    # its bytes are for people
-                    violation(what, command, "ended well although a sync failed")
-                place.ends_as(whole, command, what, saved_step(done.stdout))
-        shutil.rmtree(place.path)
-    return tried
+                if not call:
+                    continue
+                name = call[1]
+                count[name] = count.get(name, 0) + 1
+                line = re.sub(r"AT_FDCWD<[^>]*>", "", line)
+                if place.path in line or re.search(r'"(out|t_train)', line):
+                    for way in ["signal=KILL"] + \
+                            ["error=" + e for e in WAYS[ALIKE.get(name, name)].split()]:
+                        cases.append(pool.submit(call_fails, work, len(cases), command, whole, kept,
+                                                 begin, name, count[name], way, "/lock>" in line))
+    for case in cases:
+        case.result()
+    return len(cases)
+
+
+def call_fails(work, number, command, whole, kept, begin, name, n, way, lock):
+    """Makes call n of a name fail, or the last one before SIGKILL."""
+    place, what = Place(work, f"call{number}"), f"{begin}, {name} {n}, {way}"
+    if kept:
+        shutil.copytree(kept, place.out())
+    done = place.run(command, ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=" + name,
+                               "-e", f"inject={name}:{way}:when={n}"])
+    if way == "signal=KILL":
+        if done.returncode == 0:
+            violation(what, command, "was not killed")
+    elif done.returncode == 1:
+        if done.stderr.count("\n") != 1:
+            violation(what, command, f"said {done.stderr[:300]!r}")
+    elif done.returncode != 0:
+        violation(what, command, f"status {done.returncode}: {done.stderr[:300]!r}")
+    elif not whole.items() <= digest(place.out()).items():    # more: not pruned yet
+        violation(what, command, "ended well without its bytes")
+    elif ALIKE.get(name, name) == "fsync" and not lock:    # its bytes are for people
+        violation(what, command, "ended well although a sync failed")
+    place.ends_as(whole, command, what, saved_step(done.stdout))
+    shutil.rmtree(place.path)
 
 
 # --- Long runs ------------------------------------------------------------------------------------
@@ -598,7 +603,9 @@ def bits_case(work, number, command, draw, flips):
             with open(path, "wb") as f:
                 f.write(shard)
             done = place.run(command)
-        elif f"skipped out/{newest}: {name}" not in done.stderr or done.stderr.count("\n") != 1:
+        # A bit of the manifest may be in the entry of another file, which is then named.
+        elif f"skipped out/{newest}: {name if name != 'manifest.json' else ''}" not in done.stderr \
+                or done.stderr.count("\n") != 1:
             violation(what, command, f"status {done.returncode}, {done.stderr[:300]!r}")
         if done.returncode or not whole.items() <= digest(place.out()).items():
             violation(what, command, f"the run does not end with its bytes: {done.stderr[:300]!r}")
@@ -621,7 +628,8 @@ GPU_SURVIVED = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaGetDeviceProp
                 "cublasLtMatmulAlgoCapGetAttribute")
 # What a message says instead of the function's name.
 GPU_NAMED = {"cudaLaunchKernel": "launch of ", "cudaHostRegister": "cannot pin ",
-             "cudaMallocHost": "cannot pin ", "cudaHostGetDevicePointer": "cannot pin "}
+             "cudaMallocHost": "cannot pin ",
+             "cublasLtMatmulAlgoGetHeuristic": "cuBLASLt cannot multiply"}
 
 
 class GpuKind:
@@ -680,7 +688,8 @@ class GpuKind:
 
 def gpu_cases(work, program, count, draw, pool):
     """Fails `count` calls: each function and line at least once, if there are as many."""
-    kinds = [GpuKind(work, i, program) for i in range(len(GPU_KINDS))]
+    numbers = range(len(GPU_KINDS)) if count >= 50 else draw.sample(range(len(GPU_KINDS)), 2)
+    kinds = [GpuKind(work, i, program) for i in numbers]
     every = [(kind, call) for kind in kinds for call in kind.calls]
     draw.shuffle(every)
     seen, first, rest = set(), [], []
@@ -724,7 +733,7 @@ def main():
         if given.what == "bits":    # another checkpoint must be left
             every = [command for command in every if command[command.index("--keep") + 1] == "2"]
         if given.what == "calls":
-            tried = calls_case(work, [programs[0]] + RUN + ["-n", "2"])
+            tried = calls_case(work, [programs[0]] + RUN + ["-n", "2"], pool)
         elif given.what == "long":
             shape = "-i t_train.bin -e l1h1c8t8 -b 1 --tune 0".split()
             tried = long_case(work, [programs[0]] + shape + (given.options or "").split(),

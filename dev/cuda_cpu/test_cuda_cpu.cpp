@@ -677,6 +677,19 @@ TEST(device) {
     expect(strcmp(cudaGetErrorName(cudaErrorNoDevice), "cudaErrorNoDevice") == 0);
 }
 
+TEST(failing_call) {  // EMU_FAIL: the second call in one line fails, as the runtime would report it
+    const int line = __LINE__ + 1;
+    auto count = [] { int n = 0; return cudaGetDeviceCount(&n); };
+    char chosen[64];
+    snprintf(chosen, sizeof chosen, "0 cudaGetDeviceCount %d 2", line);
+    emu::failures.fail = chosen;
+    expect(count() == cudaSuccess && count() == cudaErrorUnknown);
+    expect(cudaGetLastError() == cudaErrorUnknown && count() == cudaSuccess);
+    int n;
+    expect(cudaGetDeviceCount(&n) == cudaSuccess && cudaGetDeviceCount(&n) == cudaSuccess);
+    emu::failures.fail = nullptr;
+}
+
 TEST(gaps) {  // accesses next to a gap or a dead buffer are allowed
     float *row = device<float>(300);
     emu_gap(row + 100, 400);
