@@ -769,6 +769,10 @@ TEST(bpe_word_table) {
     WordTable all = {}, full = {};
     words_clear(&all);
     words_clear(&full);
+    words_add(&all, "ab", 2, 7, 1);  // two words with one hash
+    words_add(&all, "cd", 2, 7, 1);
+    expect(all.word_count == 2 && all.words[0].count == 1);
+    words_clear(&all);
     for (uint64_t part = 0; part < 40; part++) {
         Words words;
         for (uint64_t i = 0; i < 500; i++) {
