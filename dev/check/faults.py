@@ -515,18 +515,20 @@ def watched(place, command, limit):
     def limits():
         if limit:
             resource.setrlimit(resource.RLIMIT_AS, (limit << 10, limit << 10))
-    samples = []
+    samples, began = [], time.monotonic()
     with open(os.path.join(place.path, "said"), "w+", encoding="latin-1") as said:
         process = subprocess.Popen(command, cwd=place.path, env=place.env, preexec_fn=limits,
                                    stdout=said, stderr=subprocess.STDOUT)
         while process.poll() is None:
-            samples.append(usage(process.pid, place.out()))
-            time.sleep(min(0.5, 0.005 + 0.01 * len(samples)))
+            sample = usage(process.pid, place.out())
+            if sample and sample["descriptors"]:    # 0: it is ending
+                samples.append((time.monotonic() - began, sample))
+            time.sleep(min(0.5, 0.01 + (time.monotonic() - began) / 100))
         said.seek(0)
         text = said.read()
     if process.returncode:
         sys.exit(f"faults.py: {' '.join(command)}: {text[-500:]}")
-    return [sample for sample in samples if sample]
+    return samples
 
 
 def long_case(work, command, steps):
@@ -541,13 +543,13 @@ def long_case(work, command, steps):
         samples = watched(place, command + ["-x", str(number)] + saves, limit)
         return place, samples, time.monotonic() - began
     _, samples, _ = run("short", steps // 20 + 1, 0)
-    limit = SLACK + samples[-1]["VmPeak"]
+    limit = SLACK + samples[-1][1]["VmPeak"]
     place, samples, seconds = run("long", steps, limit)
-    quarter = len(samples) // 4
+    end = samples[-1][0]    # seconds
     for name, more in [("VmSize", 0), ("VmRSS", 256), ("descriptors", 0), ("Threads", 0),
                        ("files", 0)]:    # the least: a save needs more for a moment
-        first, last = (min(sample[name] for sample in part)
-                       for part in (samples[quarter:2 * quarter], samples[-quarter:]))
+        first, last = (min(sample[name] for at, sample in samples if low * end <= at <= high * end)
+                       for low, high in ((0.25, 0.5), (0.75, 1)))
         print(f"{name}: {first} in the second quarter, {last} in the last")
         if last > first + more:
             violation("a long run", command, f"{name} grew from {first} to {last}")
@@ -752,7 +754,7 @@ def main():
                     left -= flips
                 elif given.what == "kill":
                     cases.append(pool.submit(kill_case, work, len(cases), command, draw))
-                    left -= 3    # as many as a case has on average
+                    left -= 2    # a case has that many or more, on average
                 else:
                     losses = min(left, 12)
                     cases.append(pool.submit(power_case, work, len(cases), command, draw, losses))
