@@ -461,6 +461,7 @@ def calls_case(work, command, pool):
                             ["error=" + e for e in WAYS[ALIKE.get(name, name)].split()]:
                         cases.append(pool.submit(call_fails, work, len(cases), command, whole, kept,
                                                  begin, name, count[name], way, "/lock>" in line))
+        print(f"{len(cases)} faults, those of '{begin}' included", flush=True)
     for case in cases:
         case.result()
     return len(cases)
@@ -625,9 +626,10 @@ TWO_GPUS = "--tune 0 --dtype bf16 --gpus 2 --timeout 30"
 GPU_KINDS += [f"{TWO_GPUS} -z {z}" for z in range(4)]
 GPU_KINDS += [f"{TWO_GPUS} -z {z} --offload moments,master,residuals" for z in (1, 3)]
 # Calls after whose failure a run may go on, with the same bytes: the search for a GPU, which plans
-# do without; and an attribute that older versions of cuBLASLt do not know.
+# do without; an attribute that older versions of cuBLASLt do not know; and a matmul, for which a
+# line names the algorithm and the next one is tried.
 GPU_SURVIVED = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaGetDeviceProperties",
-                "cublasLtMatmulAlgoCapGetAttribute")
+                "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmul")
 # What a message says instead of the function's name.
 GPU_NAMED = {"cudaLaunchKernel": "launch of ", "cudaHostRegister": "cannot pin ",
              "cudaMallocHost": "cannot pin ",
@@ -735,7 +737,7 @@ def main():
         if given.what == "bits":    # another checkpoint must be left
             every = [command for command in every if command[command.index("--keep") + 1] == "2"]
         if given.what == "calls":
-            tried = calls_case(work, [programs[0]] + RUN + ["-n", "2"], pool)
+            tried = calls_case(work, [programs[0]] + RUN + ["-n", "2", "-k", "constant"], pool)
         elif given.what == "long":
             shape = "-i t_train.bin -e l1h1c8t8 -b 1 --tune 0".split()
             tried = long_case(work, [programs[0]] + shape + (given.options or "").split(),

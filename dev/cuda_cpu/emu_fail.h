@@ -61,6 +61,17 @@ inline bool fails(const char *function, int line) {
     return f.fail && call + " " + std::to_string(++f.counts[call]) == f.fail;
 }
 
+// Returns a function that takes a call's arguments and returns its error. The compiler must assume
+// that it writes what they point to, as the call itself may; otherwise it would warn of variables
+// without a value.
+template <class E> inline auto failure(E error) {
+    return [error](auto... arguments) {
+        const void *each[] = {nullptr, (const void *)&arguments...};
+        asm volatile("" : : "r"(each) : "memory");
+        return error;
+    };
+}
+
 }  // namespace emu
 
 // The error of a launch in this line, for a program that checks launches.
@@ -69,7 +80,7 @@ inline cudaError_t emu_launch_error(int line) {
 }
 
 #define EMU_CALL(error, function, ...)                                                             \
-    (emu::fails(#function, __LINE__) ? (error) : function(__VA_ARGS__))
+    (emu::fails(#function, __LINE__) ? emu::failure(error)(__VA_ARGS__) : function(__VA_ARGS__))
 #define EMU_CUDA(...) EMU_CALL(emu::remember(cudaErrorUnknown), __VA_ARGS__)
 #define cudaMalloc(...) EMU_CUDA(cudaMalloc, __VA_ARGS__)
 #define cudaFree(...) EMU_CUDA(cudaFree, __VA_ARGS__)
