@@ -997,7 +997,7 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
         matmul_tune(memory.p, memory.n, 0);
         exit(algorithm_of(*plan) != 0 || matmul_library.timed != 0);
     }));
-    expect(o.status == 0 && has(o.err, "the product 8x16x20000:01000:") &&
+    expect(o.status == 0 && has(o.err, "for matmul 8x16x20000:01000:") &&
            std::count(o.err.begin(), o.err.end(), '\n') == 1, "%d: %s", o.status, o.err.c_str());
     const struct {
         int wrong, tail, unstable, times, chosen;
