@@ -127,13 +127,21 @@ build/bench_files build/bench_cpu: build/bench_%: dev/bench/%.c build/flags
 build/bench_cpu: VARIANT = -DBENCH_DNNL=$(if $(DNNL),1 $(DNNL),0)
 build/bench_cpu: | bench_packages
 bench_packages: ; @dev/deps.sh bench
-build/fuzz_replay: VARIANT = -DFUZZ_REPLAY=1 $(if $(SAN),$(ASAN))
-build/fuzz_replay build/fuzz: dev/fuzz/fuzz.c build/flags
-$(addprefix build/,train_gpt2_asan train_gpt2_double dump bench_files bench_cpu fuzz_replay):
+FUZZ := fuzz fuzz_tokenize fuzz_gpu
+REPLAY := fuzz_replay fuzz_tokenize_replay
+$(addprefix build/,$(FUZZ) $(REPLAY)): FUZZ_PROGRAM = \
+    -DFUZZ_PROGRAM=$(if $(findstring gpu,$@),2,$(if $(findstring tokenize,$@),1,0))
+$(REPLAY:%=build/%): VARIANT = -DFUZZ_REPLAY=1 $(if $(SAN),$(ASAN)) $(FUZZ_PROGRAM)
+$(addprefix build/,$(FUZZ) $(REPLAY)): dev/fuzz/fuzz.c build/flags
+$(addprefix build/,train_gpt2_asan train_gpt2_double dump bench_files bench_cpu fuzz_replay \
+    fuzz_tokenize_replay):
 	$(C) $(AROUND) $(DEPEND) -pthread $< $(VARIANT) -o $@ -lm
-build/fuzz:
-	$(FUZZ_CC) -std=c11 $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
-	    $(subst -O1,-O2,$(ASAN)) -fsanitize=fuzzer $(DEPEND) $< -o $@ -lm
+build/fuzz_gpu: FUZZ_CC := $(subst clang,clang++,$(FUZZ_CC)) -std=c++17 -x c++ -Idev/cuda_cpu \
+    $(CUDA_INCLUDE) -Wno-missing-field-initializers
+build/fuzz build/fuzz_tokenize: FUZZ_CC += -std=c11
+$(FUZZ:%=build/%):
+	$(FUZZ_CC) $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
+	    $(FUZZ_PROGRAM) $(subst -O1,-O2,$(ASAN)) -fsanitize=fuzzer $(DEPEND) $< -o $@ -lm
 # A 32-bit build, for tests of the plan. x87 arithmetic would round the forecast differently.
 build/plan_32: train_gpt2.c build/flags
 	$(CC32) $(filter-out $(CC) -O3 $(MARCH) $(OMP),$(C)) -Wno-unknown-pragmas -O1 $(DEPEND) $< \
@@ -205,7 +213,7 @@ SHARED := $(if $(findstring n,$(filter-out -%,$(firstword $(MAKEFLAGS)))),,+)
 test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compilers
 	@dev/deps.sh test $(if $(filter-out 0 main,$(ALL)$(FULL)),lint)
 	$(SHARED)@WERROR='$(or $(WERROR),-Werror)' $(FOUND) dev/test.sh
-fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## fuzz each reader, FUZZ_SECONDS=60
+fuzz: $(FUZZ:%=build/%) train_gpt2 data/tokenize ## fuzz each reader, FUZZ_SECONDS=60
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## compare with oneDNN, dd and (PYTHON=...) PyTorch
 	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'

@@ -6138,9 +6138,9 @@ static bool matmul_choice_find(uint64_t *hash, const char *choices, const Matmul
     }
     snprintf(word, sizeof word, " %s=h", matmul_key_text(key).s);
     const char *at = strstr(choices + length, word);
-    char *end = nullptr;
-    *hash = at ? strtoull(at + strlen(word), &end, 16) : 0;
-    return at && end == at + strlen(word) + 16;
+    at = at ? at + strlen(word) : "";
+    *hash = strtoull(at, nullptr, 16);
+    return strspn(at, "0123456789abcdef") == 16;
 }
 
 // Writes the choices of all plans into matmul_library.choices.
@@ -7218,8 +7218,9 @@ static void trial_cache(KernelVerdicts *verdicts, const KernelVerdicts *before, 
                 fprintf(file, "%s%s\n", head, verdict);
             } else if (!before && !verdict[0] && line[end] && strncmp(line, head, (size_t)n) == 0) {
                 line[end] = 0;
+                const bool fits = strlen(line + n) < sizeof(KernelVerdict);
                 snprintf(verdict, sizeof(KernelVerdict), "%.71s",
-                         verdict_is(line + n) ? line + n : "");
+                         fits && verdict_is(line + n) ? line + n : "");
             }
         });
         line[0] = 1;

@@ -62,6 +62,7 @@ layout() {
     elif git rev-parse --is-inside-work-tree > /dev/null 2>&1; then
         dev/check/layout.py --self-test | grep -v ' 0 failed' | verdict "layout: seeded faults"
         dev/check/layout.py | grep -v '^[0-9]* passed' | verdict "layout"
+        dev/check/mutations.py --check | grep -v ' 0 failed' | verdict "mutations apply"
     fi
     top_level | verdict "top level"
     # A folder next to the clone belongs to the machine; only .ci/run may refer to one.

@@ -63,8 +63,11 @@ row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
 row main "plans, page" "train_gpt2 build/plan.html" dev/test/plans.sh build/plan.html
 row main "plans, 32 bits" "train_gpt2 build/plan_32" dev/test/plans.sh build/plan_32
 row main machines "" dev/test/machines.sh main
-row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
+row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay build/fuzz_replay
+row rest "fuzz, tokenize" "build/fuzz_tokenize_replay train_gpt2 data/tokenize" \
+    dev/fuzz/run.sh replay build/fuzz_tokenize_replay
 row main faults "train_gpt2 data/tokenize" faults
+row rest "faults, long" "train_gpt2 data/tokenize" faults long
 row main faults_gpu "train_gpt2cu_cpu data/tokenize" faults_gpu
 row main style "" dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
@@ -106,15 +109,17 @@ done
 [ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links
 ! is_set "${FULL-}" || row rest own_text "train_gpt2 data/tokenize" dev/test/own_text.sh
 
-# Twelve kills and twelve power losses (dev/check/faults.py).
+# Twelve kills and twelve power losses (dev/check/faults.py); `faults long`: a run of 20,000 steps.
 faults() {
-    local what said passed=0
-    for what in kill power; do
+    local what said count passed=0 tried="${*:-kill power}"
+    for what in $tried; do
+        count=12
+        [ "$what" != long ] || count=20000
         if ! command -v python3 > /dev/null; then
             said="no python3"
-        elif [ $what = power ] && ! command -v strace > /dev/null; then
+        elif [ "$what" = power ] && ! command -v strace > /dev/null; then
             said="no strace"
-        elif dev/check/faults.py $what 12 --program train_gpt2 > build/faults.log; then
+        elif dev/check/faults.py "$what" $count --program train_gpt2 > build/faults.log; then
             echo "faults  $what: $(tail -n 1 build/faults.log)  ok"
             passed=$((passed + 1))
             continue
@@ -126,7 +131,7 @@ faults() {
         fi
         echo "faults  $what  skipped ($said)"
     done
-    echo "$passed passed, 0 failed, $((2 - passed)) skipped"
+    echo "$passed passed, 0 failed, $(($(echo "$tried" | wc -w) - passed)) skipped"
 }
 
 # A few failing calls of CUDA, cuBLASLt and NCCL (dev/check/faults.py).

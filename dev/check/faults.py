@@ -9,6 +9,8 @@
     dev/check/faults.py gpu [COUNT]      calls of CUDA, cuBLASLt and NCCL fail once, on the emulated
                                          device: each function and line once if COUNT allows it
     dev/check/faults.py bits [COUNT]     a bit of the newest checkpoint or of a shard is flipped
+    dev/check/faults.py long [STEPS]     no fault: a run of many steps under a memory limit, whose
+                                         memory, descriptors, threads and files must not grow
 
 Options: --seed N draws other moments and settings; --program PATH tests one program only; --jobs N
 runs at once (2). `kill` and `power` draw settings from `train_gpt2` and, if it is built,
@@ -20,12 +22,13 @@ saved, and end with the bytes of an undisturbed run; a run that sees a fault mus
 and one line. Prints a line per violation, then `N <what was tried>, K violations`; status 1 if K
 is not 0. Files are written to a temporary folder only.
 """
-import argparse, concurrent.futures, hashlib, os, random, re, shutil, signal, subprocess, sys
-import tempfile, time
+import argparse, collections, concurrent.futures, glob, hashlib, json, os, random, re, resource
+import shutil, signal, subprocess, sys, tempfile, time
 
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 RUN = ("-i t_train.bin -e l2h2c16t16 -b 1 -d 192 -x 9 -v 0 -s 4 -g 3 --tune 0 -y 1 -o out").split()
 violations = []
+tally = collections.Counter()    # faults by the part of a run they hit, and by its configuration
 
 
 def settings(programs):
@@ -43,6 +46,17 @@ def settings(programs):
                     extra += [line, line + ["--offload", "moments,master,residuals"]]
         every += [[program] + RUN + some + more for some in kept for more in extra]
     return every
+
+
+def count(command, number, where=None):
+    """Adds faults to the tally."""
+    value = dict(zip(command, command[1:]))
+    words = [os.path.basename(command[0])]
+    words += [f"{value['--gpus']} ranks -z {value['-z']}"] if "--gpus" in value else []
+    words += ["offload"] if "--offload" in value else []
+    tally["in " + " ".join(words)] += number
+    if where:
+        tally["while " + where] += number
 
 
 def saved_step(text):
@@ -124,6 +138,32 @@ def children(pid):
         return []
 
 
+def kill_moment(out, process, seconds, draw):
+    """Waits for a random time, which may be short, or for a checkpoint that is being written or
+    removed."""
+    if draw.random() < 0.5:
+        return time.sleep(draw.uniform(0, seconds * draw.choice((0.1, 0.9, 0.9))))
+    seen, wanted, end = set(glob.glob(out + "/*.tmp")), draw.randint(1, 6), time.time() + seconds
+    wanted += len(seen)
+    while len(seen) < wanted and time.time() < end and process.poll() is None:
+        seen.update(glob.glob(out + "/*.tmp"))
+        time.sleep(0.0003)
+    time.sleep(draw.uniform(0, 0.004))
+
+
+def kill_place(out, stdout):
+    """What a killed run was doing, from the folder it left."""
+    steps = [int(path[-8:]) for path in glob.glob(out + "/step-" + "[0-9]" * 8)]
+    unfinished = [int(path[-12:-4]) for path in glob.glob(out + "/*.tmp")]
+    if any(step < max(steps, default=0) for step in unfinished):
+        return "removing a checkpoint"
+    if unfinished:
+        return "writing a checkpoint"
+    if re.search(r"^step ", stdout, re.M):
+        return "training"
+    return "resuming" if steps else "starting"
+
+
 def kill_case(work, number, command, draw):
     """Kills a run several times in a row and lets the last one end. Returns the number of kills."""
     whole, seconds = undisturbed(work, command)
@@ -132,7 +172,7 @@ def kill_case(work, number, command, draw):
         process = subprocess.Popen(command, cwd=place.path, env=place.env, encoding="latin-1",
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                    start_new_session=True)
-        time.sleep(draw.uniform(0.02, seconds * 0.9))
+        kill_moment(place.out(), process, seconds, draw)
         ranks = children(process.pid)
         try:
             if ranks and draw.random() < 0.5:
@@ -145,6 +185,7 @@ def kill_case(work, number, command, draw):
         if process.returncode == 0:
             break    # it ended before the signal
         kills += 1
+        count(command, 1, kill_place(place.out(), stdout))
         saved = max(saved, saved_step(stdout))
     place.ends_as(whole, command, f"kill {number}", saved)
     shutil.rmtree(place.path)
@@ -372,6 +413,7 @@ def power_case(work, number, command, draw, losses):
         shutil.rmtree(place.out(), ignore_errors=True)
         disk.store(place.path, durable=draw)
         place.ends_as(whole, command, f"power loss {number} after call {cut}", saved_step(said))
+    count(command, losses)
     shutil.rmtree(place.path)
     return losses
 
@@ -446,6 +488,85 @@ def call_fails(work, number, command, whole, kept, begin, name, n, way, lock):
         violation(what, command, "ended well although a sync failed")
     place.ends_as(whole, command, what, saved_step(done.stdout))
     shutil.rmtree(place.path)
+
+
+# --- Long runs ------------------------------------------------------------------------------------
+
+KEEP, SLACK = 2, 96 << 10    # KiB; the plan leaves space for the stacks of threads
+
+
+def usage(pid, out):
+    """Memory in KiB, descriptors and threads of a run's processes, and the files in its folder."""
+    used = collections.Counter(files=sum(len(names) for _, _, names in os.walk(out)))
+    for process in [pid, *children(pid)]:
+        try:
+            with open(f"/proc/{process}/status") as f:
+                for name, value in re.findall(r"^(VmSize|VmRSS|VmPeak|Threads):\s+(\d+)", f.read(),
+                                              re.M):
+                    used[name] = max(used[name], int(value)) if name == "VmPeak" else \
+                        used[name] + int(value)
+            used["descriptors"] += len(os.listdir(f"/proc/{process}/fd"))
+        except OSError:
+            return None    # it has just ended
+    return used
+
+
+def watched(place, command, limit):
+    """Runs a command with a limit of address space in KiB per process; samples what it uses."""
+    def limits():
+        if limit:
+            resource.setrlimit(resource.RLIMIT_AS, (limit << 10, limit << 10))
+    samples, began = [], time.monotonic()
+    with open(os.path.join(place.path, "said"), "w+", encoding="latin-1") as said:
+        process = subprocess.Popen(command, cwd=place.path, env=place.env, preexec_fn=limits,
+                                   stdout=said, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            sample = usage(process.pid, place.out())
+            if sample and sample["descriptors"]:    # 0: it is ending
+                samples.append((time.monotonic() - began, sample))
+            time.sleep(min(0.5, 0.01 + (time.monotonic() - began) / 100))
+        said.seek(0)
+        text = said.read()
+    if process.returncode:
+        sys.exit(f"faults.py: {' '.join(command)}: {text[-500:]}")
+    return samples
+
+
+def long_case(work, command, steps):
+    """Compares what a run uses early and late, and reads its log."""
+    every = max(1, steps // 2000)
+    saves = ["-n", str(steps // 20), "--keep", str(KEEP), "-v", str(steps // 20), "-m", "2",
+             "-s", str(steps // 20), "-g", "4", "--log-every", str(every), "-o", "out"]
+
+    def run(name, number, limit):
+        place = Place(work, name)
+        began = time.monotonic()
+        samples = watched(place, command + ["-x", str(number)] + saves, limit)
+        return place, samples, time.monotonic() - began
+    _, samples, _ = run("short", steps // 20 + 1, 0)
+    limit = SLACK + samples[-1][1]["VmPeak"]
+    place, samples, seconds = run("long", steps, limit)
+    end = samples[-1][0]    # seconds
+    for name, more in [("VmSize", 0), ("VmRSS", 256), ("descriptors", 0), ("Threads", 0),
+                       ("files", 0)]:    # the least: a save needs more for a moment
+        first, last = (min(sample[name] for at, sample in samples if low * end <= at <= high * end)
+                       for low, high in ((0.25, 0.5), (0.75, 1)))
+        print(f"{name}: {first} in the second quarter, {last} in the last")
+        if last > first + more:
+            violation("a long run", command, f"{name} grew from {first} to {last}")
+    with open(os.path.join(place.out(), "log.jsonl")) as f:
+        rows = [json.loads(line) for line in f]
+    logged = [row["step"] for row in rows if "loss" in row]
+    if logged != [*range(every, steps + 1, every)] + [steps] * (steps % every != 0):
+        violation("a long run", command, f"its log has {len(logged)} steps")
+    began = time.monotonic()
+    subprocess.run([os.path.join(TOP, "dev/report.py"), place.out()], check=True,
+                   stdout=subprocess.DEVNULL)
+    log = os.path.getsize(os.path.join(place.out(), "log.jsonl"))
+    print(f"{seconds:.1f} s with at most {limit} KiB of address space per process, "
+          f"{len(samples)} samples; log of {len(rows)} lines, {log} bytes, drawn in "
+          f"{time.monotonic() - began:.2f} s")
+    return steps
 
 
 # --- Flipped bits ---------------------------------------------------------------------------------
@@ -591,11 +712,12 @@ def gpu_cases(work, program, count, draw, pool):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["kill", "power", "calls", "gpu", "bits"])
+    parser.add_argument("what", choices=["kill", "power", "calls", "gpu", "bits", "long"])
     parser.add_argument("count", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--program", action="append")
+    parser.add_argument("--options", help="more options of a long run")
     given = parser.parse_args()
     if given.what in ("power", "calls") and not shutil.which("strace"):
         sys.exit("faults.py: needs strace")
@@ -616,6 +738,10 @@ def main():
             every = [command for command in every if command[command.index("--keep") + 1] == "2"]
         if given.what == "calls":
             tried = calls_case(work, [programs[0]] + RUN + ["-n", "2", "-k", "constant"], pool)
+        elif given.what == "long":
+            shape = "-i t_train.bin -e l1h1c8t8 -b 1 --tune 0".split()
+            tried = long_case(work, [programs[0]] + shape + (given.options or "").split(),
+                              given.count)
         elif given.what == "gpu":
             tried = gpu_cases(work, programs[-1], given.count, random.Random(given.seed), pool)
         else:
@@ -630,14 +756,16 @@ def main():
                     left -= flips
                 elif given.what == "kill":
                     cases.append(pool.submit(kill_case, work, len(cases), command, draw))
-                    left -= 3    # as many as a case has on average
+                    left -= 2    # a case has that many or more, on average
                 else:
                     losses = min(left, 12)
                     cases.append(pool.submit(power_case, work, len(cases), command, draw, losses))
                     left -= losses
             tried = sum(case.result() for case in cases)
     noun = {"kill": "kills", "power": "losses of power", "calls": "faults",
-            "gpu": "failing calls", "bits": "flipped bits"}[given.what]
+            "gpu": "failing calls", "bits": "flipped bits", "long": "steps"}[given.what]
+    for name, number in sorted(tally.items()):
+        print(f"{number:6} {name}")
     print(f"{tried} {noun}, {len(violations)} violations")
     return 1 if violations else 0
 

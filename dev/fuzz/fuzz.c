@@ -1,7 +1,8 @@
-// Fuzz targets for every reader of files and options in train_gpt2.c. Each receives untrusted bytes
-// and must either refuse them with one line or fulfil the reader's contract. `make fuzz` builds
-// them with clang's libFuzzer, AddressSanitizer and UBSan, makes the seeds (seeds.sh) and runs all
-// targets; FUZZ_TARGET selects one:
+// Fuzz targets for every reader of files and options. Each receives untrusted bytes and must either
+// refuse them with one line or fulfil the reader's contract. FUZZ_PROGRAM selects the program whose
+// readers are built: 0: train_gpt2.c, 1: data/tokenize.c, 2: train_gpt2.cu on the emulated device.
+// `make fuzz` builds the targets with libFuzzer, AddressSanitizer and UBSan, makes the seeds
+// (seeds.sh) and runs all of them; FUZZ_TARGET selects one:
 //     FUZZ_TARGET=config build/fuzz -max_total_time=60 build/corpus/config build/seeds/config
 // With FUZZ_REPLAY=1 any compiler builds it; it then runs each file, and small changes of it,
 // through a target once:
@@ -14,20 +15,47 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #ifndef FUZZ_REPLAY
 #define FUZZ_REPLAY 0
 #endif
+#ifndef FUZZ_PROGRAM
+#define FUZZ_PROGRAM 0
+#endif
+#if FUZZ_PROGRAM == 2    // before the macros, which would change their declarations
+#include <algorithm>
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+#endif
 
-// Replacements for the program's exit and stderr.
+// Replacements for the program's exit and stderr, and for its files in the cache.
 __attribute__((noreturn)) static void fuzz_exit(int status);
 static FILE *fuzz_errors;
+static const unsigned char *input_bytes;
+static size_t input_size;
+
+static FILE *fuzz_fopen(const char *path, const char *mode) {
+    return strncmp(path, "/fuzz/", 6) == 0 ? fmemopen((void *)input_bytes, input_size, mode)
+                                           : fopen(path, mode);
+}
+
 #define exit fuzz_exit
+#define fopen fuzz_fopen
 #undef stderr
 #define stderr fuzz_errors
 #define GPT2_NO_MAIN 1
+#if FUZZ_PROGRAM == 1
+#define main tokenize_main
+#include "../../data/tokenize.c"
+#undef main
+#elif FUZZ_PROGRAM == 2
+#include "../../train_gpt2.cu"
+#else
 #include "../../train_gpt2.c"
+#endif
 #undef exit
+#undef fopen
 #undef stderr
 
 static jmp_buf fuzz_back;
@@ -49,8 +77,6 @@ static void fuzz_exit(int status) {
 }
 
 // Reads `count` bytes at `p`, which must be inside the input.
-static const unsigned char *input_bytes;
-static size_t input_size;
 static volatile unsigned char fuzz_sink;
 static void touch(const unsigned char *p, uint64_t count) {
     FACT(p >= input_bytes && p <= input_bytes + input_size);
@@ -62,6 +88,7 @@ static void touch(const unsigned char *p, uint64_t count) {
     fuzz_sink = sum;
 }
 
+#if FUZZ_PROGRAM != 1
 // -------------------------------------------------------------------------------------------------
 // Token files
 // Shards: every token counted in the header is in the file.
@@ -729,13 +756,227 @@ static void target_sha256(const unsigned char *bytes, size_t size) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// Caches
+// What earlier runs measured: a line that is not one of a run on this machine is ignored.
+
+static void target_speed(const unsigned char *bytes, size_t size) {
+    Speed v;
+    (void)bytes, (void)size;
+    memset(&v, 0, sizeof v);
+    speed_load(&v, "GPU: C 4");
+    for (int i = 0; i < STAGES; i++) {
+        FACT(v.token[i] >= 0 && isfinite(v.token[i]));
+    }
+    FACT(v.block >= 0 && v.chunk >= 0 && v.byte >= 0 && v.link_byte >= 0);
+    FACT(isfinite(v.block + v.chunk + v.byte + v.link_byte));
+}
+#endif
+
+#if FUZZ_PROGRAM == 2
+// The choices of a matmul in the cache and in a checkpoint: sixteen hexadecimal digits.
+static void target_matmul(const unsigned char *bytes, size_t size) {
+    static const MatmulKey key = {8, 16, 24, 0, 1, 1, 0, 0, 14, 14};
+    char *text = strndup((const char *)bytes, size), word[96];
+    uint64_t hash, cached;
+    snprintf(matmul_library.where, sizeof matmul_library.where, "GPU, 2 SMs");
+    if (matmul_choice_find(&hash, text, &key)) {
+        const char *at = strstr(text, matmul_key_text(&key).s);
+        FACT(strncmp(text, "GPU, 2 SMs|", 11) == 0 && at);
+        snprintf(word, sizeof word, "%" PRIx64, hash);
+        FACT(strcasestr(at, word));
+    }
+    matmul_cache_find(&cached, &key);
+    free(text);
+}
+
+// Verdicts of kernel trials: what is taken from the cache is a verdict, cut to its space.
+static void target_kernels(const unsigned char *bytes, size_t size) {
+    const TrialShape x = {64, 128, 12, 4};
+    KernelVerdicts verdicts = {};
+    (void)bytes, (void)size;
+    emu::set.kernels = emu::KERNEL_OWN;
+    trial_cache(&verdicts, nullptr, "GPU", x, 90);
+    each_candidate(x, 90, [&](int kernel, int row, const char *) {
+        const char *text = verdicts[kernel][row].s;
+        FACT(memchr(text, 0, sizeof verdicts[kernel][row].s));
+        FACT(!text[0] || verdict_is(text));
+    });
+}
+
+// The library's memory: at most 8 GiB, whatever the cache says.
+static void target_library(const unsigned char *bytes, size_t size) {
+    int measured;
+    (void)bytes, (void)size;
+    FACT(device_library_bytes(&measured) <= (uint64_t)8 << 30);
+}
+#endif
+
+#if FUZZ_PROGRAM == 1
+// -------------------------------------------------------------------------------------------------
+// Learning merges
+// Merges of any text, compared with their definition; the state of an interrupted run.
+
+enum { FUZZ_MERGES = 24 };
+static Bpe fuzz_bpe;
+
+// Learns merges from the words of a table by definition: counts all pairs again for every merge.
+// Returns their number.
+static int slow_learn(const Bpe *bpe, const WordTable *t, int merges, uint32_t keys[FUZZ_MERGES]) {
+    static int64_t counts[256 + FUZZ_MERGES][256 + FUZZ_MERGES];
+    int lengths[256 + FUZZ_MERGES], done = 0;
+    int *symbols = (int *)malloc((t->text_bytes + 1) * sizeof(int));
+    size_t *sizes = (size_t *)malloc((t->word_count + 1) * sizeof(size_t));
+    for (size_t i = 0; i < t->text_bytes; i++) {
+        symbols[i] = bpe_id(bpe, t->text + i, 1);
+    }
+    for (uint32_t w = 0; w < t->word_count; w++) {
+        sizes[w] = t->words[w].bytes;
+    }
+    for (int id = 0; id < 256; id++) {
+        lengths[id] = 1;
+    }
+    for (; done < merges; done++) {
+        int best_a = -1, best_b = -1;
+        memset(counts, 0, sizeof counts);
+        for (uint32_t w = 0; w < t->word_count; w++) {
+            const int *s = symbols + t->words[w].at;
+            for (size_t i = 0; i + 1 < sizes[w]; i++) {
+                counts[s[i]][s[i + 1]] += t->words[w].count;
+            }
+        }
+        for (int a = 0; a < 256 + done; a++) {
+            for (int b = 0; b < 256 + done; b++) {
+                if (counts[a][b] > 0 && lengths[a] + lengths[b] <= BPE_LONGEST &&
+                    (best_a < 0 || counts[a][b] > counts[best_a][best_b])) {
+                    best_a = a;
+                    best_b = b;
+                }
+            }
+        }
+        if (best_a < 0) {
+            break;
+        }
+        keys[done] = (uint32_t)best_a << 16 | (uint32_t)best_b;
+        lengths[256 + done] = lengths[best_a] + lengths[best_b];
+        for (uint32_t w = 0; w < t->word_count; w++) {
+            int *s = symbols + t->words[w].at;
+            size_t kept = 0;
+            for (size_t i = 0; i < sizes[w]; i++) {
+                const int is_pair = i + 1 < sizes[w] && s[i] == best_a && s[i + 1] == best_b;
+                s[kept++] = is_pair ? 256 + done : s[i];
+                i += (size_t)is_pair;
+            }
+            sizes[w] = kept;
+        }
+    }
+    free(symbols);
+    free(sizes);
+    return done;
+}
+
+// Checks that `merges` merges of a table are those of slow_learn, and that a merges file of the
+// vocabulary has the same tokens.
+static void require_merges(WordTable *t, int merges) {
+    static Bpe again;
+    uint32_t keys[FUZZ_MERGES];
+    int byte_of[BYTE_CHARACTERS];
+    size_t size;
+    bpe_begin_bytes(&fuzz_bpe, byte_of);
+    const int want = slow_learn(&fuzz_bpe, t, merges, keys), got = bpe_learn(&fuzz_bpe, t, merges);
+    FACT(got == want && fuzz_bpe.count == 256 + got);
+    for (int i = 0; i < got; i++) {
+        const char *whole, *part;
+        const int n = bpe_bytes(&fuzz_bpe, 256 + i, &whole);
+        const int a = bpe_bytes(&fuzz_bpe, (int)(keys[i] >> 16), &part);
+        FACT(a < n && memcmp(whole, part, (size_t)a) == 0);
+        FACT(n - a == bpe_bytes(&fuzz_bpe, (int)(keys[i] & 0xFFFF), &part));
+        FACT(memcmp(whole + a, part, (size_t)(n - a)) == 0);
+    }
+    FACT(bpe_add(&fuzz_bpe, marker, MARKER_BYTES));
+    char *text = bpe_merges_text(&fuzz_bpe, &size);
+    bpe_parse_merges(&again, (const unsigned char *)text, size, "merges.txt");
+    FACT(again.count == fuzz_bpe.count);
+    for (int id = 0; id < again.count; id++) {
+        const char *one, *other;
+        const int n = bpe_bytes(&again, id, &one);
+        FACT(n == bpe_bytes(&fuzz_bpe, id, &other) && memcmp(one, other, (size_t)n) == 0);
+    }
+    free(text);
+}
+
+// The first byte is the number of merges, the second bounds a table that must be pruned.
+static void target_bpe_train(const unsigned char *bytes, size_t size) {
+    static WordTable words, small;    // their memory outlives a refused input
+    if (size < 2) {
+        return;
+    }
+    const char *text = (const char *)bytes + 2;
+    const int merges = bytes[0] % (FUZZ_MERGES + 1);
+    const uint32_t most = 2 + bytes[1] % 32u;
+    int64_t all = 0, kept = 0;
+    words_clear(&words);
+    words_clear(&small);
+    small.dropped = 0;
+    count_text_words(&fuzz_bpe, &words, text, size - 2);
+    words_merge(&small, &words, most, 8 * most);
+    for (uint32_t i = 0; i < words.word_count; i++) {
+        all += words.words[i].count;
+        FACT(words.words[i].at + words.words[i].bytes <= words.text_bytes);
+    }
+    for (uint32_t i = 0; i < small.word_count; i++) {
+        kept += small.words[i].count;
+    }
+    FACT(words.text_bytes <= size - 2 && small.word_count <= most);
+    FACT(kept + small.dropped == all);
+    require_merges(&words, merges);
+    require_merges(&small, merges);
+}
+
+// PREFIX.state of an interrupted run: what is accepted is within the text.
+static void target_progress(const unsigned char *bytes, size_t size) {
+    static Arguments a;
+    static Source source = {"text", 0, 1000, 0};
+    Input in;
+    char path[64];
+    static int fd = -1;
+    fd = fd < 0 ? memfd_create("input", 0) : fd;
+    FACT(ftruncate(fd, 0) == 0 && pwrite(fd, bytes, size, 0) == (ssize_t)size);
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    memset(&in, 0, sizeof in);
+    in.files = &source;
+    in.count = 1;
+    in.total = 1000;
+    a.prefix = "/nonexistent/prefix";
+    train.arguments = val.arguments = &a;
+    State state;
+    memset(&state, 0, sizeof state);
+    state.arguments = 0x1234;
+    state.input = 0x5678;
+    if (state_read(&state, &in, path)) {
+        FACT(state.place.position >= 0 && state.place.position <= 1000 && state.place.skip >= 0);
+        FACT(state.arguments == 0x1234 && state.input == 0x5678);
+        FACT(train.finished <= 0 && val.finished <= 0);
+    }
+}
+#endif
+
+// -------------------------------------------------------------------------------------------------
 // Running
 // Targets by name, called by libFuzzer or run over files.
 
 static const struct {
     const char *name;
     void (*run)(const unsigned char *bytes, size_t size);
-} targets[] = {{"shard", target_shard},
+} targets[] = {
+#if FUZZ_PROGRAM == 1
+               {"bpe_train", target_bpe_train},
+               {"progress", target_progress}};
+#elif FUZZ_PROGRAM == 2
+               {"matmul", target_matmul},
+               {"kernels", target_kernels},
+               {"library", target_library}};
+#else
+               {"shard", target_shard},
                {"llmc", target_llmc},
                {"weights", target_weights},
                {"config", target_config},
@@ -751,11 +992,14 @@ static const struct {
                {"plan", target_plan},
                {"sizes", target_sizes},
                {"json", target_json},
-               {"sha256", target_sha256}};
+               {"sha256", target_sha256},
+               {"speed", target_speed}};
+#endif
 enum { TARGETS = sizeof targets / sizeof targets[0] };
 
 static int target_find(const char *name) {
     fuzz_errors = fmemopen(fuzz_message, sizeof fuzz_message, "w");
+    setenv("XDG_CACHE_HOME", "/fuzz", 1);
     for (int i = 0; i < TARGETS; i++) {
         if (name && strcmp(targets[i].name, name) == 0) {
             return i;
@@ -764,6 +1008,7 @@ static int target_find(const char *name) {
     for (int i = 0; i < TARGETS; i++) {
         puts(targets[i].name);
     }
+    fflush(stdout);  // libFuzzer ends the process without it
     exit(name != NULL);
 }
 
@@ -784,10 +1029,12 @@ static void target_run(int target, const unsigned char *data, size_t size) {
             FACT((unsigned char)fuzz_message[i] >= 32 && fuzz_message[i] != 127);
         }
     }
+#if FUZZ_PROGRAM != 1
     if (fuzz_shard.fd > 0) {
         close(fuzz_shard.fd);
         memset(&fuzz_shard, 0, sizeof fuzz_shard);
     }
+#endif
     free(copy);
 }
 
@@ -795,6 +1042,13 @@ static void target_run(int target, const unsigned char *data, size_t size) {
 // Runs every file whole, truncated, and with one byte changed: REPLAY_CHANGES times each, at places
 // from a fixed sequence.
 enum { REPLAY_CHANGES = 400 };
+
+static uint32_t replay_draw(uint32_t i) {
+    uint64_t x = (i + 1) * 0x9E3779B97F4A7C15u;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return (uint32_t)(x >> 32);
+}
 
 int main(int argc, char **argv) {
     int target = target_find(argc > 1 ? argv[1] : NULL), inputs = 0;
@@ -807,8 +1061,8 @@ int main(int argc, char **argv) {
         target_run(target, map.bytes, map.size);
         inputs++;
         for (uint32_t i = 0; i < REPLAY_CHANGES && map.size && map.size < 65536; i++) {
-            uint32_t r[4];
-            philox4x32(r, 42, i, 0, 0);
+            const uint32_t r[3] = {replay_draw(3 * i), replay_draw(3 * i + 1),
+                                   replay_draw(3 * i + 2)};
             unsigned char *changed = (unsigned char *)malloc(map.size);
             memcpy(changed, map.bytes, map.size);
             changed[r[0] % map.size] = (unsigned char)r[1];
@@ -823,6 +1077,9 @@ int main(int argc, char **argv) {
     return 0;
 }
 #else
+#ifdef __cplusplus
+extern "C"
+#endif
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static int target = -1;
     if (target < 0) {

@@ -1,24 +1,38 @@
 #!/usr/bin/env bash
 # Runs the fuzz targets. `run.sh SECONDS` runs each for that long (`make fuzz`), in as many
-# processes as there are cores; findings are written to build/found/, and the exit status is then 1.
-# `run.sh replay` (part of `make test`) runs each target once on the seeds, on truncated seeds and
-# on seeds with single bytes changed, without libFuzzer. Last line: N passed, N failed, N skipped.
+# processes as there are cores, from the seeds and from corpus.tar.xz, which covers what long runs
+# have reached (libFuzzer: -set_cover_merge=1). Findings are written to build/found/, and the exit
+# status is then 1.
+# `run.sh replay PROGRAM` (part of `make test`) runs each target of build/fuzz_replay or
+# build/fuzz_tokenize_replay once on the seeds, on truncated seeds and on seeds with single bytes
+# changed, without libFuzzer. Last line: N passed, N failed, N skipped.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 export OMP_NUM_THREADS=1
 mkdir -p build/found build/logs
-targets=$(build/fuzz_replay)
-# shellcheck disable=SC2086  # words
-dev/fuzz/seeds.sh $targets || exit 1
+programs=${2-}
+[ "$1" = replay ] || programs="build/fuzz build/fuzz_tokenize build/fuzz_gpu"
+pairs=$(for program in $programs; do    # libFuzzer runs an empty input, which lists the targets
+    env -u FUZZ_TARGET "$program" -artifact_prefix=build/ 2> /dev/null | grep -x '[a-z0-9_]*' |
+        sed "s|^|$program |"
+done)
+# shellcheck disable=SC2046  # words
+dev/fuzz/seeds.sh $(echo "$pairs" | cut -d' ' -f2) || exit 1
 
-# one TARGET SECONDS
+if [ "$1" != replay ]; then
+    mkdir -p build/corpus
+    tar -C build/corpus -xJkf dev/fuzz/corpus.tar.xz 2> /dev/null    # keeps what is there
+fi
+
+# one PROGRAM TARGET SECONDS
 one() {
-    local log=build/logs/fuzz_$1
+    local program=$1 log=build/logs/fuzz_$2
+    shift
     mkdir -p build/corpus/"$1"
     if [ "$2" = replay ]; then
-        build/fuzz_replay "$1" build/seeds/"$1"/* > "$log" 2>&1
+        "$program" "$1" build/seeds/"$1"/* > "$log" 2>&1
     else
-        FUZZ_TARGET=$1 build/fuzz -max_total_time="$2" -max_len=16384 -timeout=60 \
+        FUZZ_TARGET=$1 "$program" -max_total_time="$2" -max_len=16384 -timeout=60 \
             -rss_limit_mb=2048 -print_final_stats=1 -dict=dev/fuzz/words.dict \
             -artifact_prefix=build/found/"$1"- build/corpus/"$1" build/seeds/"$1" \
             > "$log" 2>&1
@@ -27,9 +41,8 @@ one() {
         tail -n 2 | tr '\n' ' ') ok"
 }
 export -f one
-# shellcheck disable=SC2086
-printf '%s\n' $targets | xargs -P "$(nproc)" -I{} bash -c 'one {} '"$1" | tee build/logs/fuzz
+echo "$pairs" | xargs -P "$(nproc)" -I{} bash -c 'one {} '"$1" | tee build/logs/fuzz
 passed=$(grep -c ' ok$' build/logs/fuzz)
-failed=$(($(echo "$targets" | wc -w) - passed))
+failed=$(($(echo "$pairs" | wc -l) - passed))
 echo "$passed passed, $failed failed, 0 skipped"
 [ "$failed" -eq 0 ]

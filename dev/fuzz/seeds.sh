@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# seeds.sh TARGET...: writes the targets' seeds to build/seeds/: files that the program itself
+# seeds.sh TARGET...: writes the seeds of all targets to build/seeds/: files that the program itself
 # writes for the smallest models and texts, and hand-made files for formats that it only reads.
 set -eu
 cd "$(dirname "$0")/../.."
 to=$PWD/build/seeds
 program=$PWD/train_gpt2
 tokenize=$PWD/data/tokenize
-for target in "$@"; do
+for target in "$@" weights safetensors state config json manifest log shard llmc eval bpe_merges \
+    bpe_tokens bpe_encode options plan sizes sha256 speed bpe_train progress matmul kernels library
+do
     mkdir -p "$to/$target"
 done
 scratch=$(mktemp -d build/seed.XXXXXX)
@@ -81,6 +83,29 @@ cp "$to"/options/* "$to/plan/"
 printf -- '-e\nl2h4c128t64\n-b\n8\n--plan\n--gpu\nh100\n-r\nblock:2\n' > "$to/plan/gpu"
 printf -- '-e\nl6h4c128t64\n--plan\n--gpu\nh100\n--gpus=8\n-z\n3\n--offload=weights,residuals\n' \
     > "$to/plan/ranks"
+# What runs on this machine have measured, and texts whose merges are learned.
+printf 'GPU: C 4\t%s\nother\t1\n' "$(seq -s' ' 1 60 | sed 's/ / .5 /g')" > "$to/speed/long"
+for n in 20 24 28 32 36 40; do
+    printf 'GPU: C 4\t%s\n' "$(seq -s' ' 1 $n)" > "$to/speed/$n"
+done
+key='8x16x24:01100:14>14=h'
+printf 'GPU, 2 SMs| 8x8x8:00000:0>0=h0 %s0123456789abcdef\n' "$key" > "$to/matmul/choice"
+printf 'GPU, 2 SMs| %s0123456789abcde\nGPU, 2 SMs| %s-0x' "$key" "$key" > "$to/matmul/short"
+printf 'GPU, 2 SMs| %s-123456789abcdef\n' "$key" > "$to/matmul/sign"    # was accepted
+for verdict in 'right 1.432' 'wrong: bits' 'hung: no answer in 60 s' 'right 1e7'; do
+    for kernel in forward dq dkv; do
+        printf 'GPU| %s:64,128,12=wgmma %s\n' "$kernel" "$verdict"
+    done
+done > "$to/kernels/verdicts"
+printf 'GPU| dq:64,128,12=wgmma right 0.%080d1\n' 0 > "$to/kernels/long"
+printf 'Emulated, 2 SMs, cuBLASLt 130100\t123456789\nx\t99999999999999999999\n' \
+    > "$to/library/bytes"
+printf '\100\037the cat sat on the mat, the cat sat: aaaa aaaaaaaa \303\251t\303\251 12 12' \
+    > "$to/bpe_train/text"
+{ printf '\100\002'; printf 'a%.0s' {1..600}; printf ' ba ab aba bab%.0s' {1..20}; } \
+    > "$to/bpe_train/runs"
+printf 'data/tokenize was interrupted\narguments 1234 input 5678\nnext 100 3 1\n%s\n' \
+    'train 0 0 val 0 0' > "$to/progress/state"
 printf 16GiB > "$to/sizes/gib"
 printf 1e9 > "$to/sizes/real"
 printf '\3abcdefg\0\100%s' "$header$header" > "$to/sha256/pieces"

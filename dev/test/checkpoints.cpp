@@ -558,6 +558,11 @@ static void state_files_apart(const Text &run, const Members &whole, const Text 
                safetensors_bytes(cut_states(whole, 2)[1], earlier));
     write_manifest(at);
     expect_refused(program(run), "are from different runs or steps", "step");
+    Text other = first;
+    other.replace(other.find("\"run\":\"shape"), 12, "\"run\":\"Shape");
+    write_file(at + "/state-1-of-2.safetensors", safetensors_bytes(cut_states(whole, 2)[1], other));
+    write_manifest(at);
+    expect_refused(program(run), "are from different runs or steps", "run");
     write_states(at, cut_states(whole, 2), first);
     unlink((at + "/state-0-of-2.safetensors").c_str());
     const Outcome o = program(run);

@@ -443,6 +443,7 @@ TEST(bpe_table) {
     const Text longest(BPE_LONGEST, 'x');
     expect(bpe_add(&bpe, longest.data(), 0) == 0 && bpe_id(&bpe, longest.data(), 0) == -1);
     expect(bpe_add(&bpe, longest.data(), BPE_LONGEST) == 1);
+    expect(bpe_id(&bpe, longest.data(), BPE_LONGEST) == bpe.count - 1);
     Text token = longest;
     for (int i = 0; i < 10000; i++) {    // the text buffer fills up before the hash table
         token.replace(0, 4, text("%04d", i));
@@ -578,6 +579,7 @@ TEST(bpe_files) {
         {first + " a\n", ":2: not a merge"},
         {first + "a \n", ":2: not a merge"},
         {first + "a bc\n", ":2: not a merge"},
+        {first + "ab c\n", ":2: not a merge"},
         {first + "a b c\n", ":2: not two tokens"},
         {first + "a \xff\n", ":2: not two tokens"},
         {first + "a b\r\n", ":2: not two tokens"},
@@ -767,6 +769,10 @@ TEST(bpe_word_table) {
     WordTable all = {}, full = {};
     words_clear(&all);
     words_clear(&full);
+    words_add(&all, "ab", 2, 7, 1);  // two words with one hash
+    words_add(&all, "cd", 2, 7, 1);
+    expect(all.word_count == 2 && all.words[0].count == 1);
+    words_clear(&all);
     for (uint64_t part = 0; part < 40; part++) {
         Words words;
         for (uint64_t i = 0; i < 500; i++) {

@@ -256,6 +256,8 @@ TEST(generate_refused) {
         expect_refused(program(Text("--generate -e l1h1c8t16 ") + row.arguments), row.words,
                        row.arguments);
     }
+    const Outcome whole = program("--generate -e l1h1c8t16 -g 1 --prompt=1234567890123456");
+    expect(whole.status == 0, "T tokens: %s", whole.err.c_str());
     expect_refused(program("--samples 2"), "--samples needs --generate", "--samples");
 }
 

@@ -1150,7 +1150,8 @@ TEST(gpu_exchange, CUDA_ALL) {
 TEST(gpu_clip, CUDA_ALL) {
     static const struct {
         float norm, clip, scale;
-    } table[] = {{4, 1, 0.25f}, {0.5f, 1, 1}, {1, 1, 1}, {4, 0, 1}, {0.5f, 0, 1}, {0, 1, 1}};
+    } table[] = {{4, 1, 0.25f}, {0.5f, 1, 1}, {1, 1, 1}, {4, 0, 1}, {0.5f, 0, 1}, {0, 1, 1},
+                 {1.25f, 1, 0.8f}};
     static const float power = 0x1p20f;  // a loss scale, which norm and clip do not include
     for (auto &row : table) {
         UpdateState before = {row.norm * row.norm, 0, 0, 7, 3};
@@ -1167,6 +1168,11 @@ TEST(gpu_clip, CUDA_ALL) {
         expect(now.norm == row.norm && now.scale == row.scale / power && now.skip == 0,
                "scaled norm %g, clip %g: factor %g", (double)row.norm, (double)row.clip,
                (double)now.scale);
+    }
+    for (const float norm : {NAN, INFINITY}) {
+        Device<UpdateState> state(std::vector<UpdateState>{{norm, 0, 0, 0, 3}});
+        gpu_update_decide(state.p, 1, INFINITY, 0);
+        expect(state.raw()[0].skip == 1 && state.raw()[0].skipped == 4, "norm %g", (double)norm);
     }
 }
 

@@ -104,6 +104,10 @@ TEST(fast_maths, ALL) {
     expect(fast_exp(-inf) == 0 && fast_exp((real)-1e30) == 0 && fast_exp(0) == 1);
     expect(fast_exp(inf) == inf && fast_exp((real)1e4) == inf && isnan((double)fast_exp(nan)));
     expect(fast_tanh(inf) == 1 && fast_tanh(-inf) == -1 && isnan((double)fast_tanh(nan)));
+    for (const double x : {11.0, 44.5, 90.0, 1e3, 1e30}) {  // beyond what the exponent can hold
+        expect_near(fast_tanh((real)x), 1, 1e-8, "tanh %g", x);
+        expect_near(fast_tanh((real)-x), -1, 1e-8, "tanh %g", -x);
+    }
     expect(fast_tanh((real)-0.0) == 0 && signbit((double)fast_tanh((real)-0.0)));
 }
 

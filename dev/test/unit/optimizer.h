@@ -24,6 +24,31 @@ TEST(adamw, ALL) {
             expect_near(v[i], (wide)want[t][2], want[t][2] * 200 * unit, "v after %d", t + 1);
         }
     }
+    // g = 1e-6: corrected 1e-6 and 1e-12; the root is 100 times eps, which is not under it.
+    Options o = default_options();
+    o.beta1 = 0.9;
+    o.beta2 = 0.99;
+    for (int t = 0; t < 2; t++) {
+        const AdamW a = adamw_at(&o, 0.1, t, 1);
+        expect_near(a.correction1, t ? 0.19 : 0.1, 4 * unit, "1 - beta1^%d", t + 1);
+        expect_near(a.correction2, t ? 0.0199 : 0.01, 4 * unit, "1 - beta2^%d", t + 1);
+    }
+    const AdamW a = adamw_at(&o, 0.1, 0, 1);
+    Reals one(1, 1), m1(1), v1(1), small(1, (real)1e-6);
+    adamw_update(one.data(), m1.data(), v1.data(), small.data(), &a, 0, 1);
+    expect_near(one[0], 1 - 0.1 / 1.01, 1e-6, "p after a small gradient");
+}
+
+// The limit of --skip-zscore: none before 128 norms, then mean + z x standard deviation.
+TEST(norm_limit, HOST) {
+    NormWindow w;
+    for (int i = 0; i < NORM_WINDOW; i++) {
+        w.values[i] = i % 2 ? 1 : 5;
+    }
+    w.count = NORM_WINDOW - 1;
+    expect(norm_limit(&w, 3) == HUGE_VAL);
+    w.count = NORM_WINDOW;
+    expect(norm_limit(&w, 3) == 9 && norm_limit(&w, 0) == HUGE_VAL, "%g", norm_limit(&w, 3));
 }
 
 // The update decays matrices only, clips by the norm of all gradients, and changes nothing if that

@@ -165,6 +165,13 @@ TEST(plan_layout, ALL) {
         size_t most = *std::max_element(live.begin(), live.end());
         expect(end[0] == p.device_bytes && end[1] == p.host_bytes, "%s", who.c_str());
         expect(p.live_bytes == most && p.device_bytes >= most, "%s", who.c_str());
+        for (const int state : {BUF_M, BUF_V, BUF_MASTER}) {
+            const int id = p.single[state];
+            const int64_t least = model_parameters(&s.model) / s.ranks;
+            expect((state == BUF_MASTER && !settings_has_master(&s)) || n % 2 ||
+                       (id >= 0 && p.buffers[id].count >= least),
+                   "%s: state %d", who.c_str(), state);
+        }
         plan_free(&p);
         plan_free(&q);
     }

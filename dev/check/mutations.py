@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Injects the mistakes of mutations.txt, one at a time, and counts those that tests catch.
+
+    dev/check/mutations.py               builds all mutations once, in a copy of the sources, then
+                                         runs the tests of each
+    dev/check/mutations.py --check       each text occurs exactly once in its file, and each test
+                                         exists (part of make style); builds nothing
+    dev/check/mutations.py --print       prints the mutations with their numbers
+
+Options: --only N,N or --sample N with --seed S (1) select mutations; --jobs N tests at once (1);
+--scratch DIR keeps the copy and builds only what has changed. An expression E becomes
+(mutant(N) ? NEW : E), and the variable MUTANT selects N, so that each target is built once. A test
+that fails without a mutation is named and not used. Prints a line for each mutation, then `N of M
+caught`; status 1 if one is caught or not caught against the list.
+"""
+import argparse, concurrent.futures, os, random, re, subprocess, sys, tempfile
+
+TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+LIST = os.path.join(TOP, "dev/check/mutations.txt")
+# Targets and command of each program of tests. The others drive ./train_gpt2.
+UNIT = {name: ([f"build/{name}"], [f"build/{name}"])
+        for name in ("test_gpt2", "test_gpt2_double", "test_gpt2cu_cpu", "test/data")}
+ON_GPU = ("ranks", "gpu_program")
+SWITCH = """#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <stdlib.h>
+__attribute__((unused)) static int mutant(int n) {
+    static int is = -1;
+    if (is < 0) {
+        const char *text = getenv("MUTANT");
+        is = text ? atoi(text) : 0;
+    }
+    return is == n;
+}
+"""
+
+
+class Mutation:
+    def __init__(self, number, line, head):
+        self.number, self.line, self.old, self.new, self.reason = number, line, "", "", ""
+        self.file, _, self.tests = head.partition(": ")
+
+    def pattern(self):
+        """Matches the text, with any white space; group 1 is the expression to replace."""
+        before, braces, rest = self.old.partition("{{")
+        expression, _, after = rest.partition("}}") if braces else (self.old, "", "")
+        before = before if braces else ""
+        parts = [r"\s+".join(re.escape(word) for word in part.split())
+                 for part in (before, expression, after)]
+        gaps = [r"\s*" if before[-1:] in " " else "", r"\s*" if after[:1] in " " else ""]
+        return re.compile(f"{parts[0]}{gaps[0]}({parts[1]}){gaps[1]}{parts[2]}")
+
+    def runs(self, broken=()):
+        """Programs of tests with the names of tests, but for those that are broken."""
+        for run in self.tests.split("; "):
+            program, *names = run.split()
+            names = [name for name in names if (program, name) not in broken]
+            if names:
+                yield program, names
+
+
+def read_list():
+    """Each mutation: `file: program test test; program test`, text, `-> new`, `! reason`."""
+    found = []
+    with open(LIST) as f:
+        for number, line in enumerate(f, 1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            if not line.startswith(" "):
+                found.append(Mutation(len(found) + 1, number, text))
+            elif text.startswith("-> "):
+                found[-1].new = text[3:]
+            elif text.startswith("! "):
+                found[-1].reason = text[2:]
+            else:
+                found[-1].old = (found[-1].old + " " + text).strip()
+    return found
+
+
+def command(program):
+    """Targets to build and the command that runs tests of a program."""
+    if program in UNIT:
+        return UNIT[program]
+    drives = "train_gpt2cu_cpu" if program in ON_GPU else "train_gpt2"
+    return [f"build/test/{program}", drives], [f"build/test/{program}", "--program", drives]
+
+
+def check(mutations):
+    """Returns the messages about entries that do not apply."""
+    files, bad = {}, []
+    tests = set()
+    for folder in ("dev/test", "dev/test/unit"):
+        for name in os.listdir(os.path.join(TOP, folder)):
+            if name.endswith((".cpp", ".h")):
+                with open(os.path.join(TOP, folder, name)) as f:
+                    tests |= set(re.findall(r"^TEST\((\w+)", f.read(), re.M))
+    for m in mutations:
+        if m.file not in files:
+            with open(os.path.join(TOP, m.file)) as f:
+                files[m.file] = f.read()
+        times = len(m.pattern().findall(files[m.file]))
+        if times != 1:
+            bad.append(f"mutations.txt:{m.line}: occurs {times} times in {m.file}: {m.old}")
+        if not m.new:
+            bad.append(f"mutations.txt:{m.line}: no line '-> NEW'")
+        for _, names in m.runs():
+            bad += [f"mutations.txt:{m.line}: no test is called {name}" for name in names
+                    if name not in tests]
+    return bad
+
+
+def apply(mutations, scratch):
+    """Writes the mutated sources into the copy; leaves files alone that do not change."""
+    names = subprocess.run(["git", "ls-files"], cwd=TOP, check=True, stdout=subprocess.PIPE,
+                           encoding="utf-8").stdout.split()
+    for name in names:
+        with open(os.path.join(TOP, name), "rb") as f:
+            text = f.read()
+        changes = []
+        for m in mutations:
+            if m.file == name:
+                at = m.pattern().search(text.decode())
+                new = f"(mutant({m.number}) ? ({m.new}) : ({at[1]}))"
+                changes.append((at.start(1), at.end(1), new))
+        if changes:
+            whole = text.decode()
+            for start, end, new in sorted(changes, reverse=True):
+                whole = whole[:start] + new + whole[end:]
+            text = whole.encode()
+        if name == "data/files.c":
+            text = SWITCH.encode() + text
+        target = os.path.join(scratch, name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.exists(target):
+            with open(target, "rb") as f:
+                if f.read() == text:
+                    continue
+        with open(target, "wb") as f:
+            f.write(text)
+        os.chmod(target, os.stat(os.path.join(TOP, name)).st_mode)
+
+
+def passes(scratch, program, names, number):
+    """Runs tests with a mutation. Returns whether they pass, and the lines that say why not."""
+    environment = dict(os.environ, MUTANT=str(number), OMP_NUM_THREADS="1",
+                       OMP_WAIT_POLICY="passive")
+    try:
+        done = subprocess.run(command(program)[1] + names, cwd=scratch, env=environment,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
+                              encoding="latin-1")
+    except subprocess.TimeoutExpired:
+        return False, ["600 s passed"]
+    lines = [line.strip() for line in done.stdout.split("\n") if line.strip()]
+    failed = [line for line in lines if "FAIL" in line or "timed out" in line]
+    return done.returncode == 0, failed or lines[-1:]
+
+
+def attempt(scratch, m, broken):
+    for program, names in m.runs(broken):
+        passed, why = passes(scratch, program, names, m.number)
+        if not passed:
+            return m, f"{program}: {why[0][:120]}"
+    return m, None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--print", action="store_true")
+    parser.add_argument("--only")
+    parser.add_argument("--sample", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--scratch")
+    given = parser.parse_args()
+    every = read_list()
+    bad = check(every)
+    for line in bad:
+        print(line)
+    if given.print:
+        for m in every:
+            print(f"{m.number}  {m.file}: {m.old} -> {m.new}  ({m.tests})")
+    if given.check or given.print or bad:
+        if given.check:
+            print(f"{len(every) - len(bad)} passed, {len(bad)} failed, 0 skipped")
+        return 1 if bad else 0
+    chosen = [m for m in every if not given.only or str(m.number) in given.only.split(",")]
+    if given.sample and given.sample < len(chosen):
+        chosen = random.Random(given.seed).sample(chosen, given.sample)
+    with tempfile.TemporaryDirectory(prefix="mutations.") as scratch:
+        scratch = given.scratch or scratch
+        apply(every, scratch)
+        runs = {(program, name) for m in chosen for program, names in m.runs() for name in names}
+        targets = sorted({target for program, _ in runs for target in command(program)[0]})
+        subprocess.run(["make", "-s", "EMPTY_DATA=", *targets], cwd=scratch, check=True)
+        caught, wrong, broken = 0, 0, set()
+        for program in sorted({program for program, _ in runs}):
+            names = sorted(name for other, name in runs if other == program)
+            passed, why = passes(scratch, program, names, 0)
+            failed = [(program, name) for name in names if name in " ".join(why).split()]
+            if not passed and not failed:
+                sys.exit(f"mutations.py: without a mutation, {program}: {why}")
+            if not passed:
+                print(f"without a mutation {program} fails: {why}", flush=True)
+                broken.update(failed)
+                wrong += 1
+        chosen = [m for m in chosen if list(m.runs(broken))]
+        with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+            for m, why in pool.map(lambda m: attempt(scratch, m, broken), chosen):
+                caught += why is not None
+                wrong += (why is None) != bool(m.reason)
+                print(f"{m.number}  {m.file}: {m.old} -> {m.new}: "
+                      f"{'caught: ' + why if why else 'NOT caught: ' + m.reason}", flush=True)
+        print(f"{caught} of {len(chosen)} caught, {100 * caught / len(chosen):.1f} %")
+    return 1 if wrong else 0
+
+
+sys.exit(main())
