@@ -276,7 +276,7 @@ TEST(gpu_header) {
     const pid_t pid = start("-i train.bin -e l6h6c384t64 -b 4");
     wait_until([] { return has(read_file("stdout"), "\nopening the GPU\n"); });
     const Text out = read_file("stdout");
-    expect(out.find("train_gpt2cu_cpu 0.9: emulated: try -e l2h2c64t64\n") == 0 &&
+    expect(out.find("train_gpt2cu_cpu 1.0: emulated: try -e l2h2c64t64\n") == 0 &&
                out.find("\nmodel    l6h6c384t64: ") < out.find("\nmemory   ") &&
                out.find("\nopening the GPU\n") == out.size() - 17, "%s", out.c_str());
     kill(pid, SIGTERM);

@@ -186,7 +186,7 @@ TEST(start_lines) {
         }
     };
     in_order(program(run + "1").out,
-             {"train_gpt2 0.9\n", "model ", "data ", "step ", "command ", "memory ",
+             {"train_gpt2 1.0\n", "model ", "data ", "step ", "command ", "memory ",
               "no checkpoint in out: starting a new run",
               "initialising 10,960 parameters with --seed 42; -e ",
               "device ", "peak "});
