@@ -36,7 +36,7 @@ TEST(gpu_bad_input) {
         {"--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"},
         {"--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
         {"--dtype fp64", "--dtype: 'fp64'"},
-        {"-r block:3", "is a number from 0 to 2"},
+        {"-r block:3", "must be from 0 to 2"},
     };
     static const Refusal shapes[] = {
         {"l2h2c20t16", "20 channels in 2 heads: on a GPU, channels must be a multiple of 8"},
