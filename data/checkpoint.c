@@ -325,43 +325,28 @@ static StateRange *state_ranges(const Settings *s, int *count) {
     return ranges;
 }
 
-// Progress of writing ranges: `left` ranges remain, the first of them from its element `at` on.
-typedef struct {
-    Engine *e;
-    const Model *m;
-    const StateRange *ranges;
-    int left;
-    int64_t at;
-    real *values;
-} RangePieces;
-
-// Produces the next piece of the ranges (a PieceSource). Padding between tensors is written as 0
-// and never read from the engine.
-static size_t range_piece(void *self, unsigned char *out) {
-    RangePieces *p = (RangePieces *)self;
-    if (p->left == 0) {
-        return 0;
-    }
-    StateRange r = *p->ranges;
-    r.first += p->at;
-    r.count = min_i64(PIECE, r.count - p->at);
-    memset(p->values, 0, (size_t)r.count * sizeof(real));
-    for (int tensor = 0; tensor < TENSORS; tensor++) {
-        for (int l = 0; l < tensor_copies(p->m, tensor); l++) {
-            const TensorRange t = range_of_tensor(p->m, &r, tensor, l);
-            if (t.count > 0) {
-                p->e->read_own(p->e, r.state, t.param, p->values + t.state, t.count);
+// Writes a range. Padding between tensors is written as 0 and never read from the engine. `values`
+// holds PIECE elements, `out` two times as many in the file's type: one half is being hashed.
+static void range_save(Engine *e, const Model *m, const StateRange *range, real *values,
+                       unsigned char *out, Writer *w) {
+    const int type = range->span.type;
+    for (int64_t at = 0; at < range->count; at += PIECE) {
+        StateRange r = *range;
+        r.first += at;
+        r.count = min_i64(PIECE, r.count - at);
+        memset(values, 0, (size_t)r.count * sizeof(real));
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            for (int l = 0; l < tensor_copies(m, tensor); l++) {
+                const TensorRange t = range_of_tensor(m, &r, tensor, l);
+                if (t.count > 0) {
+                    e->read_own(e, r.state, t.param, values + t.state, t.count);
+                }
             }
         }
+        unsigned char *half = out + w->puts % 2 * PIECE * (int64_t)sizeof(float);
+        file_values(half, type, values, r.count);
+        writer_put(w, half, (size_t)(r.count * file_types[type].bytes));
     }
-    file_values(out, r.span.type, p->values, r.count);
-    p->at += r.count;
-    if (p->at == p->ranges->count) {
-        p->at = 0;
-        p->ranges++;
-        p->left--;
-    }
-    return (size_t)(r.count * file_types[r.span.type].bytes);
 }
 
 // Return the engine's choice of matmul algorithms, and of kernels, as text for a checkpoint, or ""
@@ -421,10 +406,15 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     }
     header_write(&header, w);
     writer_put(w, counters.norms.values, sizeof counters.norms.values);
-    RangePieces pieces = {snapshot->engine, &snapshot->settings->model, ranges, count, 0,
-                          (real *)alloc_zero(PIECE, sizeof(real))};
-    writer_stream(w, range_piece, &pieces, PIECE * sizeof(float));
-    free(pieces.values);
+    real *values = (real *)alloc_zero(PIECE, sizeof(real));
+    unsigned char *out = (unsigned char *)alloc_zero(2 * PIECE, sizeof(float));
+    #pragma omp parallel num_threads(2)
+    #pragma omp master
+    for (int i = 0; i < count; i++) {
+        range_save(snapshot->engine, &snapshot->settings->model, &ranges[i], values, out, w);
+    }
+    free(out);
+    free(values);
     free(ranges);
 }
 

@@ -1040,6 +1040,7 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
 typedef struct {
     int fd;     // -1: not open: it failed or is closed, or another process writes the file
     int error;  // errno of the first failure; 0: none
+    int puts;   // calls of writer_put
     int64_t bytes;
     char file[PATH_BYTES];
     Sha256 sha;
@@ -1054,7 +1055,7 @@ static void writer_fail(Writer *w) {
 
 static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
-    w->bytes = 0;
+    w->bytes = w->puts = 0;
     sha256_start(&w->sha);
     slow_begin();
     w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
@@ -1062,47 +1063,22 @@ static void writer_open(Writer *w, const char *folder, const char *name) {
     w->error = w->fd < 0 ? errno : 0;
 }
 
+// Writes data and, inside a parallel region, hashes them meanwhile on a second thread: in sequence,
+// hashing would take as long as everything else. The data must stay unchanged until the next call
+// or the end of the region.
 static void writer_put(Writer *w, const void *data, size_t bytes) {
+    #pragma omp taskwait
+    #pragma omp task
+    sha256_add(&w->sha, data, bytes);
     if (w->fd >= 0 && write_all(w->fd, data, bytes) != 0) {
         writer_fail(w);
     }
-    sha256_add(&w->sha, data, bytes);
+    // Starts writing to disk now, so that fsync takes less time.
+    slow_begin();
+    sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
+    slow_end();
     w->bytes += (int64_t)bytes;
-}
-
-// A callback that stores the next bytes of a file in `out`, at most `most` (writer_stream). Returns
-// their number; 0 at the end of the file.
-typedef size_t (*PieceSource)(void *self, unsigned char *out);
-
-// Writes everything that the source `next` produces. While one thread writes a piece and produces
-// the next one, a second thread hashes the piece and then executes OpenMP tasks of the source; in
-// sequence, hashing would take as long as the rest.
-static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) {
-    unsigned char *piece[2] = {(unsigned char *)alloc_zero(2, most), NULL};
-    piece[1] = piece[0] + most;
-    size_t bytes[2] = {next(self, piece[0]), 0};
-    int k = 0;
-    for (; bytes[k] && w->fd >= 0; k = !k) {
-        #pragma omp parallel num_threads(2)
-        #pragma omp master
-        {
-            #pragma omp task
-            sha256_add(&w->sha, piece[k], bytes[k]);
-            if (write_all(w->fd, piece[k], bytes[k]) != 0) {
-                writer_fail(w);
-            }
-            // Starts writing to disk now, so that fsync takes less time.
-            slow_begin();
-            sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
-            slow_end();
-            bytes[!k] = next(self, piece[!k]);
-        }
-        w->bytes += (int64_t)bytes[k];
-    }
-    while (bytes[k]) {  // after a failure: drop the rest
-        bytes[k] = next(self, piece[k]);
-    }
-    free(piece[0]);
+    w->puts++;
 }
 
 // Syncs and closes the file. It is synced in strips, because one fsync of many GiB may take minutes

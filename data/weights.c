@@ -551,43 +551,30 @@ static void file_transposed(unsigned char *out, int type, const real *values, in
     }
 }
 
-// Progress of writing weights. Tensors are written one by one in Hugging Face's layout: without
-// padding, and transposed if the layout requires it.
-typedef struct {
-    Engine *e;
-    const Model *m;
-    int type;
-    int tensor, layer;  // the current tensor
-    int64_t at;         // number of its elements already written
-    real *values;
-} WeightPieces;
-
-// Produces the next piece of the weights (a PieceSource).
-static size_t weight_piece(void *self, unsigned char *out) {
-    WeightPieces *p = (WeightPieces *)self;
-    if (p->tensor == TENSORS) {
-        return 0;
-    }
-    int swap = tensor_table[p->tensor].transposed;
-    int64_t rows = tensor_rows(p->m, p->tensor), cols = tensor_cols(p->m, p->tensor);
-    int64_t size = rows * cols, offset = tensor_offset(p->m, p->tensor, p->layer);
-    int64_t count = min_i64(swap ? STRIP * rows : (int64_t)PIECE, size - p->at);
-    if (!swap) {
-        p->e->read(p->e, STATE_WEIGHTS, offset + p->at, p->values, count);
-        file_values(out, p->type, p->values, count);
-    } else {
-        if (p->at == 0) {
-            p->e->read(p->e, STATE_WEIGHTS, offset, p->values, size);
+// Writes one tensor in Hugging Face's layout: without padding, and transposed if the layout
+// requires it. `values` holds a strip, or the whole of a tensor to transpose, which must be read
+// before its first strip can be written; `out` holds two strips.
+static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *values,
+                        unsigned char *out, Writer *w) {
+    const int swap = tensor_table[tensor].transposed;
+    const int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
+    const int64_t size = rows * cols, offset = tensor_offset(m, tensor, layer);
+    const int64_t strip = swap ? STRIP * rows : (int64_t)PIECE, bytes = file_types[type].bytes;
+    for (int64_t at = 0; at < size; at += strip) {
+        const int64_t count = min_i64(strip, size - at);
+        // The other half of `out` is being hashed.
+        unsigned char *half = out + w->puts % 2 * strip_elements(m) * bytes;
+        if (!swap) {
+            e->read(e, STATE_WEIGHTS, offset + at, values, count);
+            file_values(half, type, values, count);
+        } else {
+            if (at == 0) {
+                e->read(e, STATE_WEIGHTS, offset, values, size);
+            }
+            file_transposed(half, type, values + at / rows, rows, cols, count / rows);
         }
-        file_transposed(out, p->type, p->values + p->at / rows, rows, cols, count / rows);
+        writer_put(w, half, (size_t)(count * bytes));
     }
-    p->at += count;
-    if (p->at == size) {
-        p->at = 0;
-        p->layer = (p->layer + 1) % tensor_copies(p->m, p->tensor);
-        p->tensor += p->layer == 0;
-    }
-    return (size_t)(count * file_types[p->type].bytes);
 }
 
 // Writes model.safetensors in `type`, FILE_F32 or FILE_BF16.
@@ -605,10 +592,17 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
         }
     }
     header_write(&header, w);
-    // A transposed tensor must be read whole before its first strip can be written.
     const int64_t most = max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
+    const size_t strips = 2 * (size_t)(strip_elements(m) * file_types[type].bytes);
     real *values = (real *)alloc_zero((size_t)most, sizeof(real));
-    WeightPieces pieces = {e, m, type, 0, 0, 0, values};
-    writer_stream(w, weight_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
+    unsigned char *out = (unsigned char *)alloc_zero(strips, 1);
+    #pragma omp parallel num_threads(2)
+    #pragma omp master
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            tensor_save(e, m, type, tensor, l, values, out, w);
+        }
+    }
+    free(out);
     free(values);
 }
