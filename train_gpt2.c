@@ -924,8 +924,8 @@ static int tensor_copies(const Model *m, int tensor) {
 // A flat buffer holds all tensors, or only the matrices or only the vectors (gradients on a GPU).
 enum { ALL_TENSORS, MATRICES, VECTORS };
 
-// Returns the number of elements that one tensor (of one layer) occupies in such a buffer,
-// including the gap after it; 0 if the tensor is not in the subset.
+// Returns the number of elements that one tensor (of one layer) occupies in a flat buffer of
+// `subset`, including the gap after it; 0 if the tensor is not in the subset.
 static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     if (subset != ALL_TENSORS && tensor_is_matrix(tensor) != (subset == MATRICES)) {
         return 0;
@@ -2711,7 +2711,8 @@ static int tensor_bucket(const Model *m, int tensor, int layer, int64_t *at) {
 // A rank's range of a tensor: elements `first` to first + count - 1 of the tensor.
 typedef struct {
     int64_t first, count;
-    int64_t param, state;  // offset of `first` in whole weights; in the rank's moments and master
+    int64_t param;         // offset of `first` in unsharded weights
+    int64_t state;         // offset of `first` in the rank's moments and master weights
 } TensorRange;
 
 // Returns the range of a tensor in the shard of rank s->rank, or with `whole` the whole tensor. The

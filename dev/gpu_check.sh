@@ -757,9 +757,9 @@ near_steps() {    # near_steps DIR DIR LOSS NORM
 # Runs several ranks on a single GPU, which NCCL from 2.30.7 on allows on request, so that the real
 # calls, groups and streams are tested even here. Ranks take turns on the GPU unless MPS runs, and
 # NVLink is not used, so times and memory mean nothing; those need MPS or a GPU per rank.
-# The runs are in fp32 and have 6 steps, so that only the order of sums differs from the emulated
-# device; the CPU program, with yet another order, is within 1e-7 of it. All -z must be bitwise
-# equal. With 96 channels, the shards of 2 and 4 ranks end inside matrices, and the last one is
+# The runs are in fp32 and have 6 steps, so that results differ from the emulated device's only by
+# the order of sums; the CPU program, which uses yet another order, agrees within 1e-7. The results
+# of all ZeRO stages must be bitwise equal. With 96 channels, the shards of 2 and 4 ranks end inside matrices, and the last one is
 # padded.
 shared_gpu() {
     local ranks zero dir status apart refused seconds=${limit_s[$stage]}

@@ -368,8 +368,8 @@ static double bench_step(const char *name, int B, int T, int bf16, double dnnl_m
     return ms;
 }
 
-// Compares the forecasts of ten runs with the medians of their steps, for various model widths,
-// batches, lengths and recompute levels. Prints the worst error last.
+// Compares the forecast step times of ten runs with the measured medians, for various model widths,
+// batch sizes, sequence lengths and recompute levels. Prints the worst error last.
 static void bench_forecast(void) {
     static const char *const runs[][4] = {  // -e, -b, -t, -r
         {"l4h4c128t64", "4", "64", "none"},    {"l4h4c128t64", "12", "64", "block"},

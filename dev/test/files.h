@@ -55,7 +55,7 @@ inline void write_corpus() {
 // Creates both files in the folder of every test that drives a program.
 inline const bool prepares_corpus = (prepare = write_corpus, true);
 
-// First options of a run on that text.
+// Options with which runs on the corpus begin; tests append more.
 #define TINY "-i train.bin -e l2h2c16t16 -b 2 "
 
 // Writes data/stories' text as training and validation files (the last tenth validates) and returns

@@ -695,7 +695,7 @@ TEST(memory_limits) {
     for (const auto &limit : limits) {
         auto low = [&] {
             struct rlimit r = {256 << 20, 256 << 20};
-            setenv("OMP_NUM_THREADS", "2", 1);  // more stacks would take all of it
+            setenv("OMP_NUM_THREADS", "2", 1);  // the stacks of more threads would exceed the limit
             setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
         };
         Outcome o = program("--plan -e l12h12c384t64", low);

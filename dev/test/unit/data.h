@@ -73,7 +73,7 @@ TEST(loader_coverage, HOST) {
         }
     }
     expect(std::count(met.begin(), met.end(), 0) == 0, "tokens never read");
-    for (std::vector<Token> &order : orders) {  // tokens differ between epochs, so count windows
+    for (std::vector<Token> &order : orders) {  // epochs differ in tokens, so compare their order only
         std::vector<Token> sorted = order;
         std::sort(sorted.begin(), sorted.end());
         for (Token &first : order) {
