@@ -8607,8 +8607,8 @@ static int cards_command(const Options *asked, const Model *m) {
 // The speed of this machine, from which a plan forecasts a run: on the CPU small models are timed
 // for every plan; on a GPU the speed is the one that earlier runs measured and cached.
 
-// Returns the seconds of a micro-step, and sets *update to those of an optimizer update, for a
-// model with settings `s` and arbitrary weights. Both are the median of three, after a warm-up.
+// Returns the time of a micro-step in seconds, and sets *update to that of an optimizer update, for
+// a model with settings `s` and arbitrary weights: medians of three, after a warm-up.
 static double engine_seconds(const Program *program, const Settings *s, double *update) {
     enum { TIMES = 3 };
     double micro_ms[TIMES], update_ms[TIMES];

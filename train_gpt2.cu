@@ -4409,8 +4409,8 @@ static void children_signal(const Child *children, int ranks, int number) {
     }
 }
 
-// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With the
-// statuses of die() the rank has already printed an error, so nothing more is printed. Returns the
+// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. If the
+// status is one of die()'s, the rank has printed an error, and nothing more is printed. Returns the
 // exit status for the whole run, or -1 if the process has not ended yet: the system takes time to
 // free a GPU, and may never finish if the GPU hangs.
 static int child_reap(Child *child, int r, int quiet) {
@@ -6667,7 +6667,7 @@ enum { TRIAL_DEFAULT, TRIAL_CANDIDATE, TRIAL_AGAIN, TRIAL_BESIDE, TRIAL_SETS };
 enum { TRIAL_CPU = TRIAL_CANDIDATE + 1, TRIAL_COPIES };
 
 struct Trial {
-    TrialShape shape, now;  // given, and of the present case: other B and T
+    TrialShape shape, now;  // the given shape; the current case, with B and T of its own
     size_t guard;           // bytes before and after an output
     __nv_bfloat16 noise[TRIAL_NOISE], *inputs[2];  // inputs: qkv and dout on the device
     real *host[2];                                 // and on the host

@@ -502,8 +502,8 @@ static void save_file(Saving *save, int file) {
     }
 }
 
-// Ends a phase of saving. If a rank has failed, rank 0 removes the unfinished checkpoint and the run
-// exits: the first failed rank prints its message, and the others wait to be terminated.
+// Ends a phase of saving. If a rank has failed, rank 0 removes the unfinished checkpoint and the
+// run exits: the first failed rank prints its message, and the others wait to be terminated.
 static void save_agree(Saving *save) {
     const int failed = this_rank.failed = save->problem[0] != 0;
     engine_agree(save->snapshot->engine);

@@ -116,7 +116,8 @@ static int is_space(uint32_t c) {
 
 // A vocabulary: id -> bytes, bytes -> id, and the class of every character. It takes 5 MiB, most of
 // which is never touched, so it must be static or allocated, not on a stack.
-enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512 };  // bytes of all tokens, of one
+// BPE_TEXT and BPE_LONGEST are the most bytes of all tokens together and of one token.
+enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
     int count;                             // tokens so far

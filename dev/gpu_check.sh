@@ -759,8 +759,8 @@ near_steps() {    # near_steps DIR DIR LOSS NORM
 # NVLink is not used, so times and memory mean nothing; those need MPS or a GPU per rank.
 # The runs are in fp32 and have 6 steps, so that results differ from the emulated device's only by
 # the order of sums; the CPU program, which uses yet another order, agrees within 1e-7. The results
-# of all ZeRO stages must be bitwise equal. With 96 channels, the shards of 2 and 4 ranks end inside matrices, and the last one is
-# padded.
+# of all ZeRO stages must be bitwise equal. With 96 channels, the shards of 2 and 4 ranks end inside
+# matrices, and the last one is padded.
 shared_gpu() {
     local ranks zero dir status apart refused seconds=${limit_s[$stage]}
     local shared=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_DEBUG=WARN)

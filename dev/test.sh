@@ -227,7 +227,8 @@ build() {
 
 names=() shown=()    # the programs started, and whether their output was printed
 
-# run NAME COMMAND...: starts it as soon as fewer than WIDTH run, and prints what has ended.
+# run NAME COMMAND...: starts COMMAND once fewer than WIDTH programs are running, and prints the
+# output of those that have ended.
 run() {
     local log=$logs/${#names[@]}
     while [ "$(jobs -pr | wc -l)" -ge "$WIDTH" ]; do

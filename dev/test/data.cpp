@@ -563,7 +563,7 @@ TEST(bpe_files) {
     const Text tokens = gpt2_tokenizer_bin();
     bpe_parse_tokens(&other, (const unsigned char *)tokens.data(), tokens.size(), "good.bin");
     expect(same_bpe(other, bpe), "gpt2_tokenizer.bin gives another table");
-    Text swapped = merges;    // the last two lines, each of six bytes
+    Text swapped = merges;    // its last two lines, of six bytes each, are swapped
     std::rotate(swapped.end() - 12, swapped.end() - 6, swapped.end());
     const struct {
         Text bytes;

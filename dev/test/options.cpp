@@ -482,7 +482,7 @@ TEST(all_cards) {
         expect(one.status != 0 || number_after(line, " free ") == rate, "%s: %s: %.0f", card,
                line.c_str(), rate);
         const size_t fits = plan.find("\nit fits with ");
-        if (fits != Text::npos && card[0] != 'v') {  // the first remedy is the same
+        if (fits != Text::npos && card[0] != 'v') {  // the line has the first of these
             const Text remedy = plan.substr(fits + 14, plan.find('\n', fits + 1) - fits - 14);
             expect(has(line, remedy), "%s: %s: %s", card, line.c_str(), remedy.c_str());
         }

@@ -73,7 +73,8 @@ TEST(loader_coverage, HOST) {
         }
     }
     expect(std::count(met.begin(), met.end(), 0) == 0, "tokens never read");
-    for (std::vector<Token> &order : orders) {  // epochs differ in tokens, so compare their order only
+    // Epochs have different first tokens, so each is replaced by its place in sorted order.
+    for (std::vector<Token> &order : orders) {
         std::vector<Token> sorted = order;
         std::sort(sorted.begin(), sorted.end());
         for (Token &first : order) {
