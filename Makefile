@@ -2,6 +2,7 @@
 # Detected settings can be overridden: make CC=clang OMP= MARCH=-march=x86-64
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+unexport CDPATH    # otherwise cd in a script could change to another folder
 # --- Detection. try(compiler and flags, libraries): yes if an empty program links -----------------
 on_path = $(shell command -v $(1) 2>/dev/null)
 try = $(shell mkdir -p build && echo 'int main(void) { return 0; }' | \

@@ -6212,13 +6212,13 @@ static void dataset_close(Dataset *d) {
 }
 
 // Hashes the edges of every shard; if `all`, also reads every shard and checks its tokens and its
-// SHA-256. The first problem ends the run.
+// SHA-256, until a signal arrives. The first problem ends the run.
 static void dataset_hash(Dataset *d, int all) {
     #pragma omp parallel for schedule(dynamic)
     for (int i = 0; i < d->shard_count; i++) {
         char problem[PATH_BYTES + 128];
         const char *fault = shard_hash_edges(&d->shards[i]);
-        const int whole = fault || !all || shard_check(&d->shards[i], problem);
+        const int whole = fault || !all || stop_signal || shard_check(&d->shards[i], problem);
         #pragma omp critical
         if ((fault || !whole) && (!d->problem[0] || i < d->problem_shard)) {
             d->problem_shard = i;
@@ -9435,9 +9435,12 @@ static void run_fit(Run *run, const Program *program) {
         program->refuse(&run->s);
     }
     if (program->try_kernels) {
-        Settings s = run->s;  // with the most sequences that -b auto may choose
-        const int64_t most = run->o.tokens_per_step / s.ranks / s.T;
-        s.B = options_auto_batch(&run->o) ? (int)max_i64(min_i64(most, 65536), s.B) : s.B;
+        Settings s = run->s;  // with the batch of the run; a resume may have its checkpoint's
+        Options o = run->o;
+        if (!s.forward) {
+            settings_auto_batch(&s, &o, program->total ? program->total() : 0,
+                                run->has_val ? run->val.windows : 1 << 26);
+        }
         program->try_kernels(&s);
     }
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);

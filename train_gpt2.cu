@@ -3292,6 +3292,8 @@ static void attention_start(Kernel *kernel, int own_rows, int warps, int bytes,
 template <int KERNEL, int HD, bool WHOLE, bool WGMMA, class E>
 static void attention_launch(const AttentionArgs<E> &a) {
     using A = AttentionTiles<E, HD, WGMMA>;
+    constexpr int rows = AttentionTiles<E, HD, false>::OWN_ROWS;
+    static_assert(!WGMMA || (int)A::OWN_ROWS == rows, "all variants have the same parts of `sums`");
     if constexpr (KERNEL == ATTENTION_FORWARD) {
         attention_start(attention_forward_kernel<E, HD, WHOLE, WGMMA>, A::OWN_ROWS, A::WARPS,
                         A::FORWARD_BYTES, a, a.out, a.lse, a.qkv);
@@ -6557,7 +6559,10 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 // 4. On the emulated device nothing is tried unless EMU_KERNELS is set.
 
 constexpr int TRIAL_ROWS = 4;            // rows of the table, at most
-constexpr int TRIAL_TOKENS = CUDA_CPU ? 256 : 65536;  // of all sequences, at most: 2 GB at 124M
+// A trial has at most TRIAL_TOKENS tokens, and TRIAL_NUMBERS tokens times channels: this limits its
+// memory on the GPU to 2 GB, and its work on a host with few threads.
+constexpr int TRIAL_TOKENS = CUDA_CPU ? 256 : 65536;
+constexpr int TRIAL_NUMBERS = 65536 * 768;
 constexpr int TRIAL_LENGTH_MIN = 16;     // shorter sequences are not worth a trial
 constexpr int TRIAL_LENGTH_CPU = 1024;   // longer ones are not computed on the CPU
 constexpr int TRIAL_NOISE = 8 * 8191;    // numbers; 8191 is prime, so rows differ
@@ -6572,7 +6577,7 @@ static bool trial_allows(const char *name) {
     return emu::set.kernels && (strcmp(name, "planted") == 0) == emu::plants_kernel();
 }
 #else
-static double trial_limit_s(void) { return 20; }
+static double trial_limit_s(void) { return 60; }
 static bool trial_allows(const char *) { return true; }
 #endif
 
@@ -6696,7 +6701,7 @@ static size_t trial_bytes(const Trial *t, const TrialShape &x, int output) {
 
 // differ_kernel: *count += the number of words in which a and b, n words each, differ. Grid up to
 // 1024, block 256: each thread compares every gridDim.x blockDim.x-th word. Exact.
-// budget: threads 256 regs 16 blocks 8 test gpu_differ
+// budget: threads 256 regs 16 blocks 6 test gpu_differ
 static __global__ void differ_kernel(unsigned *count, const unsigned *a, const unsigned *b,
                                      size_t n) {
     unsigned differ = 0;
@@ -6996,8 +7001,12 @@ static bool kernel_is_named(const char *list, char before, int kernel, const cha
     return at && (at[n] == before || at[n] == 0);
 }
 
-// Returns the sequences of T tokens that a trial has: B, or as many as TRIAL_TOKENS allow.
-static int trial_batch(int B, int T) { return min_int(B, (int)max_i64(TRIAL_TOKENS / T, 1)); }
+// Returns the sequences of T tokens and C channels that a trial has: B, or as many as TRIAL_TOKENS
+// and TRIAL_NUMBERS allow.
+static int trial_batch(int B, int T, int C) {
+    const int tokens = min_int(TRIAL_TOKENS, TRIAL_NUMBERS / C);
+    return min_int(B, (int)max_i64(tokens / T, 1));
+}
 
 // Parses HS,T,NH,B; returns the text after it. Ends the program if it is not a shape of the
 // kernels.
@@ -7011,7 +7020,7 @@ static const char *trial_shape_parse(TrialShape *x, const char *text) {
             "tokens; heads with at most %d channels in all; sequences", text, HEAD_UNIT, HEAD_MAX,
             TRIAL_LENGTH_MIN, LENGTH_MAX, CHANNELS_MAX);
     }
-    x->B = trial_batch(x->B, x->T);
+    x->B = trial_batch(x->B, x->T, x->NH * x->HS);
     return &text[n];
 }
 
@@ -7115,7 +7124,7 @@ static pid_t trial_start(int *pipe, const TrialShape &x, int capability,
 static char *trial_parse(char *text, KernelVerdicts *verdicts, const TrialShape &x,
                          int capability) {
     char *tried = nullptr, *end;
-    for (char *line = text; (end = strchr(line, '\n')); line = end + 1) {
+    for (char *line = text; (end = strchr(line, '\n')) != nullptr; line = end + 1) {
         *end = 0;
         if (strncmp(line, "try ", 4) == 0) {
             each_candidate(x, capability, [&](int kernel, int row, const char *name) {
@@ -7150,13 +7159,15 @@ static int trial_end(pid_t child) {
 
 // Runs the trial and fills in the verdicts it finds. Returns false if a signal has ended it. A
 // candidate at which the child hung, or ended by itself, has that as its verdict; one at which the
-// user or the system killed the child has none.
+// user or the system killed the child, or the ranks' time ran out, has none.
 static bool trial_supervise(KernelVerdicts *verdicts, const TrialShape &x, int capability) {
     enum { LOOK_MS = 100 };
     const int faults[] = {0, SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP, SIGSYS};
-    // The other ranks wait for the whole trial, so it must end before --timeout.
+    // The other ranks wait for the whole trial, so it must end before --timeout, and a candidate
+    // that hangs must be known as such before that.
     const double most_ms = this_rank.ranks > 1 ? 0.8 * rank_timeout_ms : HUGE_VAL;
-    double look_ms = now_ms(), all_ms = 0, line_ms = 0, limit_ms = 1e3 * trial_limit_s();
+    const double limit_ms = fmin(1e3 * trial_limit_s(), most_ms / 2);
+    double look_ms = now_ms(), all_ms = 0, line_ms = 0;
     char text[4096];
     size_t n = 0;
     int pipe;
@@ -7165,7 +7176,7 @@ static bool trial_supervise(KernelVerdicts *verdicts, const TrialShape &x, int c
         return true;
     }
     bool open = true, late = false;
-    while (open && !late && !stop_signal) {
+    while (open && !late && all_ms <= most_ms && !stop_signal) {
         struct pollfd ready = {pipe, POLLIN, 0};
         ssize_t got = 1;
         if (poll(&ready, 1, LOOK_MS) > 0) {
@@ -7179,8 +7190,7 @@ static bool trial_supervise(KernelVerdicts *verdicts, const TrialShape &x, int c
         look_ms = now;
         all_ms += passed;
         line_ms = line ? 0 : line_ms + passed;
-        late = all_ms > most_ms ||
-               line_ms > limit_ms * (memchr(text, '\n', n) ? 1 : TRIAL_START_LINES);
+        late = line_ms > limit_ms * (memchr(text, '\n', n) ? 1 : TRIAL_START_LINES);
         progress();
     }
     if (open) {
@@ -7245,7 +7255,8 @@ static bool trial_place(TrialPlace *place, const Settings *s) {
     char version[64] = "";
     int driver = 0, count = 0;
     memset((void *)place, 0, sizeof *place);
-    place->shape = {s->model.C / s->model.NH, s->T, s->model.NH, trial_batch(s->B, s->T)};
+    place->shape = {s->model.C / s->model.NH, s->T, s->model.NH,
+                    trial_batch(s->B, s->T, s->model.C)};
     if (!s->tune || s->dtype != TYPE_BF16 || s->cache ||
         cudaGetDeviceCount(&count) != cudaSuccess || count == 0 ||
         cudaGetDeviceProperties(&gpu, this_rank.local_rank % count) != cudaSuccess ||

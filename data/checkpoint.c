@@ -254,7 +254,7 @@ typedef struct {
     const RunState *state;
     const Bpe *bpe;  // the vocabulary; NULL: tokens are bytes, or GPT-2's was not found
     int bytes;       // 1: tokens are bytes
-    const Dataset *data[2];  // training and validation data; their shards have been hashed
+    Dataset *data[2];  // training and validation data; their shards have been hashed
 } Snapshot;
 
 // Keys under which a checkpoint records the shards of its data, and the options that name them.
@@ -1150,20 +1150,24 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
 }
 
 // Compares data set k with the shards that the checkpoint recorded. Returns 1 if they are equal or
-// not recorded, otherwise 0 with the first difference in `what`.
-static int shards_equal(char what[PATH_BYTES + 128], const StateFiles *f, int k, const Dataset *d) {
+// not recorded, otherwise 0 with the first difference in `what`. Hashes of whole shards that this
+// run has not computed are kept for its own checkpoints.
+static int shards_equal(char what[PATH_BYTES + 128], const StateFiles *f, int k, Dataset *d) {
     const size_t capacity = f->header.json.end;
     char *text = (char *)alloc_zero(capacity, 1);
     safetensors_text(&f->header, shards_keys[k], text, capacity);
     int shards = 0, n;
     what[0] = 0;
     for (const char *at = text; d->shard_count && *at && !what[0]; at += n, shards++) {
-        const Shard *shard = &d->shards[min_int(shards, d->shard_count - 1)];
+        Shard *shard = &d->shards[min_int(shards, d->shard_count - 1)];
         char edges[SHA256_TEXT], whole[SHA256_TEXT];
         int64_t bytes;
         n = 0;
         if (sscanf(at, "%" SCNd64 " %64s %64[^; ];%n", &bytes, edges, whole, &n) != 3 || !n) {
             die("%s: metadata '%s' is damaged", f->header.name, shards_keys[k]);
+        }
+        if (shards >= d->shard_count) {
+            continue;
         }
         if (bytes != shard_file_bytes(shard)) {
             snprintf(what, PATH_BYTES + 128, "%s has %" PRId64 " bytes, it had %" PRId64,
@@ -1173,6 +1177,8 @@ static int shards_equal(char what[PATH_BYTES + 128], const StateFiles *f, int k,
                      shard->path);
         } else if (whole[0] != '-' && shard->whole[0] && strcmp(whole, shard->whole) != 0) {
             snprintf(what, PATH_BYTES + 128, "%s has changed", shard->path);
+        } else if (whole[0] != '-' && !shard->whole[0]) {
+            memcpy(shard->whole, whole, sizeof whole);
         }
     }
     if (!what[0] && shards && d->shard_count && shards != d->shard_count) {
@@ -1197,7 +1203,7 @@ static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char
         }
         option_was(was, f, row);
         if (this_rank.rank == 0 && strcmp(was, option_text(text, run->options, row)) == 0) {
-            fprintf(stderr, "%s: warning: the validation data of checkpoint %s was other data: %s; "
+            fprintf(stderr, "%s: warning: the validation data has changed since checkpoint %s: %s; "
                     "validation losses before and after are not comparable\n", program_name,
                     folder, what);
         }

@@ -1068,15 +1068,17 @@ static void writer_open(Writer *w, const char *folder, const char *name) {
 // or the end of the region.
 static void writer_put(Writer *w, const void *data, size_t bytes) {
     #pragma omp taskwait
-    #pragma omp task
-    sha256_add(&w->sha, data, bytes);
-    if (w->fd >= 0 && write_all(w->fd, data, bytes) != 0) {
-        writer_fail(w);
+    if (w->fd >= 0) {
+        #pragma omp task
+        sha256_add(&w->sha, data, bytes);
+        if (write_all(w->fd, data, bytes) != 0) {
+            writer_fail(w);
+        }
+        // Starts writing to disk now, so that fsync takes less time.
+        slow_begin();
+        sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
+        slow_end();
     }
-    // Starts writing to disk now, so that fsync takes less time.
-    slow_begin();
-    sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
-    slow_end();
     w->bytes += (int64_t)bytes;
     w->puts++;
 }

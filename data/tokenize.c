@@ -830,7 +830,8 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Blocks Cuts the text into blocks and encodes them.
+// Blocks
+// Cuts the text into blocks and encodes them.
 
 typedef struct {
     int64_t position;      // of its first byte
@@ -1559,7 +1560,8 @@ static void encode_all(Job *job) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Main Splits the text into training and validation; opens, stops and ends a run.
+// Main
+// Splits the text into training and validation; opens, stops and ends a run.
 
 // Reads up to n bytes at `offset`, all from one file. Only for text in files. Returns their number.
 static size_t input_peek(Input *in, char *out, size_t n, int64_t offset) {
@@ -1665,6 +1667,10 @@ static int learn_vocabulary(Job *job) {
     int byte_of[BYTE_CHARACTERS];
     if (access(job->state_path, F_OK) == 0 && access(job->merges_path, F_OK) == 0) {
         bpe_open(bpe, job->merges_path, NULL, NULL);
+        if (bpe->count != job->a.train_bpe) {
+            die("%s is from a run with --train-bpe %d; remove it to start over", job->state_path,
+                bpe->count);
+        }
         return 1;
     }
     bpe_begin_bytes(bpe, byte_of);

@@ -708,8 +708,9 @@ static void shard_open(Shard *shard, const char *path) {
     shard->count = count;
 }
 
-// Hashes the first and the last MiB of a shard, or all of a smaller one, into shard->edges. Returns
-// NULL on success, otherwise an error message.
+// Hashes the first and the last MiB of a shard, or all of a smaller one, into shard->edges, with
+// zeros in place of the header's own hash, which other programs do not write. Returns NULL on
+// success, otherwise an error message.
 static const char *shard_hash_edges(Shard *shard) {
     const int64_t size = shard_file_bytes(shard), first = min_i64(size, SHARD_EDGE);
     const int64_t last = max_i64(size - SHARD_EDGE, first);
@@ -717,6 +718,7 @@ static const char *shard_hash_edges(Shard *shard) {
     Sha256 sha;
     sha256_start(&sha);
     const char *fault = file_read(shard->fd, edge, first, 0);
+    memset(edge + 4 * SHARD_SHA256, 0, sizeof sha.h);
     sha256_add(&sha, edge, (size_t)first);
     if (!fault) {
         fault = file_read(shard->fd, edge, size - last, last);

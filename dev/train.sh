@@ -21,14 +21,15 @@ set -- "$program" -i data/${text}_train.bin -j data/${text}_val.bin -x $steps "$
 printf '\n$ %s\n' "$*"
 "$@" || exit    # after Ctrl-C the program saves, its status is 0, and so this script goes on
 
-for saved in $folder/step-????????; do :; done    # the newest
+for saved in $folder/step-[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]; do :; done    # the newest
 [ -d "$saved" ] || saved=
-if [ "$saved" = "$folder/step-$(printf %08d $steps)" ]; then
+step=$((10#0${saved##*-}))
+if [ "$step" -ge $steps ]; then
     cat << END
 
-Expected: a validation loss of $loss or less. The model is in $folder; it writes text:
+Expected: a validation loss of $loss or less. The model is in $folder. To generate text with it:
   $program -e $saved --generate --temperature 0.7 --prompt "$prompt"
-Next: rm -r $folder && make train starts again; the command above with -x $((3 * steps)) trains on;
+Next: rm -r $folder && make train starts again; with -x $((step + 2 * steps)) the run goes on;
       $program --help lists the options; -e d12 --plan shows what GPT-2 needs;
       dev/recipes/own_text.sh FILE trains on a text of yours.
 END

@@ -162,6 +162,11 @@ TEST(data_changed) {
         expect_refused(program(run + "-x 4 --check-data"), "other data: two.bin has changed; -e",
                        text("byte %zu", at));
     }
+    write_file("two.bin", good);
+    expect_success(program(run + "-x 6 --keep 1"), "the recorded hash is kept");
+    write_file("two.bin", flipped(good, MIB));
+    expect_refused(program(run + "-x 6 --check-data"), "other data: two.bin has changed; -e",
+                   "a hash of an earlier run");
     Text bad = good;
     bad.replace(SHARD_BYTES + 2000000, 2, "\xff\xff");
     write_file("two.bin", bad);
@@ -169,25 +174,25 @@ TEST(data_changed) {
                    "two.bin: token 1000000 is 65535, outside the vocabulary of 257", "a token");
     write_file("two.bin", good);
     write_file("val.bin", flipped(val, SHARD_BYTES + 100));
-    Outcome o = program(run + "-x 4");
-    expect(o.status == 0 && has(o.err, "warning: the validation data of checkpoint "
-                                "out/step-00000004 was other data: val.bin has changed in its "),
+    Outcome o = program(run + "-x 6");
+    expect(o.status == 0 && has(o.err, "warning: the validation data has changed since "
+                                "checkpoint out/step-00000006: val.bin has changed in its "),
            "%s", o.err.c_str());
     write_file("val.bin", shard_bytes(Ids(90, 97), BYTE_TOKENS));
-    o = program(run + "-x 4");
+    o = program(run + "-x 6");
     expect(o.status == 0 && has(o.err, "val.bin has 1204 bytes, it had 1824; "), "%s",
            o.err.c_str());
     write_file("other.val", val);
-    o = program("-i [ot]*.bin -j other.val -e l1h1c8t16 -b 1 -v 2 -m 1 -y 1 -x 4 -o out");
+    o = program("-i [ot]*.bin -j other.val -e l1h1c8t16 -b 1 -v 2 -m 1 -y 1 -x 6 -o out");
     expect(o.status == 0 && o.err.empty() && has(o.out, "--val-data is other.val, was val.bin"),
            "%s", o.err.c_str());
     // A checkpoint without the keys, of an older version, is resumed with whatever data.
-    const Text state = in_checkpoint("out", 4, SAVED_STATE);
-    write_file(Text("out/step-00000004/") + saved_files[SAVED_STATE],
+    const Text state = in_checkpoint("out", 6, SAVED_STATE);
+    write_file(Text("out/step-00000006/") + saved_files[SAVED_STATE],
                with_header(with_header(state, "train_shards", "x"), "val_shards", "y"));
-    write_manifest("out/step-00000004");
+    write_manifest("out/step-00000006");
     write_file("two.bin", flipped(good, 800));
-    o = program(run + "-x 4");
+    o = program(run + "-x 6");
     expect(o.status == 0 && o.err.empty(), "%s", o.err.c_str());
 }
 

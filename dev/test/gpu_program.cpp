@@ -840,11 +840,12 @@ TEST(gpu_kernels_cache) {
            both.c_str());
     expect(tried("shape", "planted, 1.67x", with_kernels("good", "cache"), "-t 32") != good &&
                has(read_file(path), "| dq:8,32,2,2="), "another shape");
-    // With -b auto the trial has the most sequences that may be chosen.
-    o = program("-i train.bin -e l1h2c16t64 -d 256 -x 1", with_kernels("unstable", "auto"));
+    // With -b auto the trial has the batch that is chosen: 16 sequences, not the default of 4.
+    o = program("-i train.bin -e l1h2c16t16 -d 256 -x 1",
+                with_kernels("unstable", "auto", "EMU_GPU_MEM=4000000000"));
     const Text most = read_file("auto/train_gpt2/kernels");
-    expect(o.status == 0 && has(most, "| dq:8,64,2,4=planted wrong"), "%s%s", o.err.c_str(),
-           most.c_str());
+    expect(o.status == 0 && has(o.out, " -b 16 ") && has(most, "| dq:8,16,2,16=planted wrong"),
+           "%s%s%s", o.out.c_str(), o.err.c_str(), most.c_str());
     for (const char *folder : {"/proc/none", "/dev/null"}) {
         expect(tried("nowhere", fast, with_kernels("good", folder)) == good, "no cache");
     }
