@@ -1354,9 +1354,9 @@ static void cgroup_memory(void *out, int version, const char *folder, const char
     }
 }
 
-// Returns the bytes of the stacks of the threads that are still to be started: OpenMP's, but at
-// least two in all because saving a checkpoint uses two, minus those that are `running`. Each stack
-// takes as much address space as `ulimit -s` allows.
+// Returns the size in bytes of the stacks of threads not yet started, each as large as `ulimit -s`
+// allows. There are as many threads as OpenMP's, but at least two, because saving a checkpoint uses
+// two; `running` of them already exist.
 static int64_t stacks_to_come(int64_t running) {
     struct rlimit r;
     const int known = getrlimit(RLIMIT_STACK, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
@@ -3634,7 +3634,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         die("--seq-len (-t): %d is more than the model's %d positions", s->T, m->maxT);
     }
     const int64_t N = (int64_t)s->B * s->T;
-    if (N > 1 << 26) {  // B x T is stored as an int everywhere
+    if (N > 1 << 26) {  // B x T, and small multiples of it, must fit in an int
         die("--batch (-b) %d x --seq-len (-t) %d: a micro-batch holds at most 67,108,864 tokens",
             s->B, s->T);
     }
@@ -4839,9 +4839,9 @@ static real real_sqrt(real x) { return sqrt(x); }
 #else
 static inline real real_sqrt(real x) { return sqrtf(x); }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; returns r. ln 2 is split in two constants, the first so
-// short that its multiplication by n is exact. Adding 1.5 * 2^23 rounds to an integer, which is
-// left in the low bits.
+// x = n ln 2 + r with |r| <= ln 2 / 2; returns r. ln 2 is split into two constants, the first
+// with so few significant bits that its product with n is exact. Adding 1.5 * 2^23 rounds to an
+// integer, which is left in the low bits.
 static inline float exp_reduced(float x, uint32_t *n) {
     const float round = 12582912.0f;
     float shifted = x * 1.44269504f + round, k = shifted - round;

@@ -2271,8 +2271,9 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
 
 // sums_place: returns the offset of a block's column sums in sums (parts, 3C), which has one part
 // for each tile of ROWS rows of each sequence. A row of sums is as long as a row of qkv, so the
-// offset is qkv_at with row batch T (the sequence's first token) replaced by row batch tiles + tile
-// (the part). Computing it this way keeps no further value in registers across the preceding loop.
+// offset is that of qkv_at with row batch * tiles + tile (the part) in place of row batch * T (the
+// sequence's first token). Computing it this way keeps no further value in registers across the
+// preceding loop.
 template <int ROWS>
 __device__ __forceinline__ size_t sums_place(const AttentionBlock &block, int T, size_t C) {
     const int64_t rows = (int64_t)block.batch * (ceil_div(T, ROWS) - T) + block.tile;

@@ -200,8 +200,8 @@ TEST(gpu_alias) {
     }), "out of memory; this machine cannot pin more memory", "too little to pin");
 }
 
-// On a card with little memory -r auto finds levels that fit and that change no bit; --gpu-mem
-// simulates the same card on a larger one, to the byte.
+// On a card with little memory -r auto finds levels that fit, and results stay bit-identical. With
+// --gpu-mem a larger card has the same plan, to the byte.
 TEST(gpu_auto) {
     if (!is_emulated()) {
         skip("needs the emulated device");

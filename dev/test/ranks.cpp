@@ -260,9 +260,9 @@ static std::vector<Outcome> start_by_tcp(const Words &variables, const Text &lin
 
 static Text master(int port) { return text("MASTER_ADDR=localhost MASTER_PORT=%d ", port); }
 
-// Ranks started by torchrun and srun give the same bits as with --gpus, without MPI: with
-// torchrun's variables while its own store listens on MASTER_PORT, and with srun's, whatever those
-// of sbatch say. A port scanner is not taken for a rank.
+// Without MPI, ranks started by torchrun or srun give the same bits as --gpus. Under torchrun, its
+// own store already listens on MASTER_PORT; under srun, its variables take precedence over
+// sbatch's. A port scanner is not mistaken for a rank.
 TEST(ranks_tcp) {
     const Text part = TINY "-x 2 --clip 0.5 -z 1 ", line = part + "--quiet -o ";
     run(part + "--gpus 3", "gpus");

@@ -98,8 +98,8 @@ static Text in_fp32() {
 // program: 2.4e-7 of a loss, 4.7e-7 of a norm.
 static const double LOSS_TOL = 1e-6, NORM_TOL = 1e-5;
 
-// A batch of four equals two micro-steps of two and four of one: every step has the same sequences,
-// even past the end of the data, and the same mean over them in loss, gradient and update.
+// One batch of 4, two micro-steps of 2 and four micro-steps of 1 train alike: every step has the
+// same sequences, even past the end of the data, and averages loss and gradient over all of them.
 TEST(micro_batches) {
     const Text run = "-i train.bin -e l2h2c16t16 -d 64 -x 60 -u 5 -l 3e-3 --clip 0.5 --quiet" +
                      in_fp32();

@@ -540,7 +540,7 @@ TEST(largest_batch, FLOAT) {
     expect(found > 10, "%d", found);
 }
 
-// NCCL's memory and the rate of the exchange depend on the link of the card's row and on
+// NCCL's memory and the exchange rate depend on the link in the card's table row and on
 // NCCL_MAX_CTAS; the plan reserves that memory.
 TEST(nccl_blocks, FLOAT) {
     static const struct {
