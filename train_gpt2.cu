@@ -6653,8 +6653,8 @@ static const TrialResult trial_results[] = {
     {"the sum of dV", ATTENTION_DKV, TRIAL_SUMS, 2, 0, 1e-2},
 };
 
-// The cases. `whole`: the run's sequences, else one whose length is no multiple of the tile size;
-// q and k are multiplied by `scale` (4: softmax close to one-hot; 8: scores that overflow 2^x
+// The cases. `whole`: the run's sequences, else one whose length is not a multiple of the tile
+// size; q and k are multiplied by `scale` (4: softmax close to one-hot; 8: scores that overflow 2^x
 // unless the maximum is subtracted), dO by `gradient`; `lost`: the last of several sequences is
 // NaN, which must not reach the others and must not vanish. Times are measured in the last case.
 struct TrialCase {
@@ -6921,8 +6921,8 @@ static bool trial_stays_inside(const Trial *t, int kernel) {
 }
 
 // Returns true if the candidate is right in a case; otherwise writes the reason to `why`. It runs
-// once, then again and again while default kernels run beside it, which finds races. These also
-// show afterwards whether it has changed what they read.
+// once, then again and again while default kernels run at the same time, which finds races. These
+// also show afterwards whether it has changed what they read.
 static bool trial_is_right(Trial *t, const TrialCase &c, int kernel, int row, char why[64]) {
     unsigned differ[2] = {0, 0};
     trial_begin(t, c, kernel);
