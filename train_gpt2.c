@@ -4179,7 +4179,7 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
 //    bytes, aligned to 64: a buffer of the memory plan whose size depends on no tensor shape.
 // 4. fast_exp and the two halves of tanh have no branches, so that loops around them are
 //    vectorized, and no fused operations, so that results are the same on every machine.
-// 5. Wherever a bias and an addend are given, the result is (bias + addend) + a b, in this order.
+// 5. If a bias and an addend are given, the result is (bias + addend) + a b, in this order.
 // 6. With matmul_bf16, operands are rounded to bf16 as they are packed, two per fp32 element, and a
 //    dot product of pairs replaces the multiply-add: two steps of k at a time, with fp32 sums.
 //    Nothing outside packed memory is bf16.

@@ -66,7 +66,7 @@ prepared() {
 
 # transfer URL PART HEADERS: appends the missing bytes to PART. Gives up after 5 s without a
 # connection or 30 s without a byte; wget's limit is lower because it applies to each address of a
-# host, of which these hosts have four or more.
+# host, and these hosts have four or more.
 transfer() {
     local loud=--silent
     [ -t 2 ] && [ -z "$again" ] && loud=--progress-bar

@@ -155,7 +155,7 @@ static Arguments parse_arguments(int argc, char **argv) {
     const int ways = a.bpe + a.bytes + (a.train_bpe > 0);
     if (!a.file_count || !a.prefix || ways == 0) {
         die("%s is missing; --help shows how to call it",
-            ways == 0 ? "--bpe, --bytes or --train-bpe"
+            ways == 0 ? (a.questions ? "--bpe or --bytes" : "--bpe, --bytes or --train-bpe")
                       : !a.prefix ? "-o PREFIX" : "the input, FILE or -,");
     }
     const char *slash = strrchr(a.prefix, '/'), *name = slash ? slash + 1 : a.prefix;

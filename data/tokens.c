@@ -92,8 +92,8 @@ enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
 enum { CLASSES = 0x32400 };  // code points from here on are CLASS_OTHER
 
 // Sets the class of all code points in `runs`. Each character of `runs` stands for d, its distance
-// from '#'. A number is 76 q + d, where d < 76 is its last character and q the base-16 number whose
-// digits are d - 75 of the characters before it, all of which have d >= 76.
+// from '#'. A number is 76 q + d, where d < 76 is its last character and q is a base-16 number: the
+// characters before the last one have d >= 76, and their digits are d - 75.
 static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
     uint32_t at = 0;
     for (int inside = 0; *runs; inside = !inside) {

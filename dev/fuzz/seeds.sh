@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # seeds.sh TARGET...: writes the seeds of all targets to build/seeds/: files that the program itself
-# writes for the smallest models and texts, and hand-made files for formats that it only reads.
+# writes for the smallest models and texts, and hand-made files for formats that it only reads. The
+# TARGETs get a folder even if there are no seeds for them.
 set -eu
 cd "$(dirname "$0")/../.."
 to=$PWD/build/seeds
@@ -94,10 +95,10 @@ printf 'GPU, 2 SMs| %s0123456789abcde\nGPU, 2 SMs| %s-0x' "$key" "$key" > "$to/m
 printf 'GPU, 2 SMs| %s-123456789abcdef\n' "$key" > "$to/matmul/sign"    # was accepted
 for verdict in 'right 1.432' 'wrong: bits' 'hung: no answer in 60 s' 'right 1e7'; do
     for kernel in forward dq dkv; do
-        printf 'GPU| %s:64,128,12=wgmma %s\n' "$kernel" "$verdict"
+        printf 'GPU| %s:64,128,12,4=wgmma %s\n' "$kernel" "$verdict"
     done
 done > "$to/kernels/verdicts"
-printf 'GPU| dq:64,128,12=wgmma right 0.%080d1\n' 0 > "$to/kernels/long"
+printf 'GPU| dq:64,128,12,4=wgmma right 0.%080d1\n' 0 > "$to/kernels/long"
 printf 'Emulated, 2 SMs, cuBLASLt 130100\t123456789\nx\t99999999999999999999\n' \
     > "$to/library/bytes"
 printf '\100\037the cat sat on the mat, the cat sat: aaaa aaaaaaaa \303\251t\303\251 12 12' \

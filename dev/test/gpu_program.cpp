@@ -840,12 +840,14 @@ TEST(gpu_kernels_cache) {
            both.c_str());
     expect(tried("shape", "planted, 1.67x", with_kernels("good", "cache"), "-t 32") != good &&
                has(read_file(path), "| dq:8,32,2,2="), "another shape");
-    // With -b auto the trial has the batch that is chosen: 16 sequences, not the default of 4.
-    o = program("-i train.bin -e l1h2c16t16 -d 256 -x 1",
+    // With -b auto the trial has the batch that is chosen: 8 sequences, which is all of the
+    // validation data, neither the default of 4 nor the 16 of a step.
+    write_file("eight.bin", shard_bytes(Ids(8 * 16 + 1, 97), BYTE_TOKENS));
+    o = program("-i train.bin -j eight.bin -v 1 -e l1h2c16t16 -d 256 -x 1",
                 with_kernels("unstable", "auto", "EMU_GPU_MEM=4000000000"));
-    const Text most = read_file("auto/train_gpt2/kernels");
-    expect(o.status == 0 && has(o.out, " -b 16 ") && has(most, "| dq:8,16,2,16=planted wrong"),
-           "%s%s%s", o.out.c_str(), o.err.c_str(), most.c_str());
+    const Text chosen = read_file("auto/train_gpt2/kernels");
+    expect(o.status == 0 && has(o.out, " -b 8 ") && has(chosen, "| dq:8,16,2,8=planted wrong"),
+           "%s%s%s", o.out.c_str(), o.err.c_str(), chosen.c_str());
     for (const char *folder : {"/proc/none", "/dev/null"}) {
         expect(tried("nowhere", fast, with_kernels("good", folder)) == good, "no cache");
     }

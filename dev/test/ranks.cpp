@@ -1515,8 +1515,8 @@ TEST(ranks_replicas) {
 
 // If one rank sends a NaN to another, all ranks skip the step, and if the norm is just above
 // --clip, all clip equally: their replicas agree in the next save, the counters equal the log's,
-// and all stages have the same bits. In fp16 all ranks halve the loss scale, of which each stores a
-// copy: if one did not, its part of the next step's gradients would be wrong by that factor.
+// and all stages have the same bits. In fp16 every rank halves its own copy of the loss scale: if
+// one did not, its part of the next step's gradients would be wrong by that factor.
 TEST(ranks_skip_and_clip, REST) {
     static const struct {
         const char *options;

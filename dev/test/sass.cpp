@@ -445,7 +445,7 @@ static Text instance_name(const Compiled &c) {
 // -------------------------------------------------------------------------------------------------
 // Injected faults
 // A kernel of eleven instructions, eight of them in a loop and one after the end, which stays
-// within its budget; then every way to violate it, each of which must be detected.
+// within its budget; then every way to violate it, which must be detected.
 
 static const char injected_source[] =
     "// What.\n"

@@ -85,6 +85,8 @@ refuses "fraction out of range" "not a number in .0, 1" $tokenize -o bad --val-f
 refuses "shard of no tokens" "not a whole number from 1" $tokenize -o bad --shard-tokens 0 text
 refuses "unknown option" "unknown option '--byte'" ./tokenize --byte -o bad text
 refuses "no tokenizer named" "--bpe, --bytes or --train-bpe is missing" ./tokenize -o bad text
+refuses "questions without a tokenizer" "tokenize: --bpe or --bytes is missing" \
+    ./tokenize --questions -o bad text
 refuses "two tokenizers" "contradict each other" $tokenize --bpe -o bad text
 refuses "no vocabulary" "needs GPT-2's vocab.bpe" ./tokenize --bpe -o bad text
 refuses "bad vocabulary" "text: " ./tokenize --bpe --tokenizer text -o bad text

@@ -1298,8 +1298,8 @@ TEST(gpu_skip, CUDA_ALL) {
 
 // A loss scale that is too large for this batch falls step by step, while weights and moments stay
 // unchanged; the first step without overflow equals that of a network that started with its scale.
-// The scale then grows after the given number of steps, of which one has a norm above the limit; a
-// resumed network continues the count.
+// The scale then grows after the given number of steps, including one whose norm is above the
+// limit; a resumed network continues the count.
 TEST(gpu_overflow, CUDA_ALL) {
     Model m = shape("l2h2c32t9", 257);
     Batch b(18, m.V, 1);

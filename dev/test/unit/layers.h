@@ -488,7 +488,7 @@ static Num num_power(wide x, wide most) {
     return Num(v, (double)v * unit * (LOG2_E_ERROR * size(x) + size(x - most) + 4) + smallest);
 }
 
-// Computes losses and dlogits from rows of Vp logits, the first V of which are used.
+// Computes losses and dlogits from the first V logits of each row of Vp.
 // in_powers_of_2: uses the exponentials of num_power.
 static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
                             const std::vector<Token> &targets, real dloss, int V, int Vp,
