@@ -31,7 +31,8 @@ class Outcome:
 
 def words(arguments, under=""):
     """The argv of a command line, split at single spaces; `under`: a program that runs it."""
-    return [*under.split(), path, *arguments.rstrip(" ").split(" ")]
+    arguments = arguments.rstrip(" ")
+    return [*under.split(), path, *(arguments.split(" ") if arguments else [])]
 
 
 def start(arguments, under="", env={}, before=None, stdin=subprocess.DEVNULL,
