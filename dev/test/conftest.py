@@ -2,7 +2,7 @@
 
     /usr/bin/python3 -m pytest -n 2 dev/test                    all tests
     /usr/bin/python3 -m pytest dev/test/test_options.py -k plan  some
-    /usr/bin/python3 -m pytest dev/test --program build/train_gpt2_asan
+    /usr/bin/python3 -m pytest dev/test --program=build/train_gpt2_asan
 
 Tests marked `gpu` drive --gpu-program, the others --program. Those marked `all` need ALL=1 (`main`
 runs the others, `rest` only these) and those marked `full` FULL=1, unless -k chooses them. The
