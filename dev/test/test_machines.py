@@ -161,12 +161,6 @@ def test_dry_run(machine):
     assert not re.search("passed|^build  ", said, re.M)
 
 
-def test_bench_crash(machine):
-    script(machine.clone / "build/bench_cpu", "#!/bin/sh\necho 1 2 3; kill -SEGV $$\n")
-    status, said, _ = machine.make("-o", "build/bench_cpu", "bench")
-    assert status and "1 2 3" in said
-
-
 @pytest.mark.parametrize("user", [1000, 0])
 def test_deps(tmp_path, user):
     """dev/deps.sh on a machine without some tools: root installs them, a user is told."""
