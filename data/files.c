@@ -127,6 +127,15 @@ static void *alloc_zero(size_t count, size_t size) {
     return memory;
 }
 
+// Changes the size of a block; ends the run if that fails.
+static void *grow(void *memory, size_t bytes) {
+    void *more = realloc(memory, bytes);
+    if (!more) {
+        die("out of memory for a block of %zu bytes", bytes);
+    }
+    return more;
+}
+
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
