@@ -66,28 +66,15 @@ enum { STATUS_TOO_LARGE = 3 };
 static int die_status = 1;
 
 // Prints a message and ends the run. The message is always one line: control characters become '?',
-// because names read from files may contain line breaks and terminal escapes. If a huge argument
-// makes the line too long, its middle is dropped: the beginning names the option and the end says
-// what is allowed.
+// because names read from files may contain line breaks and terminal escapes.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
-    enum { LONGEST = 3 * PATH_BYTES, END = 300 };
-    char text[LONGEST] = "out of memory for an error message", *whole = NULL;
+    char text[3 * PATH_BYTES];
     va_list args;
     va_start(args, format);
-    int n = vasprintf(&whole, format, args);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (n >= LONGEST) {
-        snprintf(text, sizeof text, "%.*s ... %s", END, whole, whole + n - END);
-    } else if (n >= 0) {
-        memcpy(text, whole, (size_t)n + 1);
-    }
-    free(n >= 0 ? whole : NULL);
-    for (unsigned char *c = (unsigned char *)text; *c; c++) {
-        const int two_bytes = *c == 0xC2 && (c[1] & 0xE0) == 0x80;  // U+0080 to U+009F
-        if (*c < 32 || *c == 127 || two_bytes) {
-            *c = '?';
-            c[two_bytes] = '?';
-        }
+    for (char *c = text; *c; c++) {
+        *c = (unsigned char)*c < 32 || *c == 127 ? '?' : *c;
     }
     fflush(stdout);
     progress();
@@ -107,12 +94,12 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
 __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
                                                                          const char *expression,
                                                                          const char *hint, ...) {
-    char *text = NULL;
+    char text[PATH_BYTES];
     va_list args;
     va_start(args, hint);
-    const int n = vasprintf(&text, hint, args);
+    vsnprintf(text, sizeof text, hint, args);
     va_end(args);
-    die("%s:%d: check failed: %s: %s", file, line, expression, n < 0 ? "" : text);
+    die("%s:%d: check failed: %s: %s", file, line, expression, text);
 }
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
@@ -253,9 +240,7 @@ static const char *program_folder(void) {
 static int write_all(int fd, const void *data, size_t bytes) {
     const char *p = (const char *)data;
     while (bytes > 0) {
-        slow_begin();
         ssize_t n = write(fd, p, bytes);
-        slow_end();
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -271,13 +256,11 @@ static int write_all(int fd, const void *data, size_t bytes) {
 
 // Syncs `folder`, so that a rename or a new file in it survives a power failure.
 static void fsync_folder(const char *folder) {
-    slow_begin();
     int fd = open(folder, O_RDONLY | O_DIRECTORY);
     if (fd < 0 || fsync(fd) != 0) {
         die("cannot sync folder %s: %s", folder, strerror(errno));
     }
     close(fd);
-    slow_end();
 }
 
 // Creates `path` and its missing parent folders, and syncs the parent of each new folder: if a
@@ -309,15 +292,11 @@ static void make_folders(const char *path) {
 
 // Locks an output folder until this process ends. If another process has the lock, ends the run
 // with a message that names that process.
-// 1. The lock is on a regular file: on NFS, flock() on a folder is local to each machine, while
-//    byte ranges are locked on the server (flock(2), NFS details; fcntl(2), Lost locks).
-// 2. It belongs to the open file (F_OFD_SETLK): other fcntl() locks are released as soon as any
-//    descriptor of the file is closed (fcntl(2), Open file description locks). To the file system
-//    it is an ordinary byte-range lock with another owner (Linux, fs/locks.c, fcntl_setlk()).
-// 3. The file is never removed. Otherwise one process could lock the removed file while another
+// 1. The lock is on a byte range of a file, because on NFS flock() is local to each machine, and of
+//    the open file (F_OFD_SETLK), because other fcntl() locks end when any descriptor is closed.
+// 2. The file is never removed. Otherwise one process could lock the removed file while another
 //    locks a new file of the same name.
-// 4. Some file systems have no locks, such as Lustre mounted without -o flock or NFS without a lock
-//    service. There the run continues and warns that a second run would damage its checkpoints.
+// 3. Some file systems have no locks (Lustre without -o flock): there the run continues and warns.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all;
@@ -353,18 +332,16 @@ static FILE *cache_open(const char *name, const char *mode) {
     const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
     const int given = cache && cache[0] == '/';
     char path[PATH_BYTES];
-    const char *const parts[] = {"", "/train_gpt2/", name};
-    int n = snprintf(path, sizeof path, "%s%s", given ? cache : home ? home : "",
-                     given ? "" : "/.cache");
-    for (int i = 0; i < 3; i++) {
-        if ((!given && !home) || n + strlen(parts[i]) >= sizeof path) {
-            return NULL;
+    if (!given && !home) {
+        return NULL;
+    }
+    path_print(path, "%s%s", given ? cache : home, given ? "" : "/.cache");
+    for (int i = 0; i < 2; i++) {  // if creating a folder fails, so does fopen
+        if (mode[0] == 'a') {
+            mkdir(path, 0700);
         }
-        strcpy(path + n, parts[i]);
-        n += (int)strlen(parts[i]);
-        if (i < 2 && mode[0] == 'a') {
-            mkdir(path, 0700);  // if this fails, so does fopen
-        }
+        const int n = (int)strlen(path);
+        text_add(path, PATH_BYTES, n, "/%s", i ? name : "train_gpt2");
     }
     return fopen(path, mode);
 }
@@ -384,14 +361,11 @@ static void standard_streams_open(void) {
 // or -1 on failure; file_error() gives the reason.
 static int file_open(const char *path, int64_t *size) {
     struct stat status;
-    slow_begin();
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
-    const int found = fd >= 0 && fstat(fd, &status) == 0;
-    slow_end();
     if (fd < 0) {
         return -1;
     }
-    if (!found || !S_ISREG(status.st_mode)) {
+    if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
         close(fd);
         errno = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
         return -1;
@@ -408,9 +382,7 @@ static const char *file_error(void) {
 // message.
 static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
     for (char *to = (char *)out; bytes > 0;) {
-        slow_begin();
         ssize_t n = pread(fd, to, (size_t)bytes, (off_t)at);
-        slow_end();
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -461,13 +433,12 @@ static void mapping_release(const void *bytes, size_t size) {
 }
 
 // Header of all llm.c files: 256 int32, starting with a magic number and a version.
-enum { LLMC_TOKENS, LLMC_MODEL, LLMC_TOKENIZER, LLMC_EVALUATION, LLMC_HEADER_BYTES = 1024 };
+enum { LLMC_TOKENS, LLMC_MODEL, LLMC_EVALUATION, LLMC_HEADER_BYTES = 1024 };
 static const struct {
     const char *name;
     int32_t magic, versions[2];
 } llmc_files[] = {{"a token file", 20240520, {1, 1}},
                   {"an llm.c model", 20240326, {3, 5}},
-                  {"an llm.c tokenizer", 20240328, {2, 2}},
                   {"an evaluation file", 20240522, {1, 1}}};
 typedef struct {
     int32_t words[8];  // magic number, version, then fields that depend on the kind of file
@@ -760,8 +731,7 @@ static void json_string(Json *j, char *out, size_t capacity) {
     }
 }
 
-// Reads a number or a literal (true, false, null) into `out` without validating it; see
-// json_is_scalar.
+// Reads a number or a literal (true, false, null) into `out` without validating it.
 static void json_scalar(Json *j, char out[32]) {
     int n = 0, c = json_peek(j);
     while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&
@@ -776,33 +746,12 @@ static void json_scalar(Json *j, char out[32]) {
     }
 }
 
-// Returns a pointer past the digits at `text`; NULL if there are none.
-static const char *json_digits(const char *text) {
-    size_t digits = strspn(text, "0123456789");
-    return digits ? text + digits : NULL;
-}
-
-static int json_is_scalar(const char *text) {
-    if (strcmp(text, "true") == 0 || strcmp(text, "false") == 0 || strcmp(text, "null") == 0) {
-        return 1;
-    }
-    text += *text == '-';
-    text = *text == '0' ? text + 1 : json_digits(text);
-    if (text && *text == '.') {
-        text = json_digits(text + 1);
-    }
-    if (text && (*text | 32) == 'e') {
-        text = json_digits(text + 1 + (text[1] == '+' || text[1] == '-'));
-    }
-    return text && *text == 0;
-}
-
 // Reads an integer from 0 to 2^53.
 static int64_t json_count(Json *j) {
-    char text[32], *end;
+    char text[32];
     json_scalar(j, text);
-    int64_t value = strtoll(text, &end, 10);
-    if (*end != 0 || !json_is_scalar(text) || value < 0 || value > (int64_t)1 << 53) {
+    int64_t value = strtoll(text, NULL, 10);
+    if (text[strspn(text, "0123456789")] != 0 || value > (int64_t)1 << 53) {
         json_fail(j, "expected an integer from 0 to 2^53");
     }
     return j->fault ? 0 : value;
@@ -838,9 +787,6 @@ static void json_skip_to(Json *j, int depth) {
         json_string(j, NULL, 0);
     } else if (c != '{' && c != '[') {
         json_scalar(j, text);
-        if (!json_is_scalar(text)) {
-            json_fail(j, "expected a number, true, false or null");
-        }
     } else if (depth == 0) {
         json_fail(j, "values nested deeper than 64");
     } else {
@@ -1066,51 +1012,30 @@ static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
     w->bytes = w->puts = 0;
     sha256_start(&w->sha);
-    slow_begin();
     w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
-    slow_end();
     w->error = w->fd < 0 ? errno : 0;
 }
 
-// Writes data and, inside a parallel region, hashes them meanwhile on a second thread: in sequence,
-// hashing would take as long as everything else. The data must stay unchanged until the next call
-// or the end of the region.
 static void writer_put(Writer *w, const void *data, size_t bytes) {
-    #pragma omp taskwait
     if (w->fd >= 0) {
-        #pragma omp task
         sha256_add(&w->sha, data, bytes);
         if (write_all(w->fd, data, bytes) != 0) {
             writer_fail(w);
+        } else {
+            sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);  // so that fsync takes less time
         }
-        // Starts writing to disk now, so that fsync takes less time.
-        slow_begin();
-        sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
-        slow_end();
     }
     w->bytes += (int64_t)bytes;
     w->puts++;
 }
 
-// Syncs and closes the file. It is synced in strips, because one fsync of many GiB may take minutes
-// without progress.
+// Syncs and closes the file.
 static void writer_close(Writer *w) {
-    enum { STRIP = 64 << 20, HOW = SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER };
-    slow_begin();
-    for (int64_t at = 0; at < w->bytes && w->fd >= 0; at += STRIP) {
-        // An error returned here is not returned again by fsync, so it must be kept. Any other
-        // failure means that the file system lacks this call; fsync then does all the work.
-        if (sync_file_range(w->fd, at, STRIP, HOW) != 0 && (errno == EIO || errno == ENOSPC)) {
-            writer_fail(w);
-        }
-        progress();
-    }
     if (w->fd >= 0 && fsync(w->fd) != 0) {
         writer_fail(w);
     }
     w->error = w->fd >= 0 && close(w->fd) != 0 ? errno : w->error;
     w->fd = -1;
-    slow_end();
     sha256_end(&w->sha, w->hash);
 }
 
