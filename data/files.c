@@ -196,23 +196,19 @@ static ShortText count_text(int64_t n) {
 // Formats seconds, rounded to whole ones, as "0:59", "12:03" or "1:02:05".
 static ShortText duration_text(double seconds) {
     ShortText text;
-    int64_t s = (int64_t)(seconds + 0.5);
-    if (s >= 3600) {
-        snprintf(text.s, sizeof text.s, "%" PRId64 ":%02d:%02d", s / 3600, (int)(s / 60 % 60),
-                 (int)(s % 60));
-    } else {
-        snprintf(text.s, sizeof text.s, "%d:%02d", (int)(s / 60), (int)(s % 60));
-    }
+    const int64_t s = (int64_t)(seconds + 0.5), hours = s / 3600;
+    const int n = hours ? snprintf(text.s, sizeof text.s, "%" PRId64 ":", hours) : 0;
+    snprintf(text.s + n, sizeof text.s - (size_t)n, hours ? "%02d:%02d" : "%d:%02d",
+             (int)(s / 60 % 60), (int)(s % 60));
     return text;
 }
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// The Writer of chapter Safetensors, which is built on write_all, either writes a complete file or
-// reports an error. Only regular files are opened for reading: opening a FIFO would block until
-// another process writes to it, and a device may have no end. Files that are parsed once are
-// mapped. Files that a run reads for days are read with pread instead, because accessing a mapped
-// file that was truncated ends the process with a signal (SIGBUS).
+// Only regular files are opened for reading: opening a FIFO would block until another process writes
+// to it, and a device may have no end. Files that are parsed once are mapped. Files that a run reads
+// for days are read with pread instead, because accessing a mapped file that was truncated ends the
+// process with a signal (SIGBUS).
 
 // Formats a path into `path` (PATH_BYTES bytes); ends the run instead of truncating.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
@@ -263,8 +259,7 @@ static void fsync_folder(const char *folder) {
     close(fd);
 }
 
-// Creates `path` and its missing parent folders, and syncs the parent of each new folder: if a
-// folder's directory entry were lost in a power failure, its checkpoints would be lost too.
+// Creates `path` and its missing parent folders, and syncs the parent of each new folder.
 static void make_folders(const char *path) {
     char part[PATH_BYTES], above[PATH_BYTES] = ".";
     struct stat st;
@@ -310,9 +305,8 @@ static void folder_lock(const char *folder) {
     if (fcntl(fd, F_OFD_SETLK, &all) == 0) {
         gethostname(host, sizeof host - 1);
         const int n = snprintf(holder, sizeof holder, "process %d on %s\n", (int)getpid(), host);
-        // fsync, so that another machine can read it. A failure here does not end the run.
         if (ftruncate(fd, 0) == 0 && write_all(fd, holder, (size_t)n) == 0) {
-            (void)fsync(fd);
+            (void)fsync(fd);  // so that another machine can read it
         }
     } else if (errno == EAGAIN || errno == EACCES) {
         const ssize_t n = pread(fd, holder, sizeof holder - 1, 0);
@@ -347,8 +341,7 @@ static FILE *cache_open(const char *name, const char *mode) {
 }
 
 // Opens /dev/null on every standard descriptor that the shell closed (>&-): otherwise the next file
-// opened would get that descriptor, and output would be written into the file. Must be called
-// before any file is opened. Using such a stream still fails, as on a closed descriptor.
+// opened would get that descriptor, and output would be written into the file.
 static void standard_streams_open(void) {
     for (int fd = 0; fd <= STDERR_FILENO; fd++) {
         if (fcntl(fd, F_GETFD) < 0) {
@@ -496,13 +489,12 @@ static const uint32_t sha256_k[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
 // Updates the hash h with `count` blocks of 64 bytes. x86's SHA instructions are about six times as
-// fast as plain C; in plain C, hashing would be the slowest part of a checkpoint.
+// fast as plain C, which would be the slowest part of a checkpoint.
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// Performs two rounds. This and the functions below use the SHA instructions as compiler built-ins.
-// immintrin.h has better names for them, but with GCC 13 and 14 it also uses built-ins that nvcc up
-// to 12.6 does not support, so the build would fail.
+// The SHA instructions are used as compiler built-ins: with GCC 13 and 14, immintrin.h, which has
+// better names for them, also uses built-ins that nvcc up to 12.6 does not support.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
@@ -625,9 +617,9 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. UTF-8 and JSON
-// A JSON reader (RFC 8259), and a writer for the contents of JSON strings. The reader keeps its
-// first error in `fault` and reads nothing after it: all loops then end, so that callers check for
-// an error only once, at the end.
+// A JSON reader (RFC 8259, but literals and the form of numbers are not checked), and a writer for
+// the contents of JSON strings. The reader keeps its first error in `fault` and reads nothing after
+// it: all loops then end, so that callers check for an error only once, at the end.
 
 // Returns the length in bytes, 2 to 4, of the multi-byte UTF-8 character at `text`; 0 if it is
 // invalid (RFC 3629, section 4). At most `left` bytes are read.
@@ -828,10 +820,9 @@ static void json_text(FILE *f, const char *text, size_t length) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
-// The container of weights and states (https://github.com/huggingface/safetensors), and the Writer,
-// which hashes files while it writes them.
-// The files are untrusted input; errors name the tensor too. Parsers work on bytes in memory and
-// allocate nothing.
+// The container of weights and states, and the Writer, which hashes files while it writes them. The
+// files are untrusted input; errors name the tensor too. Parsers work on bytes in memory and allocate
+// nothing.
 
 // Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
@@ -947,9 +938,8 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
 
 // Reads the next tensor; returns 0 after the last. Tensors must cover the data without overlap or
 // gap. In that case the sum of hash(end) - hash(begin) over all tensors telescopes to hash(size) -
-// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. This detects
-// damaged files. A file forged to pass the check is harmless, because each range is also checked
-// against the file size.
+// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. A file forged
+// to pass the check is harmless, because each range is also checked against the file size.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -990,8 +980,7 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
 }
 
 // A file that is hashed while it is written. The first failure is kept in `error`. Later data are
-// still accepted and dropped, because producing them may be a collective operation that other
-// ranks take part in.
+// dropped, because producing them may be a collective operation that other ranks take part in.
 typedef struct {
     int fd;     // -1: not open: it failed or is closed, or another process writes the file
     int error;  // errno of the first failure; 0: none
