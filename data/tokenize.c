@@ -161,10 +161,10 @@ typedef struct {
     Part *parts;
     int count;
     int64_t size;                // bytes of all parts
-} Text;
+} Corpus;
 
 // Maps a file; standard input is first copied to an unlinked file beside the output.
-static Part text_map(const char *name, const char *prefix) {
+static Part file_map(const char *name, const char *prefix) {
     Mapping map;
     char path[PATH_BYTES], piece[1 << 16];
     const int is_stdin = strcmp(name, "-") == 0;
@@ -225,7 +225,7 @@ static size_t split_at(const Part *file, size_t at, int documents) {
     return at;
 }
 
-static void text_add_part(Text *t, const char *bytes, size_t size) {
+static void corpus_add(Corpus *t, const char *bytes, size_t size) {
     const Part part = {bytes, size};
     t->parts[t->count] = part;
     t->count += size > 0;
@@ -233,11 +233,11 @@ static void text_add_part(Text *t, const char *bytes, size_t size) {
 }
 
 // Maps all files and divides them into the text for training and that for validation.
-static void text_open(Text texts[2], const Arguments *a) {
+static void corpus_open(Corpus texts[2], const Arguments *a) {
     Part *files = (Part *)alloc_zero((size_t)a->file_count, sizeof *files);
     int64_t size = 0;
     for (int i = 0; i < a->file_count; i++) {
-        files[i] = text_map(a->files[i], a->prefix);
+        files[i] = file_map(a->files[i], a->prefix);
         size += (int64_t)files[i].size;
     }
     int64_t train = (int64_t)((double)size * (1 - (a->val_fraction >= 0 ? a->val_fraction : 0.1)));
@@ -251,8 +251,8 @@ static void text_open(Text texts[2], const Arguments *a) {
         const Part *file = &files[i];
         size_t at = (size_t)min_i64(max_i64(train, 0), (int64_t)file->size);
         at = at < file->size ? split_at(file, at, a->documents) : at;
-        text_add_part(&texts[0], file->bytes, at);
-        text_add_part(&texts[1], file->bytes + at, file->size - at);
+        corpus_add(&texts[0], file->bytes, at);
+        corpus_add(&texts[1], file->bytes + at, file->size - at);
         train -= (int64_t)at;
     }
     free(files);
@@ -744,7 +744,7 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
 
 // Encodes a text into a sink, or counts its pre-tokens. Threads encode blocks and write them one
 // after another.
-static void text_encode(const Coder *coder, Sink *sink, const Text *text) {
+static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
     const Part *parts = text->parts;
     const int count = text->count;
     int64_t *first = (int64_t *)alloc_zero((size_t)count + 1, sizeof *first);
@@ -818,12 +818,12 @@ static void merges_write(Bpe *bpe, const char *prefix) {
 }
 
 // Learns the vocabulary of --train-bpe from the training part of the text.
-static void learn_vocabulary(Coder *coder, const Arguments *a, const Text *train) {
+static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *train) {
     WordTable words = {0};
     int byte_of[BYTE_CHARACTERS];
     bpe_begin_bytes(&coder->bpe, byte_of);
     coder->words = &words;
-    text_encode(coder, NULL, train);
+    corpus_encode(coder, NULL, train);
     coder->words = NULL;
     const uint32_t count = words.word_count;
     const int wanted = (int)a->train_bpe - MIN_VOCABULARY;
@@ -846,7 +846,7 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Text *train
 }
 
 // Sets the tokenizer: of bytes, of --train-bpe, of --tokenizer, or GPT-2's.
-static void tokenizer_open(Coder *coder, const Arguments *a, const Text *train) {
+static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train) {
     char path[PATH_BYTES];
     if (a->train_bpe) {
         learn_vocabulary(coder, a, train);
@@ -864,7 +864,7 @@ static void tokenizer_open(Coder *coder, const Arguments *a, const Text *train) 
 
 int main(int argc, char **argv) {
     static Coder coder;
-    Text texts[2];
+    Corpus texts[2];
     program_name = "tokenize";
     standard_streams_open();
     const Arguments a = parse_arguments(argc, argv);
@@ -874,7 +874,7 @@ int main(int argc, char **argv) {
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
-    text_open(texts, &a);
+    corpus_open(texts, &a);
     coder.documents = a.documents;
     tokenizer_open(&coder, &a, &texts[0]);
     Sink sinks[2];
@@ -885,7 +885,7 @@ int main(int argc, char **argv) {
         sink->split = i ? "val" : "train";
         sink->tokenizer = coder.tokenizer;
         sink->fd = -1;
-        text_encode(&coder, sink, &texts[i]);
+        corpus_encode(&coder, sink, &texts[i]);
         sink_finish(sink);
         if (sink->tokens == 0 && (i == 0 || a.val_fraction != 0) && !stop_signal) {
             die("%s: of %" PRId64 " bytes nothing is left for %s", a.files[0],
