@@ -279,7 +279,7 @@ def test_stories(compiler):
     """The text of the stories has the same bytes with every compiler."""
     Path("empty.c").write_text("#include <errno.h>\nint main(void) { return errno; }\n")
     words = compiler.split()
-    if not shutil.which(words[0]) or subprocess.run([*words, "empty.c"], capture_output=True).returncode:
+    if subprocess.run(compiler + " empty.c", shell=True, capture_output=True).returncode:
         pytest.skip(compiler + " does not build here")
     subprocess.run([*words, "-std=c11", "-Wall", "-Wextra", "-Werror", TOP / "data/stories.c",
                     "-o", "told"], check=True)
