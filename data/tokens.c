@@ -521,7 +521,7 @@ static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name
     free(text);
     const Tokenizer own = {TOKENIZER_MERGES, bpe->count, strtoull(digits, NULL, 16)};
     bpe->tokenizer = own.hash == gpt2_hash ? gpt2_tokenizer : own;
-    if (at < n || size - at > (n > 0 && bytes[n - 1] != '\n')) {  // the last newline may be missing
+    if (size - at > (bytes[n - 1] != '\n')) {  // the last newline may be missing
         die("%s:%d: this merge can never be applied after those above it", name, line);
     }
 }
