@@ -17,6 +17,7 @@
 
 #include "files.c"
 #include "tokens.c"
+#include <getopt.h>
 
 enum {
     BLOCK_BYTES = 1 << 20,     // normal size of a block of text
@@ -45,84 +46,57 @@ static const char *const usage_text =
     "                      PREFIX_merges.txt; default: GPT-2's in data/\n";
 
 typedef struct {
-    const char **files;          // in order, --val-file last
+    char **files;
     const char *prefix, *tokenizer, *val_file;
     int file_count, bpe, bytes, documents;
-    int64_t train_bpe;           // size of the vocabulary to learn; 0: none
+    int train_bpe;               // size of the vocabulary to learn; 0: none
     double val_fraction;         // negative: not given
     int64_t shard_tokens;        // 0: one shard
 } Arguments;
 
-static int64_t whole_number(const char *option, const char *text, int64_t low, int64_t high) {
+static double number(const char *option, double low, double high, int whole) {
     char *end;
-    errno = 0;
-    int64_t value = strtoll(text, &end, 10);
-    if (end == text || *end != 0 || errno != 0 || value < low || value > high) {
-        die("%s: '%s' is not a whole number from %" PRId64 " to %" PRId64, option, text, low, high);
+    const double value = strtod(optarg, &end);
+    if (end == optarg || *end != 0 || !(value >= low && value <= high) ||
+        (whole && value != floor(value))) {
+        die("--%s: '%s' is not a %s from %.10g to %.10g", option, optarg,
+            whole ? "whole number" : "number", low, high);
     }
     return value;
-}
-
-static double fraction(const char *option, const char *text) {
-    char *end;
-    double value = strtod(text, &end);
-    if (end == text || *end != 0 || !(value >= 0 && value < 1)) {
-        die("%s: '%s' is not a number in [0, 1)", option, text);
-    }
-    return value;
-}
-
-// Sets one option; `value` is the next argument, or NULL. Returns the number of arguments used.
-static int set_argument(Arguments *a, const char *option, const char *value) {
-    const struct {
-        const char *name;
-        int *flag;
-        const char **text;
-        int64_t *number, low, high;
-    } rows[] = {{"--bpe", &a->bpe, NULL, NULL, 0, 0},
-                {"--bytes", &a->bytes, NULL, NULL, 0, 0},
-                {"--documents", &a->documents, NULL, NULL, 0, 0},
-                {"-o", NULL, &a->prefix, NULL, 0, 0},
-                {"--tokenizer", NULL, &a->tokenizer, NULL, 0, 0},
-                {"--val-file", NULL, &a->val_file, NULL, 0, 0},
-                {"--train-bpe", NULL, NULL, &a->train_bpe, MIN_VOCABULARY, MAX_VOCABULARY},
-                {"--shard-tokens", NULL, NULL, &a->shard_tokens, 1, INT32_MAX},
-                {"--val-fraction", NULL, NULL, NULL, 0, 0}};
-    size_t i = 0, count = sizeof rows / sizeof rows[0];
-    while (i < count && strcmp(option, rows[i].name) != 0) {
-        i++;
-    }
-    if (i == count || (!rows[i].flag && !value)) {
-        die(i == count ? "unknown option '%s'; --help lists them" : "%s needs a value", option);
-    }
-    if (rows[i].flag) {
-        *rows[i].flag = 1;
-    } else if (rows[i].text) {
-        *rows[i].text = value;
-    } else if (rows[i].number) {
-        *rows[i].number = whole_number(option, value, rows[i].low, rows[i].high);
-    } else {
-        a->val_fraction = fraction(option, value);
-    }
-    return rows[i].flag ? 1 : 2;
 }
 
 static Arguments parse_arguments(int argc, char **argv) {
     Arguments a;
     memset(&a, 0, sizeof a);
     a.val_fraction = -1;
-    a.files = (const char **)alloc_zero((size_t)argc + 1, sizeof *a.files);
-    for (int i = 1; i < argc;) {
-        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
+    const struct option options[] = {{"bpe", no_argument, &a.bpe, 1},
+                                     {"bytes", no_argument, &a.bytes, 1},
+                                     {"documents", no_argument, &a.documents, 1},
+                                     {"train-bpe", required_argument, NULL, 'b'},
+                                     {"shard-tokens", required_argument, NULL, 's'},
+                                     {"val-fraction", required_argument, NULL, 'f'},
+                                     {"val-file", required_argument, NULL, 'v'},
+                                     {"tokenizer", required_argument, NULL, 't'},
+                                     {"help", no_argument, NULL, 'h'},
+                                     {NULL, 0, NULL, 0}};
+    for (int c, i = 0; (c = getopt_long(argc, argv, "ho:", options, &i)) >= 0;) {
+        if (c == 'h') {
             fputs(usage_text, stdout);
             exit(0);
-        }
-        if (argv[i][0] != '-' || argv[i][1] == 0) {
-            a.files[a.file_count++] = argv[i++];
-        } else {
-            i += set_argument(&a, argv[i], i + 1 < argc ? argv[i + 1] : NULL);
+        } else if (c == '?') {
+            exit(1);  // getopt_long has printed the reason
+        } else if (c == 'b') {
+            a.train_bpe = (int)number(options[i].name, MIN_VOCABULARY, MAX_VOCABULARY, 1);
+        } else if (c == 's') {
+            a.shard_tokens = (int64_t)number(options[i].name, 1, INT32_MAX, 1);
+        } else if (c == 'f') {
+            a.val_fraction = number(options[i].name, 0, 1, 0);
+        } else if (c) {
+            *(c == 'o' ? &a.prefix : c == 'v' ? &a.val_file : &a.tokenizer) = optarg;
         }
     }
+    a.files = argv + optind;
+    a.file_count = argc - optind;
     const int ways = a.bpe + a.bytes + (a.train_bpe > 0);
     if (!a.file_count || !a.prefix || ways == 0) {
         die("%s is missing; --help shows how to call it",
@@ -138,9 +112,6 @@ static Arguments parse_arguments(int argc, char **argv) {
             ways > 1                ? "--bpe, --bytes and --train-bpe"
             : a.tokenizer && !a.bpe ? "--tokenizer and --bytes or --train-bpe"
                                     : "--val-fraction and --val-file");
-    }
-    if (a.val_file) {
-        a.files[a.file_count++] = a.val_file;
     }
     return a;
 }
@@ -234,20 +205,19 @@ static void corpus_add(Corpus *t, const char *bytes, size_t size) {
 
 // Maps all files and divides them into the text for training and that for validation.
 static void corpus_open(Corpus texts[2], const Arguments *a) {
-    Part *files = (Part *)alloc_zero((size_t)a->file_count, sizeof *files);
+    const int count = a->file_count + (a->val_file != NULL);
+    Part *files = (Part *)alloc_zero((size_t)count, sizeof *files);
     int64_t size = 0;
-    for (int i = 0; i < a->file_count; i++) {
-        files[i] = file_map(a->files[i], a->prefix);
+    for (int i = 0; i < count; i++) {
+        files[i] = file_map(i < a->file_count ? a->files[i] : a->val_file, a->prefix);
         size += (int64_t)files[i].size;
     }
     int64_t train = (int64_t)((double)size * (1 - (a->val_fraction >= 0 ? a->val_fraction : 0.1)));
-    train = a->val_file ? size - (int64_t)files[a->file_count - 1].size : train;
-    for (int i = 0; i < 2; i++) {
-        texts[i].parts = (Part *)alloc_zero((size_t)a->file_count, sizeof(Part));
-        texts[i].count = 0;
-        texts[i].size = 0;
-    }
-    for (int i = 0; i < a->file_count; i++) {
+    train = a->val_file ? size - (int64_t)files[count - 1].size : train;
+    memset(texts, 0, 2 * sizeof *texts);
+    texts[0].parts = (Part *)alloc_zero((size_t)count, sizeof(Part));
+    texts[1].parts = (Part *)alloc_zero((size_t)count, sizeof(Part));
+    for (int i = 0; i < count; i++) {
         const Part *file = &files[i];
         size_t at = (size_t)min_i64(max_i64(train, 0), (int64_t)file->size);
         at = at < file->size ? split_at(file, at, a->documents) : at;
@@ -826,7 +796,7 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
     corpus_encode(coder, NULL, train);
     coder->words = NULL;
     const uint32_t count = words.word_count;
-    const int wanted = (int)a->train_bpe - MIN_VOCABULARY;
+    const int wanted = a->train_bpe - MIN_VOCABULARY;
     const int merges = bpe_learn(&coder->bpe, &words, wanted);
     words_free(&words);
     if (stop_signal) {
@@ -834,10 +804,10 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
     }
     if (merges < wanted) {
         die("--train-bpe %d: this text has only %d merges, which make a vocabulary of %d",
-            (int)a->train_bpe, merges, merges + MIN_VOCABULARY);
+            a->train_bpe, merges, merges + MIN_VOCABULARY);
     }
     if (!bpe_add(&coder->bpe, marker, MARKER_BYTES)) {
-        die("--train-bpe %d: the tokens have more than %d bytes in total", (int)a->train_bpe,
+        die("--train-bpe %d: the tokens have more than %d bytes in total", a->train_bpe,
             BPE_TEXT);
     }
     merges_write(&coder->bpe, a->prefix);
