@@ -221,17 +221,6 @@ __attribute__((format(printf, 2, 3))) static void path_print(char *path, const c
     }
 }
 
-// Returns the folder of the executable, with a trailing slash, so that data/ is found if the
-// program is started from another folder; "" if the system does not report it.
-static const char *program_folder(void) {
-    static char folder[PATH_BYTES];
-    ssize_t bytes = readlink("/proc/self/exe", folder, sizeof folder - 1);
-    folder[bytes > 0 ? bytes : 0] = 0;
-    char *slash = strrchr(folder, '/');
-    folder[slash ? slash + 1 - folder : 0] = 0;
-    return folder;
-}
-
 // Writes all bytes; returns 0, or -1 with errno set. Short writes are continued.
 static int write_all(int fd, const void *data, size_t bytes) {
     const char *p = (const char *)data;
@@ -263,24 +252,18 @@ static void fsync_folder(const char *folder) {
 static void make_folders(const char *path) {
     char part[PATH_BYTES], above[PATH_BYTES] = ".";
     struct stat st;
-    path_print(part, "%s", path);
     if (stat(path, &st) == 0 && !S_ISDIR(st.st_mode)) {
         die("--output (-o): %s is a file, not a folder", path);
     }
-    for (char *p = part + 1;; p++) {
-        if (*p == '/' || *p == 0) {
-            char end = *p;
-            *p = 0;
+    for (size_t n = 1; n <= strlen(path); n++) {
+        if (path[n] == '/' || path[n] == 0) {
+            path_print(part, "%.*s", (int)n, path);
             if (mkdir(part, 0755) == 0) {
                 fsync_folder(above);
             } else if (errno != EEXIST) {
                 die("cannot create folder %s: %s", part, strerror(errno));
             }
             path_print(above, "%s", part);
-            *p = end;
-            if (end == 0) {
-                break;
-            }
         }
     }
 }
