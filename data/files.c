@@ -205,10 +205,10 @@ static ShortText duration_text(double seconds) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// Only regular files are opened for reading: opening a FIFO would block until another process writes
-// to it, and a device may have no end. Files that are parsed once are mapped. Files that a run reads
-// for days are read with pread instead, because accessing a mapped file that was truncated ends the
-// process with a signal (SIGBUS).
+// Only regular files are opened for reading: opening a FIFO would block until another process
+// writes to it, and a device may have no end. Files that are parsed once are mapped. Files that a
+// run reads for days are read with pread instead, because accessing a mapped file that was
+// truncated ends the process with a signal (SIGBUS).
 
 // Formats a path into `path` (PATH_BYTES bytes); ends the run instead of truncating.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
@@ -803,9 +803,8 @@ static void json_text(FILE *f, const char *text, size_t length) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
-// The container of weights and states, and the Writer, which hashes files while it writes them. The
-// files are untrusted input; errors name the tensor too. Parsers work on bytes in memory and allocate
-// nothing.
+// The container of weights and states, and the Writer, which hashes files while it writes them.
+// Files are untrusted input; errors name the tensor too. Parsers allocate nothing.
 
 // Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
@@ -921,8 +920,8 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
 
 // Reads the next tensor; returns 0 after the last. Tensors must cover the data without overlap or
 // gap. In that case the sum of hash(end) - hash(begin) over all tensors telescopes to hash(size) -
-// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. A file forged
-// to pass the check is harmless, because each range is also checked against the file size.
+// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. A file
+// forged to pass is harmless, because each range is also checked against the file size.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
