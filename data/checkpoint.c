@@ -20,7 +20,7 @@
 //
 // Header of the first rank's state file, for a model of two blocks (buckets 3 and 4), two ranks:
 //
-//     "__metadata__": {"run": what a resume must share, "matmul": "...", "kernels": "...",
+//     "__metadata__": {"run": what a resume must share, "matmul": choices of kernels,
 //                      "--lr": "0.001", ..., "train_hash": fingerprint, "val_hash": "...",
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
@@ -296,26 +296,19 @@ static void range_save(Engine *e, const Model *m, const StateRange *range, real 
     }
 }
 
-// Return the engine's choice of matmul algorithms, and of kernels, as text for a checkpoint, or ""
-// if it made none.
-static const char *engine_matmul(const Engine *e) { return e->matmul ? e->matmul : ""; }
-static const char *engine_kernels(const Engine *e) { return e->kernels ? e->kernels : ""; }
 
 // Writes this rank's state file. The metadata has the run's identity, its options, its matmul
 // algorithms (results depend on them) and the counters; the tensors are the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
     const Settings *s = snapshot->settings;
-    const char *matmul = engine_matmul(snapshot->engine);
+    const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
     const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
     int count;
     StateRange *ranges = state_ranges(&s->model, s->rank, s->ranks, s->split_master, &count);
     HeaderText header;
     header_start(&header);
     fprintf(header.file, ",\"run\":\"%s\",\"matmul\":\"", snapshot->identity);
-    json_text(header.file, matmul, strlen(matmul));
-    if (engine_kernels(snapshot->engine)[0]) {
-        fprintf(header.file, "\",\"kernels\":\"%s", engine_kernels(snapshot->engine));
-    }
+    json_text(header.file, choices, strlen(choices));
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         const char *value = option_text(text, snapshot->options, &option_rows[i]);
@@ -905,20 +898,16 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
     }
 }
 
-// Makes the engine use the checkpoint's matmul algorithms and kernels, on every rank and even with
-// --quiet, because the run's bits depend on them. A checkpoint that names no kernels uses the
-// default ones. Returns the name of what the engine cannot use, or NULL.
-static const char *checkpoint_algorithms(Engine *e, const StateFiles *f) {
-    static const char *const names[] = {NULL, "matmul algorithms", "kernels",
-                                        "matmul algorithms and kernels"};
-    char matmul[MATMUL_TEXT], kernels[MATMUL_TEXT];
-    safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
-    safetensors_text(&f->header, "kernels", kernels, sizeof kernels);
-    const int took = !matmul[0] || strcmp(matmul, engine_matmul(e)) == 0 ||
-                     (e->set_algorithms && e->set_algorithms(e, matmul));
-    const int took_kernels = strcmp(kernels, engine_kernels(e)) == 0 ||
-                             (e->set_kernels && e->set_kernels(e, kernels));
-    return names[!took + 2 * !took_kernels];
+// Makes the engine use the checkpoint's choices, on every rank and even with --quiet, because the
+// run's bits depend on them. Earlier programs wrote those of attention under a key of their own.
+// Returns the name of what the engine cannot use, or NULL.
+static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
+    char choices[2 * MATMUL_TEXT];
+    safetensors_text(&f->header, "matmul", choices, MATMUL_TEXT);
+    safetensors_text(&f->header, "kernels", choices + strlen(choices), MATMUL_TEXT);
+    const int took = !choices[0] || (e->choices && strcmp(choices, e->choices) == 0) ||
+                     (e->set_choices && e->set_choices(e, choices));
+    return took ? NULL : "matmul algorithms and attention kernels";
 }
 
 // Reports what a resume loses: precision, if the checkpoint stores weights or moments in fp32 and
@@ -1019,7 +1008,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     checkpoint_options(run, &f, folder, 0);
     checkpoint_require_same_run(run, &f, &model.model, folder);
     checkpoint_data(run, &f, folder);
-    const char *others = checkpoint_algorithms(run->engine, &f);
+    const char *others = checkpoint_choices(run->engine, &f);
     model_file_load(run->engine, &model);
     for (int r = 0; r < ranks; r++) {
         for (int i = 0; i < f.files[r].count; i++) {
