@@ -302,27 +302,6 @@ static void folder_lock(const char *folder) {
     }
 }
 
-// Opens a file in the user's cache folder, with mode "a" to append or "r" to read. Returns NULL if
-// that fails; callers then work without a cache. A relative XDG_CACHE_HOME is ignored, as the XDG
-// Base Directory Specification requires.
-static FILE *cache_open(const char *name, const char *mode) {
-    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
-    const int given = cache && cache[0] == '/';
-    char path[PATH_BYTES];
-    if (!given && !home) {
-        return NULL;
-    }
-    path_print(path, "%s%s", given ? cache : home, given ? "" : "/.cache");
-    for (int i = 0; i < 2; i++) {  // if creating a folder fails, so does fopen
-        if (mode[0] == 'a') {
-            mkdir(path, 0700);
-        }
-        const int n = (int)strlen(path);
-        text_add(path, PATH_BYTES, n, "/%s", i ? name : "train_gpt2");
-    }
-    return fopen(path, mode);
-}
-
 // Opens /dev/null on every standard descriptor that the shell closed (>&-): otherwise the next file
 // opened would get that descriptor, and output would be written into the file.
 static void standard_streams_open(void) {
