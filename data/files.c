@@ -945,7 +945,6 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
 typedef struct {
     int fd;     // -1: not open: it failed or is closed, or another process writes the file
     int error;  // errno of the first failure; 0: none
-    int puts;   // calls of writer_put
     int64_t bytes;
     char file[PATH_BYTES];
     Sha256 sha;
@@ -960,7 +959,7 @@ static void writer_fail(Writer *w) {
 
 static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
-    w->bytes = w->puts = 0;
+    w->bytes = 0;
     sha256_start(&w->sha);
     w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
     w->error = w->fd < 0 ? errno : 0;
@@ -976,7 +975,6 @@ static void writer_put(Writer *w, const void *data, size_t bytes) {
         }
     }
     w->bytes += (int64_t)bytes;
-    w->puts++;
 }
 
 // Syncs and closes the file.
