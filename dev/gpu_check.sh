@@ -339,8 +339,8 @@ stage_build() {
     for target in "$GPT2CU" "$TEST" "$BENCH"; do
         [[ $target != "$CARRIED"/* ]] || report "$target" ok "used, because the build failed"
     done
-    # The program must start without this script's LD_LIBRARY_PATH, by the RUNPATH of the toolkit
-    # and of MPI. Only a machine that has these outside the system's folders can show it.
+    # The program must start without this script's LD_LIBRARY_PATH, by the RUNPATH of the
+    # toolkit. Only a machine that has it outside the system's folders can show that.
     missing=$(LD_LIBRARY_PATH=$own_library_path ldd "$GPT2CU" 2> /dev/null |
         sed -n 's/^[[:space:]]*\([^ ]*\) => not found.*/\1/p' | tr '\n' ' ')
     if [ -z "$missing" ]; then
