@@ -112,29 +112,24 @@ train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
 data/tokenize: data/tokenize.c build/flags ## text to token shards
 data/stories: data/stories.c build/flags
 data/tokenize data/stories:
-	part=$@.$$$$.part; $(filter-out $(OMP),$(C)) -Wno-unknown-pragmas $(AROUND) $(DEPEND) -pthread \
-	$< -o $$part -lm && mv $$part $@
+	part=$@.$$$$.part; $(C) $(AROUND) $(DEPEND) $< -o $$part -lm && mv $$part $@
 # Test drivers run the programs as child processes, so -O1 is enough for their own code.
 build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test/%_asan: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
 build/test/%: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
 build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
-build/dump: dev/check/dump.c build/flags
-build/bench_files build/bench_cpu: build/bench_%: dev/bench/%.c build/flags
+build/bench_cpu: dev/bench/cpu.c build/flags
 build/bench_cpu: VARIANT = -DBENCH_DNNL=$(if $(DNNL),1 $(DNNL),0)
 build/bench_cpu: | bench_packages
 bench_packages: ; @dev/deps.sh bench
-FUZZ := fuzz fuzz_tokenize fuzz_gpu
+FUZZ := fuzz fuzz_tokenize
 REPLAY := fuzz_replay fuzz_tokenize_replay
 $(addprefix build/,$(FUZZ) $(REPLAY)): FUZZ_PROGRAM = \
-    -DFUZZ_PROGRAM=$(if $(findstring gpu,$@),2,$(if $(findstring tokenize,$@),1,0))
+    -DFUZZ_PROGRAM=$(if $(findstring tokenize,$@),1,0)
 $(REPLAY:%=build/%): VARIANT = -DFUZZ_REPLAY=1 $(if $(SAN),$(ASAN)) $(FUZZ_PROGRAM)
 $(addprefix build/,$(FUZZ) $(REPLAY)): dev/fuzz/fuzz.c build/flags
-$(addprefix build/,train_gpt2_asan train_gpt2_double dump bench_files bench_cpu fuzz_replay \
-    fuzz_tokenize_replay):
+$(addprefix build/,train_gpt2_asan train_gpt2_double bench_cpu fuzz_replay fuzz_tokenize_replay):
 	$(C) $(AROUND) $(DEPEND) -pthread $< $(VARIANT) -o $@ -lm
-build/fuzz_gpu: FUZZ_CC := $(subst clang,clang++,$(FUZZ_CC)) -std=c++17 -x c++ -Idev/cuda_cpu \
-    $(CUDA_INCLUDE) -Wno-missing-field-initializers
 build/fuzz build/fuzz_tokenize: FUZZ_CC += -std=c11
 $(FUZZ:%=build/%):
 	$(FUZZ_CC) $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
@@ -210,12 +205,12 @@ SHARED := $(if $(findstring n,$(filter-out -%,$(firstword $(MAKEFLAGS)))),,+)
 test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compilers
 	@dev/deps.sh test $(if $(filter-out 0 main,$(ALL)$(FULL)),lint)
 	$(SHARED)@WERROR='$(or $(WERROR),-Werror)' $(FOUND) dev/test.sh
-fuzz: $(FUZZ:%=build/%) train_gpt2 data/tokenize ## fuzz each reader, FUZZ_SECONDS=60
+fuzz: $(FUZZ:%=build/%) ## fuzz each reader, FUZZ_SECONDS=60
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
-bench: build/bench_cpu build/bench_files ## compare with oneDNN, dd and (PYTHON=...) PyTorch
+bench: build/bench_cpu ## compare with oneDNN and (PYTHON=...) PyTorch
 	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
-	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --bench build/$@.txt &&) ./build/bench_files
-check_torch: build/dump train_gpt2 ## compare with transformers; the script says what PYTHON needs
+	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --bench build/$@.txt)
+check_torch: train_gpt2 ## compare with transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources
 	$(SHARED)@$(FOUND) dev/style.sh
