@@ -26,8 +26,7 @@ look() {
         case "$target" in
         build) ;;
         test)
-            have mpicc && have mpirun ||
-                want "the runs that mpirun starts" openmpi-bin libopenmpi-dev
+            have mpirun || want "the runs that mpirun starts" openmpi-bin
             have shellcheck || want "the check of shell scripts" shellcheck ;;
         lint)
             have clang || want "the check that clang builds it too" clang
