@@ -94,21 +94,6 @@ TEST(folder_lock, HOST) {
 }
 
 // The user's cache is in $XDG_CACHE_HOME, unless that is a relative path.
-TEST(cache_open, HOST) {
-    static const char *const rows[][2] = {{"here", "home/.cache"}, {"", "home/.cache"},
-                                          {"/xdg", "xdg"}};
-    const Text here = current_folder() + "/";
-    mkdir("home", 0755);
-    setenv("HOME", (here + "home").c_str(), 1);
-    for (const auto &row : rows) {
-        setenv("XDG_CACHE_HOME", row[0][0] == '/' ? (here + (row[0] + 1)).c_str() : row[0], 1);
-        FILE *f = cache_open("kept", "a");
-        expect(f != NULL && exists(here + row[1] + "/train_gpt2/kept"), "'%s'", row[0]);
-        fclose(f);
-        remove_folder(row[1]);
-    }
-    expect(!exists("here"), "a relative path was used");
-}
 
 // Returns the scores of the file by an engine with capacity for B rows of T tokens.
 static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
