@@ -93,8 +93,6 @@ TEST(folder_lock, HOST) {
     expect_death(folder_lock("folder"), "folder is in use by another run: process ");
 }
 
-// The user's cache is in $XDG_CACHE_HOME, unless that is a relative path.
-
 // Returns the scores of the file by an engine with capacity for B rows of T tokens.
 static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
     static Run run;
