@@ -45,10 +45,6 @@ GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=com
 ARCH ?= $(patsubst 90,90a,$(GPU))
 CUDA_HEADERS = $(call try,$(CXX) $(CUDA_INCLUDE) -include cublasLt.h -include cuda_bf16.h -x c++)
 NCCL := $(and $(NVCC),$(call try,$(CXX) $(CUDA_INCLUDE) -include nccl.h -x c++,-lnccl))
-mpi := $(filter -I% -L% -l% -Wl$(,)%,$(if $(call on_path,mpicc),$(shell mpicc -show)))
-MPI := -DGPT2_MPI=$(if $(mpi),1,0) $(patsubst -I%,-isystem %,$(mpi))
-# nvcc does not accept -Wl, which mpicc prints to set the run-time search path of its libraries.
-NV_MPI := $(patsubst -Wl$(,)%,-Xlinker %,$(MPI))
 PROGRAM := $(if $(and $(NVCC),$(GPU),$(wildcard train_gpt2.cu)),train_gpt2cu,train_gpt2)
 ifndef REPORTED
 export REPORTED := yes
@@ -58,7 +54,7 @@ $(if $(OMP),,$(info ✗ OpenMP: one core only))
 nvcc_version = $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: CPU only))
 $(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none found (sm_75 or newer))))
-$(if $(NVCC),$(info $(if $(NCCL),✓ NCCL$(if $(mpi), · MPI),✗ NCCL: one GPU only)))
+$(if $(NVCC),$(info $(if $(NCCL),✓ NCCL,✗ NCCL: one GPU only)))
 endif
 # --- Flags ----------------------------------------------------------------------------------------
 # Multiplications and additions are contracted in the matmul only, and -Ofast is never used, so the
@@ -83,7 +79,7 @@ NV := $(NV1) -lineinfo $(foreach a,$(or $(ARCH),80),-gencode arch=compute_$(a),c
       $(if $(ARCH),,-gencode arch=compute_80,code=compute_80) \
       $(CUDA_LIBRARIES:%=-Xlinker -rpath,%) \
       -Xcompiler "$(filter-out -Wundef,$(OPT)) -Wno-missing-field-initializers $(AROUND)"
-WITH_NCCL = $(if $(NCCL),-DGPT2_NCCL=1 -lnccl $(NV_MPI))
+WITH_NCCL = $(if $(NCCL),-DGPT2_NCCL=1 -lnccl)
 # DEPEND: records the headers that a program includes, for the next build.
 DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # VARIANT: flags that follow from the target's name. Test builds put gaps and poison in the arena.
@@ -103,7 +99,7 @@ help: ## this list
 # A changed compiler or flag rebuilds all that depends on this file. WERROR is left out: it does not
 # affect the result.
 all_flags = $(filter-out -Werror all-warnings $(WERROR),$(C) $(CPP) \
-              $(if $(filter %/gpu,$@),$(NV) $(WITH_NCCL),$(NV1) $(MPI)))
+              $(if $(filter %/gpu,$@),$(NV) $(WITH_NCCL),$(NV1)))
 build/flags build/gpu: FORCE
 	@mkdir -p build; echo '$(all_flags)' | cmp -s - $@ || echo '$(all_flags)' > $@
 # Building a program also prepares data if there is none; a failure prints one line and is ignored.
@@ -116,29 +112,24 @@ train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
 data/tokenize: data/tokenize.c build/flags ## text to token shards
 data/stories: data/stories.c build/flags
 data/tokenize data/stories:
-	part=$@.$$$$.part; $(filter-out $(OMP),$(C)) -Wno-unknown-pragmas $(AROUND) $(DEPEND) -pthread \
-	$< -o $$part -lm && mv $$part $@
+	part=$@.$$$$.part; $(C) $(AROUND) $(DEPEND) $< -o $$part -lm && mv $$part $@
 # Test drivers run the programs as child processes, so -O1 is enough for their own code.
 build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test/%_asan: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
 build/test/%: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
 build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
-build/dump: dev/check/dump.c build/flags
-build/bench_files build/bench_cpu: build/bench_%: dev/bench/%.c build/flags
+build/bench_cpu: dev/bench/cpu.c build/flags
 build/bench_cpu: VARIANT = -DBENCH_DNNL=$(if $(DNNL),1 $(DNNL),0)
 build/bench_cpu: | bench_packages
 bench_packages: ; @dev/deps.sh bench
-FUZZ := fuzz fuzz_tokenize fuzz_gpu
+FUZZ := fuzz fuzz_tokenize
 REPLAY := fuzz_replay fuzz_tokenize_replay
 $(addprefix build/,$(FUZZ) $(REPLAY)): FUZZ_PROGRAM = \
-    -DFUZZ_PROGRAM=$(if $(findstring gpu,$@),2,$(if $(findstring tokenize,$@),1,0))
+    -DFUZZ_PROGRAM=$(if $(findstring tokenize,$@),1,0)
 $(REPLAY:%=build/%): VARIANT = -DFUZZ_REPLAY=1 $(if $(SAN),$(ASAN)) $(FUZZ_PROGRAM)
 $(addprefix build/,$(FUZZ) $(REPLAY)): dev/fuzz/fuzz.c build/flags
-$(addprefix build/,train_gpt2_asan train_gpt2_double dump bench_files bench_cpu fuzz_replay \
-    fuzz_tokenize_replay):
+$(addprefix build/,train_gpt2_asan train_gpt2_double bench_cpu fuzz_replay fuzz_tokenize_replay):
 	$(C) $(AROUND) $(DEPEND) -pthread $< $(VARIANT) -o $@ -lm
-build/fuzz_gpu: FUZZ_CC := $(subst clang,clang++,$(FUZZ_CC)) -std=c++17 -x c++ -Idev/cuda_cpu \
-    $(CUDA_INCLUDE) -Wno-missing-field-initializers
 build/fuzz build/fuzz_tokenize: FUZZ_CC += -std=c11
 $(FUZZ:%=build/%):
 	$(FUZZ_CC) $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
@@ -168,7 +159,7 @@ build/cuda_example: dev/cuda_cpu/example.cu build/flags
 build/bench_cuda_cpu: dev/bench/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
-	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm $(if $(findstring train,$@),$(MPI))
+	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
 # The benchmark with a count of each kernel's bytes: dev/cuda_cpu/emu_profile.h.
 build/bench_profile: dev/bench/bench.cu build/flags
 	$(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CXX) -std=c++17 -O1 -fsanitize=thread -w \
@@ -214,12 +205,12 @@ SHARED := $(if $(findstring n,$(filter-out -%,$(firstword $(MAKEFLAGS)))),,+)
 test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compilers
 	@dev/deps.sh test $(if $(filter-out 0 main,$(ALL)$(FULL)),lint)
 	$(SHARED)@WERROR='$(or $(WERROR),-Werror)' $(FOUND) dev/test.sh
-fuzz: $(FUZZ:%=build/%) train_gpt2 data/tokenize ## fuzz each reader, FUZZ_SECONDS=60
+fuzz: $(FUZZ:%=build/%) ## fuzz each reader, FUZZ_SECONDS=60
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
-bench: build/bench_cpu build/bench_files ## compare with oneDNN, dd and (PYTHON=...) PyTorch
+bench: build/bench_cpu ## compare with oneDNN and (PYTHON=...) PyTorch
 	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
-	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --bench build/$@.txt &&) ./build/bench_files
-check_torch: build/dump train_gpt2 ## compare with transformers; the script says what PYTHON needs
+	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --bench build/$@.txt)
+check_torch: train_gpt2 ## compare with transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources
 	$(SHARED)@$(FOUND) dev/style.sh

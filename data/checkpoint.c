@@ -94,7 +94,6 @@ static void checkpoint_remove(const char *folder) {
         unlink(folder);
         return;
     }
-    slow_begin();
     DIR *files = opendir(folder);  // the manifest with the number of ranks may be missing
     struct dirent *entry;
     int ranks;
@@ -110,7 +109,6 @@ static void checkpoint_remove(const char *folder) {
         closedir(files);
     }
     rmdir(folder);
-    slow_end();
 }
 
 // The state of a run apart from its tensors. Random numbers are functions of the seed and these
@@ -459,10 +457,8 @@ static void save_finish(Saving *save, const char *output, const char *path) {
     }
     fsync_folder(save->folder);
     checkpoint_remove(path);  // a damaged one that the resume skipped
-    slow_begin();
     rename(path, aside);  // succeeds if foreign files kept the folder from being removed
     const int renamed = rename(save->folder, path) == 0;
-    slow_end();
     if (!renamed) {
         save_problem(save, "cannot rename checkpoint %s to %s: %s", save->folder, path,
                      strerror(errno));
@@ -479,11 +475,9 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
     save.manifest.ranks = snapshot->settings->ranks;
     path_print(path, "%s/step-%08" PRId64, output, snapshot->state->step);
     path_print(save.folder, "%s.tmp", path);
-    slow_begin();
     if (this_rank.rank == 0 && mkdir(save.folder, 0755) != 0 && errno != EEXIST) {
         save_problem(&save, "cannot create checkpoint %s: %s", save.folder, strerror(errno));
     }
-    slow_end();
     save_agree(&save);
     save_file(&save, FILE_MODEL);
     save_file(&save, FILE_STATE + this_rank.rank);
@@ -567,11 +561,9 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
         }
         path_print(path, "%s/step-%08" PRId64, output, list.steps[i]);
         path_print(gone, "%s.tmp", path);
-        slow_begin();
         if (rename(path, gone) == 0) {
             checkpoint_remove(gone);
         }
-        slow_end();
     }
     free(list.steps);
 }
