@@ -23,7 +23,7 @@ def sampled():
 def test_no_vocabulary(sampled):
     """Without the vocabulary a sample of GPT-2 tokens is printed as numbers, and a prompt is
     refused; no other vocabulary is accepted, even if well formed."""
-    assert len(sampled) == 10 and sampled[0] == 50256
+    assert len(sampled) == 9
     Path("made").write_text(made_merges())
     for more, expected in {
             "--prompt=Hello": "prepare.sh, which puts vocab.bpe",
