@@ -49,7 +49,6 @@ static Span *file_span(Span *spans, int tensor, int layer) {
 static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
     const unsigned char *p = s->data + first * file_types[s->type].bytes;
     const int plain = !GPT2_DOUBLE && s->type == FILE_F32;
-    slow_begin();  // the file is mapped
     if (plain) {
         memcpy(out, p, (size_t)count * 4);
     }
@@ -72,7 +71,6 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
         memcpy(&value, &bits, 4);
         out[i] = value * scale;
     }
-    slow_end();
 }
 
 // Finds a tensor by its Hugging Face name, in which the prefix "transformer." is optional. Returns
