@@ -96,23 +96,18 @@ def none_left(pids):
 
 # Numbers.
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_numbers(ranks):
-    """In fp32, ranks have the numbers of one rank up to rounding and, with a learning rate of 0,
-    the same bits in the validation. In fp16 each rank scales its loss."""
-    for options, tolerance in [("--dtype fp32 -x 3 -l 3e-3", 1e-6), ("-x 2 -l 0", 5e-3),
-                               ("--dtype fp32 -x 3 --overfit 1", 1e-6), ("-x 2 -l 3e-3", 5e-3),
-                               ("--dtype fp16 -x 2 -l 0", 5e-3)]:
-        line = ODD + "-d 288 -v 1 -m 7 %s --gpus " % options
-        train(line + "1", "one")
-        train(line + str(ranks), "some")
-        want, got = numbers("one"), numbers("some")
-        assert len(want) == len(got) >= 6
-        for a, b in zip(want, got):
-            assert abs(a - b) <= tolerance * a, options
+@pytest.mark.parametrize("options,tolerance", [
+    ("--dtype fp32 -x 3 -l 3e-3", 1e-6), ("-x 2 -l 3e-3", 5e-3), ("--dtype fp16 -x 2 -l 0", 5e-3)])
+def test_numbers(options, tolerance):
+    """Ranks have the numbers of one rank up to rounding, 1e-6 in fp32, and with a learning rate of
+    0 the same bits in the validation. In fp16 each rank scales its loss."""
+    for ranks in range(1, 5):
+        train(ODD + "-d 288 -v 1 -m 7 %s --gpus %d" % (options, ranks), "out%d" % ranks)
+        want, got = numbers("out1"), numbers("out%d" % ranks)
+        assert len(want) == len(got) >= 5
+        assert all(abs(a - b) <= tolerance * a for a, b in zip(want, got)), ranks
         if "-l 0" in options:
-            vals = [[e["val_loss"] for e in log(f) if "val_loss" in e] for f in ("one", "some")]
-            assert vals[0] == vals[1]
+            assert want[-1] == got[-1]
 
 
 STAGES = [(3, 1, ""), (2, 3, "--moments bf16 -w none"), (2, 1, "--grad-dtype fp32 -l 100 -c 1"),
@@ -130,7 +125,7 @@ def test_stages(ranks, micros, options):
         like = "z2" if micros > 1 and stage >= 2 else "z0"
         same(like, "z%d" % stage, 3)
         for a, b in zip(numbers("z0"), numbers("z%d" % stage)):
-            assert abs(a - b) <= 5e-3 * a
+            assert a == b or abs(a - b) <= 5e-3 * a  # the norm of a skipped step is None
     for order in ["late", "early", "3", "8"] if program.FULL or not options else ["5"]:
         train(line + "3", "order", EMU_ORDER=order)
         same("z3", "order", 3)
@@ -362,14 +357,14 @@ def test_mixed(change, expected, tmp_path):
 
 def test_least_memory():
     """Ranks whose GPUs have different memory all plan for the least, with -b auto, too."""
-    line = "-i train.bin -e l3h3c96t16 -d 512 -x 1 "
+    line = "-i train.bin -e l1h1c16t16 -d 512 -x 1 "
     for small in range(2):
-        env = [port_of(r, EMU_GPU_MEM="150m" if r == small else "400m") for r in range(2)]
+        env = [port_of(r, EMU_GPU_MEM="1g" if r == small else "2g") for r in range(2)]
         zero, one = outcomes(start_ranks(line + "-o out%d" % small, env))
         assert zero.status == one.status == 0, (zero, one)
         steps = [re.search(r"step .*? x .*tokens", out).group() for out in (
-            zero.out, succeeds(line + "--gpus 2", env={"EMU_GPU_MEM": "150m"}),
-            succeeds(line + "--gpus 2", env={"EMU_GPU_MEM": "400m"}))]
+            zero.out, succeeds(line + "--gpus 2", env={"EMU_GPU_MEM": "1g"}),
+            succeeds(line + "--gpus 2", env={"EMU_GPU_MEM": "2g"}))]
         assert steps[0] == steps[1] != steps[2]
 
 
@@ -578,10 +573,11 @@ def test_fault():
     assert names("out", "step") == ["step-00000002"]
 
 
-def test_hint():
-    """NCCL's errors come with hints."""
+def test_nccl_fails():
+    """An error of NCCL ends the run with one line."""
     env = {"EMU_FAULT_RANK": "1", "EMU_FAULT_INIT": "1", "EMU_NCCL_HANG": "1"}
-    refused(TINY + "-x 1 --quiet --timeout 4 --gpus 2", "rank 1: ", env=env)
+    err = refused(TINY + "-x 1 --quiet --gpus 2", "rank 1: ", env=env)
+    assert "unhandled system error" in err
 
 
 # What the emulated device logs.
