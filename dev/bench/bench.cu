@@ -165,6 +165,9 @@ static void print_algorithms(const Case &c, const std::vector<Buffers> &buffers,
         int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
         printf(bench.tsv ? "%s, %zu MiB" : "  %-25s %4zu MiB", c.name.c_str(), mib);
         for (int i = 0; i < found; i++) {
+            if (plan->key.out_of_place && !matmul_writes_out_of_place(results[i])) {
+                continue;
+            }
             plan->algorithm = results[i].algo;
             printf(bench.tsv ? "\t%.5f" : " %8.4f", case_ms(c, buffers));
         }
