@@ -225,8 +225,9 @@ def plan_svg(plan):
         for group in sorted({row["group"] for row in drawn},
                             key=lambda name: (*GROUPS, name).index(name)):
             own = [row for row in drawn if row["group"] == group]
-            corners = [(row[x], (row["offset"] + y * row["bytes"]) / 2 ** 20) for row in own for x, y
-                       in (("first", 0), ("end", 0), ("end", 1), ("first", 1), ("first", 0))]
+            corners = [(row[x], (row["offset"] + y * row["bytes"]) / 2 ** 20)
+                       for row in own for x, y in (("first", 0), ("end", 0), ("end", 1),
+                                                   ("first", 1), ("first", 0))]
             at.add_patch(PathPatch(
                 Path(corners, [1, 2, 2, 2, 79] * len(own)), facecolor=GROUPS.get(group, "#999999"),
                 edgecolor="white", linewidth=0.3, label=f"{group}, at most "

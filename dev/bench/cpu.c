@@ -180,8 +180,8 @@ static void bench_open(Engine *e, Plan *p, Settings *s, const Options *o, const 
     engine_initialise(e, &s->model, 1);
 }
 
-// Times training steps of a model at B x T. Prints tokens/s, the update's time and, with oneDNN, that
-// of all matmuls in it (dnnl_ms).
+// Times training steps of a model at B x T. Prints tokens/s, the update's time and, with oneDNN,
+// that of all matmuls in it (dnnl_ms).
 static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     enum { WARM = 1, STEPS = 5 };
     double step[STEPS], update[STEPS];
