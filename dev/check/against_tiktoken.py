@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import os
 import random
+import struct
 import subprocess
 import sys
 import tempfile
@@ -99,32 +100,43 @@ SCRIPTS = [(0x41, 0x5A), (0x61, 0x7A), (0xC0, 0x24F), (0x250, 0x2FF), (0x300, 0x
            (0x20000, 0x323AF), (0xE0000, 0xE01EF)]
 
 
-def code_points(rng, low, high, most):
-    """Up to `most` characters of a range, excluding surrogates."""
-    drawn = (rng.randint(low, high) for _ in range(rng.randint(1, most)))
-    return "".join(chr(c) for c in drawn if not 0xD800 <= c < 0xE000)
-
-
-def part_of(rng, text, most):
-    begin = rng.randrange(len(text))
-    return text[begin:begin + rng.randint(1, most)]
+def code_point(rng, low, high):
+    """A character of a range, excluding surrogates."""
+    while True:
+        c = rng.randint(low, high)
+        if not 0xD800 <= c < 0xE000:
+            return chr(c)
 
 
 def fragment(rng, sources):
     """A short text of a random kind."""
-    return rng.choice((
-        lambda: rng.choice(PHRASES),
-        lambda: part_of(rng, rng.choice(PHRASES), 12),
-        lambda: code_points(rng, *rng.choice(SCRIPTS), 20),
-        lambda: code_points(rng, 0, 0x10FFFF, 8),
-        lambda: "".join(rng.choice(SPACES) for _ in range(rng.randint(1, 6))),
-        lambda: rng.choice(SPACES + NEARLY_SPACES) * rng.choice((1, 2, 3, 4, 8, 31, 32, 33)),
-        lambda: rng.choice(CONTRACTIONS),
-        lambda: str(rng.randrange(10 ** rng.randint(1, 18))),
-        lambda: code_points(rng, 32, 126, 30),
-        lambda: rng.choice("aeX=-*#.!0 \n_é中ا") * rng.choice((2, 3, 5, 15, 16, 31, 32, 100)),
-        lambda: part_of(rng, rng.choice(sources), 400),
-        lambda: part_of(rng, rng.choice(sources), 400)))()
+    kind = rng.randrange(12)
+    if kind == 0:
+        return rng.choice(PHRASES)
+    if kind == 1:
+        phrase = rng.choice(PHRASES)
+        begin = rng.randrange(len(phrase))
+        return phrase[begin:begin + rng.randint(1, 12)]
+    if kind == 2:
+        low, high = rng.choice(SCRIPTS)
+        return "".join(code_point(rng, low, high) for _ in range(rng.randint(1, 20)))
+    if kind == 3:
+        return "".join(code_point(rng, 0, 0x10FFFF) for _ in range(rng.randint(1, 8)))
+    if kind == 4:
+        return "".join(rng.choice(SPACES) for _ in range(rng.randint(1, 6)))
+    if kind == 5:
+        return rng.choice(SPACES + NEARLY_SPACES) * rng.choice((1, 2, 3, 4, 8, 31, 32, 33))
+    if kind == 6:
+        return rng.choice(CONTRACTIONS)
+    if kind == 7:
+        return str(rng.randrange(10 ** rng.randint(1, 18)))
+    if kind == 8:
+        return "".join(chr(rng.randrange(32, 127)) for _ in range(rng.randint(1, 30)))
+    if kind == 9:
+        return rng.choice("aeX=-*#.!0 \n_é中ا") * rng.choice((2, 3, 5, 15, 16, 31, 32, 100))
+    source = rng.choice(sources)
+    begin = rng.randrange(max(1, len(source) - 400))
+    return source[begin:begin + rng.randint(1, 400)]
 
 
 def mixed_texts(count, seed, sources):
@@ -205,11 +217,19 @@ def compare(ours, theirs, texts, what):
           % (what, f"{len(texts):,}", f"{sum(map(len, data)):,}", f"{len(tokens):,}"))
 
 
-def compare_table(ours, theirs):
-    if [ours.decode([i]) for i in range(50257)] != [
-            theirs.decode_single_token_bytes(i) for i in range(50257)]:
-        sys.exit("vocab.bpe: another table of tokens than tiktoken's")
-    print("50,257 tokens: tiktoken's")
+def compare_tables(ours, theirs, folder, scratch):
+    """Every token's bytes, from either file."""
+    tokens = [theirs.decode_single_token_bytes(i) for i in range(50257)]
+    path = os.path.join(scratch, "gpt2_tokenizer.bin")    # as llm.c writes it
+    with open(path, "wb") as f:
+        f.write(struct.pack("<256I", 20240328, 2, 50257, 50256, *[0] * 252))
+        for t in tokens:
+            f.write(bytes([len(t)]) + t)
+    for name in (path, os.path.join(folder, "vocab.bpe")):
+        ours.c.open_vocabulary(name.encode())
+        if [ours.decode([i]) for i in range(50257)] != tokens:
+            sys.exit("%s: another table of tokens than tiktoken's" % name)
+    print("50,257 tokens, from vocab.bpe and from gpt2_tokenizer.bin: tiktoken's")
 
 
 def compare_cuts(ours, texts):
@@ -243,7 +263,7 @@ def main():
                                special_tokens={"<|endoftext|>": 50256}, explicit_n_vocab=50257)
     with tempfile.TemporaryDirectory() as scratch:
         ours = Ours(scratch, os.path.join(a.folder, "vocab.bpe"))
-        compare_table(ours, theirs)
+        compare_tables(ours, theirs, a.folder, scratch)
         compare(ours, theirs, [t.decode() for t in ranks if is_utf8(t)], "every token alone")
         points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
         for context in ("%s", "a%s", "%sa", "1%s1", " %s!", "! %s", "  %s", "%s  x", "\n%s\n"):
@@ -253,6 +273,10 @@ def main():
         for name in ("train_gpt2.c", "data/files.c", "data/tokens.c", "test_gpt2.cu", "README.md",
                      "Makefile", "dev/style.sh"):
             with open(os.path.join(ROOT, name), encoding="utf-8") as f:
+                sources.append(f.read())
+        shakespeare = os.path.join(a.folder, "../tinyshakespeare.txt")
+        if os.path.exists(shakespeare):
+            with open(shakespeare, encoding="utf-8", newline="") as f:
                 sources.append(f.read())
         compare(ours, theirs, sources, "whole files")
         texts = mixed_texts(a.bytes, a.seed, sources)
