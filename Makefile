@@ -127,17 +127,15 @@ build/bench_files build/bench_cpu: build/bench_%: dev/bench/%.c build/flags
 build/bench_cpu: VARIANT = -DBENCH_DNNL=$(if $(DNNL),1 $(DNNL),0)
 build/bench_cpu: | bench_packages
 bench_packages: ; @dev/deps.sh bench
-FUZZ := fuzz fuzz_tokenize fuzz_gpu
+FUZZ := fuzz fuzz_tokenize
 REPLAY := fuzz_replay fuzz_tokenize_replay
 $(addprefix build/,$(FUZZ) $(REPLAY)): FUZZ_PROGRAM = \
-    -DFUZZ_PROGRAM=$(if $(findstring gpu,$@),2,$(if $(findstring tokenize,$@),1,0))
+    -DFUZZ_PROGRAM=$(if $(findstring tokenize,$@),1,0)
 $(REPLAY:%=build/%): VARIANT = -DFUZZ_REPLAY=1 $(if $(SAN),$(ASAN)) $(FUZZ_PROGRAM)
 $(addprefix build/,$(FUZZ) $(REPLAY)): dev/fuzz/fuzz.c build/flags
 $(addprefix build/,train_gpt2_asan train_gpt2_double dump bench_files bench_cpu fuzz_replay \
     fuzz_tokenize_replay):
 	$(C) $(AROUND) $(DEPEND) -pthread $< $(VARIANT) -o $@ -lm
-build/fuzz_gpu: FUZZ_CC := $(subst clang,clang++,$(FUZZ_CC)) -std=c++17 -x c++ -Idev/cuda_cpu \
-    $(CUDA_INCLUDE) -Wno-missing-field-initializers
 build/fuzz build/fuzz_tokenize: FUZZ_CC += -std=c11
 $(FUZZ:%=build/%):
 	$(FUZZ_CC) $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
@@ -213,7 +211,7 @@ SHARED := $(if $(findstring n,$(filter-out -%,$(firstword $(MAKEFLAGS)))),,+)
 test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compilers
 	@dev/deps.sh test $(if $(filter-out 0 main,$(ALL)$(FULL)),lint)
 	$(SHARED)@WERROR='$(or $(WERROR),-Werror)' $(FOUND) dev/test.sh
-fuzz: $(FUZZ:%=build/%) train_gpt2 data/tokenize ## fuzz each reader, FUZZ_SECONDS=60
+fuzz: $(FUZZ:%=build/%) ## fuzz each reader, FUZZ_SECONDS=60
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## compare with oneDNN, dd and (PYTHON=...) PyTorch
 	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
