@@ -122,8 +122,7 @@ build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test/%_asan: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
 build/test/%: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
 build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
-build/dump: dev/check/dump.c build/flags
-build/bench_files build/bench_cpu: build/bench_%: dev/bench/%.c build/flags
+build/bench_cpu: dev/bench/cpu.c build/flags
 build/bench_cpu: VARIANT = -DBENCH_DNNL=$(if $(DNNL),1 $(DNNL),0)
 build/bench_cpu: | bench_packages
 bench_packages: ; @dev/deps.sh bench
@@ -133,8 +132,7 @@ $(addprefix build/,$(FUZZ) $(REPLAY)): FUZZ_PROGRAM = \
     -DFUZZ_PROGRAM=$(if $(findstring tokenize,$@),1,0)
 $(REPLAY:%=build/%): VARIANT = -DFUZZ_REPLAY=1 $(if $(SAN),$(ASAN)) $(FUZZ_PROGRAM)
 $(addprefix build/,$(FUZZ) $(REPLAY)): dev/fuzz/fuzz.c build/flags
-$(addprefix build/,train_gpt2_asan train_gpt2_double dump bench_files bench_cpu fuzz_replay \
-    fuzz_tokenize_replay):
+$(addprefix build/,train_gpt2_asan train_gpt2_double bench_cpu fuzz_replay fuzz_tokenize_replay):
 	$(C) $(AROUND) $(DEPEND) -pthread $< $(VARIANT) -o $@ -lm
 build/fuzz build/fuzz_tokenize: FUZZ_CC += -std=c11
 $(FUZZ:%=build/%):
@@ -213,10 +211,10 @@ test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compiler
 	$(SHARED)@WERROR='$(or $(WERROR),-Werror)' $(FOUND) dev/test.sh
 fuzz: $(FUZZ:%=build/%) ## fuzz each reader, FUZZ_SECONDS=60
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
-bench: build/bench_cpu build/bench_files ## compare with oneDNN, dd and (PYTHON=...) PyTorch
+bench: build/bench_cpu ## compare with oneDNN and (PYTHON=...) PyTorch
 	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
-	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --bench build/$@.txt &&) ./build/bench_files
-check_torch: build/dump train_gpt2 ## compare with transformers; the script says what PYTHON needs
+	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --bench build/$@.txt)
+check_torch: train_gpt2 ## compare with transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources
 	$(SHARED)@$(FOUND) dev/style.sh

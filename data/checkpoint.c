@@ -506,39 +506,31 @@ typedef struct {
     int count;
 } CheckpointList;
 
-static int compare_newest_first(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return x < y ? 1 : x > y ? -1 : 0;
+// Returns the step in a name step-NNNNNNNN`suffix`, or -1 if it is another name.
+static int64_t step_of_name(const char *name, const char *suffix) {
+    int64_t step;
+    int end = 0;
+    const int named = sscanf(name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13;
+    return named && strcmp(name + end, suffix) == 0 ? step : -1;
 }
 
 // Lists the folders step-NNNNNNNN`suffix` of `output`: checkpoints with suffix "", unfinished ones
 // with ".tmp".
 static CheckpointList checkpoint_list(const char *output, const char *suffix) {
+    struct dirent **names;
     CheckpointList list = {NULL, 0};
-    DIR *folder = opendir(output);
-    struct dirent *entry;
-    errno = folder ? 0 : errno;
-    while (folder && (entry = readdir(folder)) != NULL) {
-        int64_t step;
-        int end = 0;
-        if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13 &&
-            strcmp(entry->d_name + end, suffix) == 0) {
-            if ((list.count & (list.count - 1)) == 0) {  // full at every power of two
-                const size_t capacity = 2 * ((size_t)list.count + 1);
-                list.steps = (int64_t *)realloc(list.steps, capacity * sizeof(int64_t));
-                check(list.steps, "out of memory for a list of checkpoints");
-            }
-            list.steps[list.count++] = step;
-        }
-        errno = 0;  // only errno distinguishes readdir's end from a failure
-    }
-    if (!folder || errno != 0) {  // an empty list would restart the run and truncate its log
+    const int n = scandir(output, &names, NULL, alphasort);
+    if (n < 0) {  // an empty list would restart the run
         die("--output (-o): cannot list %s: %s", output, strerror(errno));
     }
-    closedir(folder);
-    if (list.count) {
-        qsort(list.steps, (size_t)list.count, sizeof(int64_t), compare_newest_first);
+    list.steps = (int64_t *)alloc_zero((size_t)n + 1, sizeof(int64_t));
+    for (int i = n - 1; i >= 0; i--) {
+        const int64_t step = step_of_name(names[i]->d_name, suffix);
+        list.steps[list.count] = step;
+        list.count += step >= 0;
+        free(names[i]);
     }
+    free(names);
     return list;
 }
 
@@ -931,35 +923,23 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
-// Length of the pair of a name and a value at the start of an identity.
-static int identity_pair(const char *identity) {
-    const size_t name = strcspn(identity, " ");
-    return (int)(name + (identity[name] ? 1 + strcspn(identity + name + 1, " ") : 0));
-}
-
-// Ends the run if the checkpoint is from a run with another identity or model.
+// Ends the run if the checkpoint is from a run with another identity or model, with the first pair of
+// a name and a value in which the identities differ.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
-    if (strcmp(f->identity, run->identity) == 0 &&
-        memcmp(m, &run->settings->model, sizeof *m) == 0) {
+    const char *was = f->identity, *now = run->identity;
+    int pair = 0, spaces = 0, ends[2] = {0, 0};
+    for (int i = 0; was[i] && was[i] == now[i]; i++) {
+        spaces += was[i] == ' ';
+        pair = was[i] == ' ' && spaces % 2 == 0 ? i + 1 : pair;
+    }
+    if (strcmp(was, now) == 0 && memcmp(m, &run->settings->model, sizeof *m) == 0) {
         return;
     }
-    size_t at = 0;  // offset of the first pair of name and value that differs
-    for (size_t i = 0, spaces = 0; f->identity[i] && f->identity[i] == run->identity[i]; i++) {
-        spaces += f->identity[i] == ' ';
-        at = f->identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
-    }
-    const char *first = f->identity + at, *ours = run->identity + at;
-    const char *data = run->options->train_data;
-    char was[PATH_BYTES];
-    option_was(was, f, option_find("train-data"));
-    if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0 ||
-        (strncmp(first, "vocabulary ", 11) == 0 && strcmp(was, data) != 0)) {
-        die("checkpoint %s is from a different run: it was trained on %s; %s has different tokens",
-            folder, was, data);
-    }
-    die("checkpoint %s is from a different run: it has %.*s; this run: %.*s", folder,
-        identity_pair(first), first, identity_pair(ours), ours);
+    sscanf(was + pair, "%*s %*s%n", &ends[0]);
+    sscanf(now + pair, "%*s %*s%n", &ends[1]);
+    die("checkpoint %s is from a different run: it has %.*s; this run: %.*s", folder, ends[0],
+        was + pair, ends[1], now + pair);
 }
 
 // Ends the run if the training data is not the checkpoint's. Other validation data is allowed: if

@@ -205,10 +205,10 @@ static ShortText duration_text(double seconds) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// Only regular files are opened for reading: opening a FIFO would block until another process writes
-// to it, and a device may have no end. Files that are parsed once are mapped. Files that a run reads
-// for days are read with pread instead, because accessing a mapped file that was truncated ends the
-// process with a signal (SIGBUS).
+// Only regular files are opened for reading: opening a FIFO would block until another process
+// writes to it, and a device may have no end. Files that are parsed once are mapped. Files that a
+// run reads for days are read with pread instead, because accessing a mapped file that was
+// truncated ends the process with a signal (SIGBUS).
 
 // Formats a path into `path` (PATH_BYTES bytes); ends the run instead of truncating.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
@@ -219,17 +219,6 @@ __attribute__((format(printf, 2, 3))) static void path_print(char *path, const c
     if (n < 0 || n >= PATH_BYTES) {
         die("path longer than %d bytes: %.60s...", PATH_BYTES - 1, path);
     }
-}
-
-// Returns the folder of the executable, with a trailing slash, so that data/ is found if the
-// program is started from another folder; "" if the system does not report it.
-static const char *program_folder(void) {
-    static char folder[PATH_BYTES];
-    ssize_t bytes = readlink("/proc/self/exe", folder, sizeof folder - 1);
-    folder[bytes > 0 ? bytes : 0] = 0;
-    char *slash = strrchr(folder, '/');
-    folder[slash ? slash + 1 - folder : 0] = 0;
-    return folder;
 }
 
 // Writes all bytes; returns 0, or -1 with errno set. Short writes are continued.
@@ -263,24 +252,18 @@ static void fsync_folder(const char *folder) {
 static void make_folders(const char *path) {
     char part[PATH_BYTES], above[PATH_BYTES] = ".";
     struct stat st;
-    path_print(part, "%s", path);
     if (stat(path, &st) == 0 && !S_ISDIR(st.st_mode)) {
         die("--output (-o): %s is a file, not a folder", path);
     }
-    for (char *p = part + 1;; p++) {
-        if (*p == '/' || *p == 0) {
-            char end = *p;
-            *p = 0;
+    for (size_t n = 1; n <= strlen(path); n++) {
+        if (path[n] == '/' || path[n] == 0) {
+            path_print(part, "%.*s", (int)n, path);
             if (mkdir(part, 0755) == 0) {
                 fsync_folder(above);
             } else if (errno != EEXIST) {
                 die("cannot create folder %s: %s", part, strerror(errno));
             }
             path_print(above, "%s", part);
-            *p = end;
-            if (end == 0) {
-                break;
-            }
         }
     }
 }
@@ -317,27 +300,6 @@ static void folder_lock(const char *folder) {
         fprintf(stderr, "%s: warning: cannot lock %s: %s; a second run in this folder would "
                 "damage the checkpoints\n", program_name, path, strerror(errno));
     }
-}
-
-// Opens a file in the user's cache folder, with mode "a" to append or "r" to read. Returns NULL if
-// that fails; callers then work without a cache. A relative XDG_CACHE_HOME is ignored, as the XDG
-// Base Directory Specification requires.
-static FILE *cache_open(const char *name, const char *mode) {
-    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
-    const int given = cache && cache[0] == '/';
-    char path[PATH_BYTES];
-    if (!given && !home) {
-        return NULL;
-    }
-    path_print(path, "%s%s", given ? cache : home, given ? "" : "/.cache");
-    for (int i = 0; i < 2; i++) {  // if creating a folder fails, so does fopen
-        if (mode[0] == 'a') {
-            mkdir(path, 0700);
-        }
-        const int n = (int)strlen(path);
-        text_add(path, PATH_BYTES, n, "/%s", i ? name : "train_gpt2");
-    }
-    return fopen(path, mode);
 }
 
 // Opens /dev/null on every standard descriptor that the shell closed (>&-): otherwise the next file
@@ -820,9 +782,8 @@ static void json_text(FILE *f, const char *text, size_t length) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
-// The container of weights and states, and the Writer, which hashes files while it writes them. The
-// files are untrusted input; errors name the tensor too. Parsers work on bytes in memory and allocate
-// nothing.
+// The container of weights and states, and the Writer, which hashes files while it writes them.
+// Files are untrusted input; errors name the tensor too. Parsers allocate nothing.
 
 // Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
@@ -938,8 +899,8 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
 
 // Reads the next tensor; returns 0 after the last. Tensors must cover the data without overlap or
 // gap. In that case the sum of hash(end) - hash(begin) over all tensors telescopes to hash(size) -
-// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. A file forged
-// to pass the check is harmless, because each range is also checked against the file size.
+// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. A file
+// forged to pass is harmless, because each range is also checked against the file size.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -984,7 +945,6 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
 typedef struct {
     int fd;     // -1: not open: it failed or is closed, or another process writes the file
     int error;  // errno of the first failure; 0: none
-    int puts;   // calls of writer_put
     int64_t bytes;
     char file[PATH_BYTES];
     Sha256 sha;
@@ -999,7 +959,7 @@ static void writer_fail(Writer *w) {
 
 static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
-    w->bytes = w->puts = 0;
+    w->bytes = 0;
     sha256_start(&w->sha);
     w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
     w->error = w->fd < 0 ? errno : 0;
@@ -1015,7 +975,6 @@ static void writer_put(Writer *w, const void *data, size_t bytes) {
         }
     }
     w->bytes += (int64_t)bytes;
-    w->puts++;
 }
 
 // Syncs and closes the file.

@@ -249,13 +249,10 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
     }
 }
 
-// Finds GPT-2's vocabulary: `asked` (--tokenizer), else data/vocab.bpe, first in the current folder
-// and then in the program's. Returns 0 if there is none. An `asked` file need not exist.
+// Finds GPT-2's vocabulary: `asked` (--tokenizer), which need not exist, else data/vocab.bpe.
+// Returns 0 if there is none.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
     path_print(path, "%s", asked[0] ? asked : "data/vocab.bpe");
-    if (!asked[0] && access(path, F_OK) != 0) {
-        path_print(path, "%sdata/vocab.bpe", program_folder());
-    }
     return asked[0] || access(path, F_OK) == 0;
 }
 

@@ -214,29 +214,24 @@ def test_tinystories(server):
     assert succeeds("tinystories") == ""
 
 
-# Runs that find their data in data/, of the current folder or else next to the program.
+# Runs that find their data in data/.
 @pytest.fixture
 def stories(built):
     """repo/ with the program and the stories' tokens; the model of one layer."""
     assert run("", env={"PATH": "/nowhere:" + os.environ["PATH"]}).status == 0
     shutil.copy(built[0], "repo/train_gpt2")
     program.path = str(Path("repo/train_gpt2").resolve())
-    Path("elsewhere/data").mkdir(parents=True)
     return "-e l1h1c16t16 -b 2 -x 1 -m 1 "
 
 
 def test_default_data(stories, monkeypatch):
-    monkeypatch.chdir("elsewhere")
-    os.rmdir("data")
-    near = program.path.replace("train_gpt2", "data/stories_bpe_train*.bin")
-    assert "validation loss" in succeeds(stories, near + ": 478,399 tokens")
-    shutil.copytree("../repo/data", "data")
+    monkeypatch.chdir("repo")
     succeeds(stories, " data/stories_bpe_train*.bin: 478,399 tokens", "validation loss")
     train = stories + "-i data/stories_bpe_train.bin"
     succeeds(train, "validation loss")
     os.rename("data/stories_bpe_val.bin", "val.bin")
     assert succeeds(train, "--val-data (-j) is not given").count("no validation") == 1
-    refused(stories.replace("t16", "t16v300"), "names a vocabulary of 300; the data, ")
+    refused(stories.replace("t16", "t16v300"), "has a vocabulary of 300 tokens, the data, data/stories_bpe")
 
 
 def train_sh(**more):
