@@ -116,8 +116,7 @@ train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
 data/tokenize: data/tokenize.c build/flags ## text to token shards
 data/stories: data/stories.c build/flags
 data/tokenize data/stories:
-	part=$@.$$$$.part; $(filter-out $(OMP),$(C)) -Wno-unknown-pragmas $(AROUND) $(DEPEND) -pthread \
-	$< -o $$part -lm && mv $$part $@
+	part=$@.$$$$.part; $(C) $(AROUND) $(DEPEND) $< -o $$part -lm && mv $$part $@
 # Test drivers run the programs as child processes, so -O1 is enough for their own code.
 build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test/%_asan: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)

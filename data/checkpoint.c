@@ -10,8 +10,6 @@
 //                                    run's type; for bf16 weights also ranges of the low halves of
 //                                    their fp32 masters; counters and options
 //   manifest.json                    size and SHA-256 of every other file
-//   README.md                        only if tokens are bytes: how to use such ids; not in the
-//                                    manifest, because nothing reads it
 //   merges.txt, vocab.json, tokenizer_config.json
 //                                    not if tokens are bytes; for GPT-2's tokens only if the
 //                                    vocabulary was found
@@ -22,9 +20,8 @@
 //
 // Header of the first rank's state file, for a model of two blocks (buckets 3 and 4), two ranks:
 //
-//     "__metadata__": {"run": what a resume must share, "matmul": "...", "kernels": "...",
-//                      "--lr": "0.001", ...,
-//                      "train_shards": size and hashes of each shard, "val_shards": "...",
+//     "__metadata__": {"run": what a resume must share, "matmul": choices of kernels,
+//                      "--lr": "0.001", ..., "train_hash": fingerprint, "val_hash": "...",
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
 //
@@ -40,9 +37,9 @@
 //    which checkpoints it skipped and why.
 // 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
 //    one tensor on each rank.
-// 4. A range is a run of consecutive elements of a state within one bucket
-//    (chapter Sharding and offload). A resume accepts any set of ranges that holds each element
-//    exactly once, so it may use a different number of ranks.
+// 4. A range is a piece of a state (chapter Sharding and offload). Which ranges a file has, and their
+//    order, follows from the model and the number of ranks that saved it, so a reader lists them as
+//    the writer did; it may itself have another number of ranks.
 // 5. Each of N ranks writes 1/N of every bucket, all ranks at the same time. Only rank 0 creates
 //    the folder, writes the other files, renames and removes. Every phase ends with an exchange of
 //    status between all ranks: if one rank has failed, all ranks end and the previous checkpoint
@@ -50,8 +47,8 @@
 
 // The files of a checkpoint. There is one state file for each rank of the run that saved it.
 enum {
-    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_CARD, FILE_MANIFEST,
-    FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
+    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST, FILE_STATE,
+    MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
 // Writes the name of a file (FILE_MODEL, ...); FILE_STATE + r is the state file of rank r, 0 <= r <
@@ -59,7 +56,7 @@ enum {
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
-        "README.md", "manifest.json"};
+        "manifest.json"};
     if (file < FILE_STATE) {
         snprintf(name, FILE_NAME, "%s", names[file]);
     } else {
@@ -229,22 +226,6 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
     free(text);
 }
 
-// Writes README.md, the model card of a model whose tokens are bytes.
-static void card_save(Writer *w) {
-    static const char text[] =
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
-        "# A GPT-2 of bytes\n\n"
-        "Token ids are bytes: id b is the byte b of a text in UTF-8, and 256 ends a text. There is "
-        "no tokenizer to\nload: `list(text.encode())` converts a text to ids, and "
-        "`bytes(i for i in ids if i < 256).decode()` converts\nids to text.\n\n"
-        "    import torch, transformers\n"
-        "    model = transformers.GPT2LMHeadModel.from_pretrained(folder)\n"
-        "    ids = torch.tensor([[256] + list(b\"Once\")])\n"
-        "    made = model.generate(ids, max_new_tokens=100, do_sample=True)[0].tolist()\n"
-        "    print(bytes(i for i in made if i < 256).decode(errors=\"replace\"))\n";
-    writer_put(w, text, sizeof text - 1);
-}
-
 // The parts of a run that a checkpoint is written from.
 typedef struct {
     Engine *engine;
@@ -253,20 +234,18 @@ typedef struct {
     const char *identity;  // run_identity
     const RunState *state;
     const Bpe *bpe;  // the vocabulary; NULL: tokens are bytes, or GPT-2's was not found
-    int bytes;       // 1: tokens are bytes
-    Dataset *data[2];  // training and validation data; their shards have been hashed
+    const Dataset *data[2];  // training and validation data, with their fingerprints
 } Snapshot;
 
-// Keys under which a checkpoint records the shards of its data, and the options that name them.
-static const char *const shards_keys[2] = {"train_shards", "val_shards"};
-static const char *const shards_options[2] = {"train-data", "val-data"};
+// Keys of the fingerprints of a checkpoint's data, and the options that name the data.
+static const char *const hash_keys[2] = {"train_hash", "val_hash"};
+static const char *const hash_options[2] = {"train-data", "val-data"};
 
-// Elements first .. first + count - 1 of one bucket of a state, and their location in a file.
+// A piece of a state, and its location in a file.
 typedef struct {
-    int state, bucket;
-    int64_t first, count;
+    int state;
+    Piece piece;
     Span span;
-    const char *file;  // name of the file it was read from
 } StateRange;
 enum { RANGE_NAME = 48 };
 // State files hold only the part of the weights that model.safetensors lacks: "master", the low
@@ -276,115 +255,60 @@ static const char *const range_names[STATES] = {"master", "m", "v"};
 // Writes the name of the range's tensor in the file: state, bucket and first element, such as
 // "m.3.0". The shape of the tensor is [count].
 static void range_name(char name[RANGE_NAME], const StateRange *r) {
-    snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, range_names[r->state], r->bucket, r->first);
+    snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, range_names[r->state], r->piece.bucket,
+             r->piece.first);
 }
 
-// Returns the number of elements in a range's bucket, or 0 if there is no such bucket.
-static int64_t range_limit(const Model *m, const StateRange *r) {
-    const int exists = r->bucket >= 0 && r->bucket < BUCKET_BLOCKS + m->L;
-    return exists ? bucket_at(m, 1, r->bucket).count : 0;
-}
-
-// Returns the intersection of a range and a tensor: elements first <= i < first + count of the
-// tensor; empty if count <= 0. `param` is the offset of the intersection, in elements, in a whole
-// state, `state` its offset in the range.
-static TensorRange range_of_tensor(const Model *m, const StateRange *r, int tensor, int layer) {
-    TensorRange t = {0, 0, 0, 0};
-    int64_t at;
-    const int other_block = r->bucket >= BUCKET_BLOCKS && r->bucket != BUCKET_BLOCKS + layer;
-    if (other_block || tensor_bucket(m, tensor, layer, &at) != r->bucket) {
-        return t;
-    }
-    t.first = max_i64(r->first - at, 0);
-    t.count = min_i64(r->first + r->count - at, tensor_size(m, tensor)) - t.first;
-    t.param = tensor_offset(m, tensor, layer) + t.first;
-    t.state = at + t.first - r->first;
-    return t;
-}
-
-// Returns the ranges that this rank writes, *count of them: its part of every bucket of the saved
-// states, including buckets that are replicated on every rank. The caller frees the array.
-static StateRange *state_ranges(const Settings *s, int *count) {
-    const int buckets = BUCKET_BLOCKS + s->model.L;
-    const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
-    StateRange *ranges = (StateRange *)alloc_zero(STATES * (size_t)buckets, sizeof *ranges);
+// Returns the ranges in the state file of a rank, *count of them, in their order: the rank's part of
+// every bucket of the moments and, with `low`, of the masters' low halves before them, without the
+// padding between ranks. The caller frees the array.
+static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int *count) {
+    StateRange *ranges = (StateRange *)alloc_zero((size_t)(STATES * model_buckets(m)), sizeof *ranges);
     *count = 0;
-    for (int state = s->split_master ? STATE_WEIGHTS : STATE_M; state < STATES; state++) {
-        for (int b = 0; b < buckets; b++) {
-            StateRange *r = &ranges[*count];
-            r->state = state;
-            r->bucket = b;
-            const int64_t part = bucket_at(&s->model, s->ranks, b).part;
-            const int64_t end = range_limit(&s->model, r);  // padding is not saved
-            r->first = min_i64(s->rank * part, end);
-            r->count = min_i64(part, end - r->first);
-            *count += r->count > 0;
-            r->span.type = state == STATE_WEIGHTS ? (int)FILE_U16 : moments;
-        }
+    for (int i = low ? 0 : model_buckets(m); i < STATES * model_buckets(m); i++) {
+        StateRange *r = &ranges[*count];
+        r->state = i / model_buckets(m);
+        r->piece.bucket = i % model_buckets(m);
+        const int64_t part = bucket_at(m, ranks, r->piece.bucket).part;
+        const int64_t end = bucket_at(m, 1, r->piece.bucket).count;
+        r->piece.first = min_i64(rank * part, end);
+        r->piece.count = min_i64(part, end - r->piece.first);
+        *count += r->piece.count > 0;
     }
     return ranges;
 }
 
-// Writes a range. Padding between tensors is written as 0 and never read from the engine. `values`
-// holds PIECE elements, `out` two times as many in the file's type: one half is being hashed.
+// Writes a range. values: PIECE elements; out: as many of 4 bytes.
 static void range_save(Engine *e, const Model *m, const StateRange *range, real *values,
                        unsigned char *out, Writer *w) {
     const int type = range->span.type;
-    for (int64_t at = 0; at < range->count; at += PIECE) {
-        StateRange r = *range;
-        r.first += at;
-        r.count = min_i64(PIECE, r.count - at);
-        memset(values, 0, (size_t)r.count * sizeof(real));
-        for (int tensor = 0; tensor < TENSORS; tensor++) {
-            for (int l = 0; l < tensor_copies(m, tensor); l++) {
-                const TensorRange t = range_of_tensor(m, &r, tensor, l);
-                if (t.count > 0) {
-                    e->read_own(e, r.state, t.param, values + t.state, t.count);
-                }
-            }
+    for (int64_t at = 0, count; at < range->piece.count; at += count) {
+        Piece p = range->piece;
+        count = min_i64(PIECE, p.count - at);
+        p.first += at;
+        p.count = min_i64(count, bucket_elements(m, p.bucket) - p.first);
+        memset(values, 0, (size_t)count * sizeof(real));
+        if (p.count > 0) {
+            e->read_own(e, range->state, p, values);
         }
-        unsigned char *half = out + w->puts % 2 * PIECE * (int64_t)sizeof(float);
-        file_values(half, type, values, r.count);
-        writer_put(w, half, (size_t)(r.count * file_types[type].bytes));
+        file_values(out, type, values, count);
+        writer_put(w, out, (size_t)(count * file_types[type].bytes));
     }
 }
 
-// Return the engine's choice of matmul algorithms, and of kernels, as text for a checkpoint, or ""
-// if it made none.
-static const char *engine_matmul(const Engine *e) { return e->matmul ? e->matmul : ""; }
-static const char *engine_kernels(const Engine *e) { return e->kernels ? e->kernels : ""; }
-
-// Writes the size and hashes of every shard into the metadata of the first state file, as
-// "BYTES EDGES WHOLE;" for each of them. WHOLE is "-" without --check-data.
-static void shards_save(const Snapshot *snapshot, FILE *header) {
-    for (int k = 0; k < 2 && this_rank.rank == 0; k++) {
-        const Dataset *d = snapshot->data[k];
-        if (!d || !d->shard_count) {
-            continue;
-        }
-        fprintf(header, ",\"%s\":\"", shards_keys[k]);
-        for (int i = 0; i < d->shard_count; i++) {
-            const Shard *shard = &d->shards[i];
-            fprintf(header, "%" PRId64 " %s %s;", shard_file_bytes(shard), shard->edges,
-                    shard->whole[0] ? shard->whole : "-");
-        }
-        fputs("\"", header);
-    }
-}
 
 // Writes this rank's state file. The metadata has the run's identity, its options, its matmul
 // algorithms (results depend on them) and the counters; the tensors are the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
-    const char *matmul = engine_matmul(snapshot->engine);
+    const Settings *s = snapshot->settings;
+    const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
+    const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
     int count;
-    StateRange *ranges = state_ranges(snapshot->settings, &count);
+    StateRange *ranges = state_ranges(&s->model, s->rank, s->ranks, s->split_master, &count);
     HeaderText header;
     header_start(&header);
     fprintf(header.file, ",\"run\":\"%s\",\"matmul\":\"", snapshot->identity);
-    json_text(header.file, matmul, strlen(matmul));
-    if (engine_kernels(snapshot->engine)[0]) {
-        fprintf(header.file, "\",\"kernels\":\"%s", engine_kernels(snapshot->engine));
-    }
+    json_text(header.file, choices, strlen(choices));
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         const char *value = option_text(text, snapshot->options, &option_rows[i]);
@@ -392,7 +316,12 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
         json_text(header.file, value, strlen(value));
     }
     fputs("\"", header.file);
-    shards_save(snapshot, header.file);
+    for (int k = 0; k < 2; k++) {
+        if (snapshot->data[k]->hash) {
+            fprintf(header.file, ",\"%s\":\"%016" PRIx64 "\"", hash_keys[k],
+                    snapshot->data[k]->hash);
+        }
+    }
     RunState counters = *snapshot->state;
     for (int i = 0; i < COUNTERS; i++) {
         fprintf(header.file, ",\"%s\":\"%" PRId64 "\"", counter_rows[i].name,
@@ -402,16 +331,15 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     for (int i = 0; i < count; i++) {
         char name[RANGE_NAME];
         range_name(name, &ranges[i]);
-        header_tensor(&header, name, ranges[i].span.type, 0, ranges[i].count);
+        ranges[i].span.type = ranges[i].state == STATE_WEIGHTS ? (int)FILE_U16 : moments;
+        header_tensor(&header, name, ranges[i].span.type, 0, ranges[i].piece.count);
     }
     header_write(&header, w);
     writer_put(w, counters.norms.values, sizeof counters.norms.values);
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
-    unsigned char *out = (unsigned char *)alloc_zero(2 * PIECE, sizeof(float));
-    #pragma omp parallel num_threads(2)
-    #pragma omp master
+    unsigned char *out = (unsigned char *)alloc_zero(PIECE, sizeof(float));
     for (int i = 0; i < count; i++) {
-        range_save(snapshot->engine, &snapshot->settings->model, &ranges[i], values, out, w);
+        range_save(snapshot->engine, &s->model, &ranges[i], values, out, w);
     }
     free(out);
     free(values);
@@ -424,7 +352,6 @@ typedef struct {
 } ManifestRow;
 typedef struct {
     int ranks;  // of the run that saved it: the number of state files
-    int64_t step;
     ManifestRow files[CHECKPOINT_FILES];
 } Manifest;
 
@@ -489,13 +416,12 @@ static void save_file(Saving *save, int file) {
         case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
             tokenizer_save(snapshot->bpe, &s->model, file, &w);
             break;
-        case FILE_CARD: card_save(&w); break;
         case FILE_MANIFEST: manifest_save(&save->manifest, snapshot->state->step, &w); break;
         default: state_save(snapshot, &w);
     }
     writer_close(&w);
     row->bytes = w.bytes;
-    memcpy(row->sha256, file == FILE_CARD ? "" : w.hash, file == FILE_CARD ? 1 : SHA256_TEXT);
+    memcpy(row->sha256, w.hash, SHA256_TEXT);
     if (w.error) {
         save_problem(save, "cannot write %s: %s; the previous checkpoint is kept", w.file,
                      strerror(w.error));
@@ -515,7 +441,6 @@ static void save_agree(Saving *save) {
         checkpoint_remove(save->folder);
     }
     engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
-    alarm_enable(1);                    // a stalled reader of stderr must not block the message
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
         die("rank %d cannot save; see its message", fault - 1);
@@ -570,9 +495,6 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
         for (int k = FILE_MERGES; snapshot->bpe && k <= FILE_TOKENIZER; k++) {
             save_file(&save, k);
         }
-        if (snapshot->bytes) {
-            save_file(&save, FILE_CARD);
-        }
         save_finish(&save, output, path);
     }
     save_agree(&save);
@@ -584,39 +506,31 @@ typedef struct {
     int count;
 } CheckpointList;
 
-static int compare_newest_first(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return x < y ? 1 : x > y ? -1 : 0;
+// Returns the step in a name step-NNNNNNNN`suffix`, or -1 if it is another name.
+static int64_t step_of_name(const char *name, const char *suffix) {
+    int64_t step;
+    int end = 0;
+    const int named = sscanf(name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13;
+    return named && strcmp(name + end, suffix) == 0 ? step : -1;
 }
 
 // Lists the folders step-NNNNNNNN`suffix` of `output`: checkpoints with suffix "", unfinished ones
 // with ".tmp".
 static CheckpointList checkpoint_list(const char *output, const char *suffix) {
+    struct dirent **names;
     CheckpointList list = {NULL, 0};
-    DIR *folder = opendir(output);
-    struct dirent *entry;
-    errno = folder ? 0 : errno;
-    while (folder && (entry = readdir(folder)) != NULL) {
-        int64_t step;
-        int end = 0;
-        if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13 &&
-            strcmp(entry->d_name + end, suffix) == 0) {
-            if ((list.count & (list.count - 1)) == 0) {  // full at every power of two
-                const size_t capacity = 2 * ((size_t)list.count + 1);
-                list.steps = (int64_t *)realloc(list.steps, capacity * sizeof(int64_t));
-                check(list.steps, "out of memory for a list of checkpoints");
-            }
-            list.steps[list.count++] = step;
-        }
-        errno = 0;  // only errno distinguishes readdir's end from a failure
-    }
-    if (!folder || errno != 0) {  // an empty list would restart the run and truncate its log
+    const int n = scandir(output, &names, NULL, alphasort);
+    if (n < 0) {  // an empty list would restart the run
         die("--output (-o): cannot list %s: %s", output, strerror(errno));
     }
-    closedir(folder);
-    if (list.count) {
-        qsort(list.steps, (size_t)list.count, sizeof(int64_t), compare_newest_first);
+    list.steps = (int64_t *)alloc_zero((size_t)n + 1, sizeof(int64_t));
+    for (int i = n - 1; i >= 0; i--) {
+        const int64_t step = step_of_name(names[i]->d_name, suffix);
+        list.steps[list.count] = step;
+        list.count += step >= 0;
+        free(names[i]);
     }
+    free(names);
     return list;
 }
 
@@ -692,8 +606,6 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
             json_string(&j, format, sizeof format);
         } else if (strcmp(key, "version") == 0) {
             version = json_count(&j);
-        } else if (strcmp(key, "step") == 0) {
-            manifest->step = json_count(&j);
         } else if (strcmp(key, "files") == 0) {
             wrong = manifest_files(manifest, &j);
         } else {
@@ -705,35 +617,6 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
         return "damaged";
     }
     return !wrong && version != 3 ? "unsupported version, expected 3" : wrong;
-}
-
-// Copies the value of an option in a checkpoint's first state file to `out`. Returns 0 if it cannot
-// be read; whether the checkpoint is complete is verified later.
-static int checkpoint_option(char out[PATH_BYTES], const char *folder, const char *name) {
-    char path[PATH_BYTES], key[64];
-    struct dirent *entry;
-    int ranks, found = 0;
-    DIR *files = opendir(folder);
-    const int length = snprintf(key, sizeof key, "\"--%s\":", name);
-    while (files && !found && (entry = readdir(files)) != NULL) {
-        Mapping map;
-        path_print(path, "%s/%s", folder, entry->d_name);
-        if (file_find(entry->d_name, &ranks) == FILE_STATE && mapping_open(&map, path) == 0) {
-            const size_t most = map.size < 1 << 16 ? map.size : 1 << 16;  // the header's beginning
-            const unsigned char *at =
-                (const unsigned char *)memmem(map.bytes, most, key, (size_t)length);
-            if (at) {
-                Json j = {map.bytes, (size_t)(at - map.bytes) + (size_t)length, most, NULL};
-                json_string(&j, out, PATH_BYTES);
-                found = !j.fault;
-            }
-            mapping_close(&map);
-        }
-    }
-    if (files) {
-        closedir(files);
-    }
-    return found;
 }
 
 // Opens and parses a manifest file. Returns NULL on success, otherwise an error message, also if
@@ -748,44 +631,42 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
     return fault;
 }
 
-// Returns the micro-batch (-b) of the newest checkpoint of `output` whose first state file can be
-// read; 0 if there is none. Searches the text of its header, because a checkpoint that is damaged
-// is skipped later, not an error.
-static int64_t checkpoint_batch(const char *output) {
-    static const char key[] = "\"--batch\":\"";
+// Copies the value of an option in a checkpoint's first state file to `out`. Returns 0 if it cannot
+// be read; whether the checkpoint is complete is verified elsewhere.
+static int checkpoint_option(char out[PATH_BYTES], const char *folder, const char *name) {
     static Manifest manifest;
-    CheckpointList list = {NULL, 0};
-    int64_t batch = 0;
-    if (access(output, F_OK) == 0) {
-        list = checkpoint_list(output, "");
+    char path[PATH_BYTES], key[64], file[FILE_NAME];
+    Mapping map;
+    uint64_t header = 0;
+    int found = 0;
+    path_print(path, "%s/manifest.json", folder);
+    file_name(file, FILE_STATE, manifest_open(&manifest, path) ? 1 : manifest.ranks);
+    path_print(path, "%s/%s", folder, file);
+    if (mapping_open(&map, path) != 0) {
+        return 0;
     }
-    for (int i = 0; i < list.count && !batch; i++) {
-        char path[PATH_BYTES], name[FILE_NAME];
-        Mapping map;
-        path_print(path, "%s/step-%08" PRId64 "/manifest.json", output, list.steps[i]);
-        file_name(name, FILE_STATE, manifest_open(&manifest, path) ? 1 : manifest.ranks);
-        path_print(path, "%s/step-%08" PRId64 "/%s", output, list.steps[i], name);
-        if (mapping_open(&map, path) == 0) {
-            const char *at = (const char *)memmem(map.bytes, map.size, key, sizeof key - 1);
-            const char *end = (const char *)map.bytes + map.size;
-            for (at = at ? at + sizeof key - 1 : end; at < end && *at >= '0' && *at <= '9'; at++) {
-                batch = min_i64(10 * batch + (*at - '0'), INT_MAX / 2);
-            }
-            mapping_close(&map);
-        }
+    memcpy(&header, map.bytes, map.size < sizeof header ? 0 : sizeof header);
+    const size_t end = header < map.size - sizeof header ? (size_t)header + sizeof header : 0;
+    const int length = snprintf(key, sizeof key, "\"--%s\":", name);
+    const unsigned char *at = (const unsigned char *)memmem(map.bytes, end, key, (size_t)length);
+    if (at) {
+        Json j = {map.bytes, (size_t)(at - map.bytes) + (size_t)length, end, NULL};
+        json_string(&j, out, PATH_BYTES);
+        found = !j.fault;
     }
-    free(list.steps);
-    return batch;
+    mapping_close(&map);
+    return found;
 }
 
-// Returns the step of the checkpoint that a weight file belongs to, or 0 if its folder has no valid
-// manifest. The step is read from the manifest, so that samples repeat those of the run even if the
-// folder was renamed.
+// Returns the step of the checkpoint that a weight file belongs to, from its folder's name, or 0.
+// With it, samples repeat those of the run.
 static int64_t weights_step(const ModelFile *f) {
-    static Manifest manifest;
-    char path[PATH_BYTES];
-    model_file_beside(path, f, "manifest.json");
-    return manifest_open(&manifest, path) ? 0 : manifest.step;
+    const char *slash = strrchr(f->name, '/');
+    int64_t step = 0;
+    if (slash && slash - f->name >= 13) {
+        sscanf(slash - 13, "step-%8" SCNd64, &step);
+    }
+    return step;
 }
 
 // Compares a file with the size and SHA-256 in `row`. Returns NULL if they match, otherwise an
@@ -831,7 +712,7 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     for (int i = 0; i < files; i++) {
         char file[PATH_BYTES], name[FILE_NAME];
         const ManifestRow *row = &manifest.files[i];
-        const int vocabulary = i >= FILE_MERGES && i <= FILE_CARD;  // optional
+        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // optional
         const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
         file_name(name, i, manifest.ranks);
         path_print(file, "%s/%s", folder, name);
@@ -847,67 +728,64 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     return manifest.ranks;
 }
 
-// The combined contents of a checkpoint's state files.
+// The contents of a checkpoint's state files, of which the first sets the counters and the identity.
 typedef struct {
-    StateRange *ranges;  // freed by checkpoint_load
-    int count;
+    int ranks, low;  // number of files; 1: they hold low halves
+    struct {
+        Mapping map;
+        StateRange *ranges;
+        int count;
+    } files[MAX_RANKS];
     RunState run;
     char identity[IDENTITY_BYTES];
     Safetensors header;  // of the first file, for the rest of its metadata
 } StateFiles;
 
-// Adds one tensor of a state file to `out` as a range.
-static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t,
-                            const char *name) {
-    StateRange r = {0, -1, 0, t->count, {t->data, t->type}, name};
-    char text[RANGE_NAME];
-    const size_t length = strcspn(t->name, ".");
-    while (r.state < STATES && (strlen(range_names[r.state]) != length ||
-                                memcmp(range_names[r.state], t->name, length) != 0)) {
-        r.state++;
+// Finds the ranges of rank r's file, after the norms.
+static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetensors *f) {
+    char name[RANGE_NAME] = "";
+    FileTensor t;
+    int i = 0, count = 0;
+    for (; safetensors_next(f, &t); i++) {
+        if (i == 0) {
+            out->low = r ? out->low : strncmp(t.name, "master.", 7) == 0;
+            out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, &count);
+        }
+        StateRange *range = &out->files[r].ranges[i < count ? i : 0];
+        range_name(name, range);
+        file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->piece.count, f->name,
+                     t.name, "not a range of this model in this place");
+        file_require(range->state == STATE_WEIGHTS ? t.type == FILE_U16 : t.type <= FILE_BF16,
+                     f->name, t.name, "wrong dtype");
+        range->span.data = t.data;
+        range->span.type = t.type;
     }
-    file_require(r.state < STATES, name, t->name, "unknown");
-    sscanf(t->name + length, ".%6d.%16" SCNd64, &r.bucket, &r.first);
-    range_name(text, &r);
-    file_require(strcmp(text, t->name) == 0, name, t->name, "unknown");
-    const int64_t limit = range_limit(m, &r);
-    file_require(r.first >= 0 && r.count > 0 && r.first + r.count <= limit, name, t->name,
-                 "outside the states of this model");
-    file_require(r.state == STATE_WEIGHTS ? t->type == FILE_U16 : t->type <= FILE_BF16, name,
-                 t->name, "wrong dtype");
-    if ((out->count & (out->count - 1)) == 0) {  // full at every power of two
-        out->ranges = (StateRange *)realloc(out->ranges, 2 * ((size_t)out->count + 1) * sizeof r);
-        check(out->ranges, "out of memory for the ranges of a state");
+    if (i == 0) {  // more ranks than 64ths of a bucket
+        out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, &count);
     }
-    out->ranges[out->count++] = r;
+    file_require(i == count && (r > 0 || count > 0), f->name, name, "the last tensor: others are missing");
+    out->files[r].count = count;
 }
 
-// Adds one rank's state file to `out`. The first file sets the counters and the identity; all other
+// Adds rank r's state file to `out`. The first file sets the counters and the identity; all other
 // files must have the same.
-static void state_parse(StateFiles *out, const Model *m, const unsigned char *bytes, size_t size,
-                        const char *name) {
+static void state_parse(StateFiles *out, const Model *m, int r, const char *name) {
     Safetensors f;
     FileTensor t;
     RunState run;
     char identity[IDENTITY_BYTES];
-    int norms = 0;
     memset(&run, 0, sizeof run);
-    safetensors_start(&f, bytes, size, name);
-    while (safetensors_next(&f, &t)) {
-        if (strcmp(t.name, "norms") != 0) {
-            state_add_range(out, m, &t, name);
-            continue;
-        }
-        file_require(t.type == FILE_F64 && t.count == NORM_WINDOW && !norms++, name, t.name,
-                     "wrong dtype or size, or duplicate");
-        memcpy(run.norms.values, t.data, sizeof run.norms.values);
-        for (int i = 0; i < NORM_WINDOW; i++) {
-            if (!isfinite(run.norms.values[i]) || run.norms.values[i] < 0) {
-                die("%s: norms: element %d is %g, not a norm", name, i, run.norms.values[i]);
-            }
+    memset(&t, 0, sizeof t);
+    safetensors_start(&f, out->files[r].map.bytes, out->files[r].map.size, name);
+    file_require(safetensors_next(&f, &t) && strcmp(t.name, "norms") == 0 && t.type == FILE_F64 &&
+                     t.count == NORM_WINDOW, name, "norms", "missing or of the wrong type or size");
+    memcpy(run.norms.values, t.data, sizeof run.norms.values);
+    for (int i = 0; i < NORM_WINDOW; i++) {
+        if (!isfinite(run.norms.values[i]) || run.norms.values[i] < 0) {
+            die("%s: norms: element %d is %g, not a norm", name, i, run.norms.values[i]);
         }
     }
-    file_require(norms, name, "norms", "missing");
+    state_parse_ranges(out, m, r, &f);
     safetensors_text(&f, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
@@ -934,107 +812,46 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
     }
 }
 
-static int range_compare(const void *a, const void *b) {
-    const StateRange *x = (const StateRange *)a, *y = (const StateRange *)b;
-    return x->state != y->state     ? x->state - y->state
-           : x->bucket != y->bucket ? x->bucket - y->bucket
-                                    : (x->first > y->first) - (x->first < y->first);
-}
-
-// Ends the run unless the ranges of `ranks` files hold each element of each state exactly once. The
-// master's low halves may also be missing altogether, because not every run has them.
-static void state_cover(StateFiles *f, const Model *m, const char *folder, int ranks) {
-    char name[RANGE_NAME], file[FILE_NAME];
-    int i = 0;
-    if (f->count) {
-        qsort(f->ranges, (size_t)f->count, sizeof *f->ranges, range_compare);
-    }
-    for (int state = 0; state < STATES; state++) {
-        const int some = i < f->count && f->ranges[i].state == state;
-        const int end = some || state != STATE_WEIGHTS ? BUCKET_BLOCKS + m->L : 0;
-        // If the next range in the list sorts before the wanted one, elements appear twice; if it
-        // sorts after it, elements are missing.
-        for (int bucket = 0; bucket < end; bucket++) {
-            StateRange want = {state, bucket, 0, 0, {NULL, 0}, NULL};
-            const int64_t limit = range_limit(m, &want);
-            for (; want.first < limit; want.first += f->ranges[i++].count) {
-                const int order = i < f->count ? range_compare(&f->ranges[i], &want) : 1;
-                if (order < 0) {
-                    break;
-                }
-                range_name(name, &want);
-                if (order > 0) {
-                    const int64_t part = bucket_at(m, ranks, bucket).part;
-                    file_name(file, FILE_STATE + (int)(want.first / part), ranks);
-                    die("checkpoint %s: its state files lack %s, expected in %s", folder,
-                        name, file);
-                }
-            }
-        }
-        if (i < f->count && f->ranges[i].state == state) {
-            range_name(name, &f->ranges[i]);
-            die("checkpoint %s: elements of %s are stored twice, in %s and %s", folder,
-                name, f->ranges[i - 1].file, f->ranges[i].file);
-        }
-    }
-}
-
 // Loads this rank's part of a range into the engine. If this run has no split master, low halves
 // are joined with the weights; weights that are not sharded are then loaded whole. In this case all
 // ranks must make the same calls, because fp16's master, which the low halves are joined with, is
 // sharded and read() is collective. All other loads are local to this rank. Ends the run if a
 // number is not finite or a second moment is negative.
 static void range_load(Engine *e, const Settings *s, const StateRange *r, const char *folder) {
-    const int in_weights = r->state == STATE_WEIGHTS && !s->split_master;
+    const int bucket = r->piece.bucket, in_weights = r->state == STATE_WEIGHTS && !s->split_master;
+    const int whole =
+        in_weights && (bucket < BUCKET_BLOCKS || !(s->placement[KIND_WEIGHTS] & PLACE_SHARD));
+    const Piece all = {bucket, 0, bucket_elements(&s->model, bucket)};
+    const Piece own = whole ? all : bucket_piece(s, bucket, 0);
+    const double most = r->state == STATE_WEIGHTS ? weight_most(e) : INFINITY;
+    const int64_t end = min_i64(r->piece.first + r->piece.count, own.first + own.count);
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
-    char name[80];
-    for (int tensor = 0; tensor < TENSORS; tensor++) {
-        const int whole = in_weights && !tensor_divided(s, KIND_WEIGHTS, tensor);
-        for (int l = 0; l < tensor_copies(&s->model, tensor); l++) {
-            const TensorRange t = range_of_tensor(&s->model, r, tensor, l);
-            const TensorRange own = whole ? tensor_range(s, tensor, l, 1)
-                                          : tensor_update_range(s, tensor, l);
-            const int64_t end = min_i64(t.first + t.count, own.first + own.count);
-            for (int64_t i = max_i64(t.first, own.first), count; i < end; i += count) {
-                const int64_t in_state = t.param + i - t.first, in_range = t.state + i - t.first;
-                count = min_i64(PIECE, end - i);
-                if (r->state == STATE_WEIGHTS) {
-                    (whole ? e->read : e->read_own)(e, STATE_WEIGHTS, in_state, values, count);
-                    slow_begin();
-                    for (int64_t k = 0; k < count; k++) {
-                        uint16_t low;
-                        memcpy(&low, r->span.data + 2 * (in_range + k), 2);
-                        values[k] = (real)master_join((float)values[k], low);
-                    }
-                    slow_end();
-                } else {
-                    span_values(values, &r->span, in_range, count);
-                }
-                const double most = r->state == STATE_WEIGHTS ? weight_most(e) : INFINITY;
-                const int64_t bad =
-                    find_invalid(values, count, r->state == STATE_V ? 0 : -most, most);
-                if (bad >= 0) {
-                    file_tensor_name(name, "", tensor, l);
-                    die("checkpoint %s: %s of %s: element %" PRId64 " is %g: %s", folder,
-                        range_names[r->state], name, i + bad, (double)values[bad],
-                        bad_reason(values[bad], most));
-                }
-                e->write(e, r->state, in_state, values, count);
+    char name[RANGE_NAME];
+    Piece p = {bucket, max_i64(r->piece.first, own.first), 0};
+    for (; p.first < end; p.first += p.count) {
+        const int64_t at = p.first - r->piece.first;
+        p.count = min_i64(PIECE, end - p.first);
+        if (r->state == STATE_WEIGHTS) {
+            (whole ? e->read : e->read_own)(e, STATE_WEIGHTS, p, values);
+            for (int64_t k = 0; k < p.count; k++) {
+                uint16_t low;
+                memcpy(&low, r->span.data + 2 * (at + k), 2);
+                values[k] = (real)master_join((float)values[k], low);
             }
+        } else {
+            span_values(values, &r->span, at, p.count);
         }
+        const int64_t bad =
+            find_invalid(values, p.count, r->state == STATE_V ? 0 : -most, most);
+        if (bad >= 0) {
+            range_name(name, r);
+            die("checkpoint %s: %s: element %" PRId64 " is %g: %s", folder, name, at + bad,
+                (double)values[bad], bad_reason(values[bad], most));
+        }
+        e->write(e, r->state, p, values);
     }
-    mapping_release(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
+    mapping_release(r->span.data, (size_t)(r->piece.count * file_types[r->span.type].bytes));
     free(values);
-}
-
-// Prints an option's value in a message. An option without a default whose value is 0 was not
-// given: the program chose the value.
-static void option_print(const OptionRow *row, const char *value) {
-    if (value[0] && (row->value || strcmp(value, "0") != 0)) {
-        shell_print(value);
-    } else {
-        printf("not given");
-    }
 }
 
 // Stores an option's value in the checkpoint as text in `was`; its default if the checkpoint
@@ -1068,29 +885,21 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
                 row->name, was, row->name, now);
         }
         if (saying) {
-            printf("  --%s is ", row->name);
-            option_print(row, now);
-            printf(", was ");
-            option_print(row, was);
-            printf("\n");
+            printf("  --%s is '%s', was '%s'\n", row->name, now, was);
         }
     }
 }
 
-// Makes the engine use the checkpoint's matmul algorithms and kernels, on every rank and even with
-// --quiet, because the run's bits depend on them. A checkpoint that names no kernels uses the
-// default ones. Returns the name of what the engine cannot use, or NULL.
-static const char *checkpoint_algorithms(Engine *e, const StateFiles *f) {
-    static const char *const names[] = {NULL, "matmul algorithms", "kernels",
-                                        "matmul algorithms and kernels"};
-    char matmul[MATMUL_TEXT], kernels[MATMUL_TEXT];
-    safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
-    safetensors_text(&f->header, "kernels", kernels, sizeof kernels);
-    const int took = !matmul[0] || strcmp(matmul, engine_matmul(e)) == 0 ||
-                     (e->set_algorithms && e->set_algorithms(e, matmul));
-    const int took_kernels = strcmp(kernels, engine_kernels(e)) == 0 ||
-                             (e->set_kernels && e->set_kernels(e, kernels));
-    return names[!took + 2 * !took_kernels];
+// Makes the engine use the checkpoint's choices, on every rank and even with --quiet, because the
+// run's bits depend on them. Earlier programs wrote those of attention under a key of their own.
+// Returns the name of what the engine cannot use, or NULL.
+static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
+    char choices[2 * MATMUL_TEXT];
+    safetensors_text(&f->header, "matmul", choices, MATMUL_TEXT);
+    safetensors_text(&f->header, "kernels", choices + strlen(choices), MATMUL_TEXT);
+    const int took = !choices[0] || (e->choices && strcmp(choices, e->choices) == 0) ||
+                     (e->set_choices && e->set_choices(e, choices));
+    return took ? NULL : "matmul algorithms and attention kernels";
 }
 
 // Reports what a resume loses: precision, if the checkpoint stores weights or moments in fp32 and
@@ -1098,12 +907,8 @@ static const char *checkpoint_algorithms(Engine *e, const StateFiles *f) {
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 const char *others, const char *folder) {
     const Settings *s = run->settings;
-    int moments_fp32 = 0;
-    for (int i = 0; i < f->count; i++) {
-        moments_fp32 |= f->ranges[i].state != STATE_WEIGHTS && f->ranges[i].span.type == FILE_F32;
-        weights_fp32 |= f->ranges[i].state == STATE_WEIGHTS;
-    }
-    if (weights_fp32 && s->dtype == TYPE_BF16 && !s->split_master) {
+    const int moments_fp32 = f->files[0].ranges[f->files[0].count - 1].span.type == FILE_F32;
+    if ((weights_fp32 || f->low) && s->dtype == TYPE_BF16 && !s->split_master) {
         printf("weights were fp32 in %s and are bf16 from here on\n", folder);
     }
     if (moments_fp32 && s->moment_dtype == TYPE_BF16) {
@@ -1118,124 +923,77 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
-// Length of the pair of a name and a value at the start of an identity.
-static int identity_pair(const char *identity) {
-    const size_t name = strcspn(identity, " ");
-    return (int)(name + (identity[name] ? 1 + strcspn(identity + name + 1, " ") : 0));
-}
-
-// Ends the run if the checkpoint is from a run with another identity or model.
+// Ends the run if the checkpoint is from a run with another identity or model, with the first pair of
+// a name and a value in which the identities differ.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
-    if (strcmp(f->identity, run->identity) == 0 &&
-        memcmp(m, &run->settings->model, sizeof *m) == 0) {
+    const char *was = f->identity, *now = run->identity;
+    int pair = 0, spaces = 0, ends[2] = {0, 0};
+    for (int i = 0; was[i] && was[i] == now[i]; i++) {
+        spaces += was[i] == ' ';
+        pair = was[i] == ' ' && spaces % 2 == 0 ? i + 1 : pair;
+    }
+    if (strcmp(was, now) == 0 && memcmp(m, &run->settings->model, sizeof *m) == 0) {
         return;
     }
-    size_t at = 0;  // offset of the first pair of name and value that differs
-    for (size_t i = 0, spaces = 0; f->identity[i] && f->identity[i] == run->identity[i]; i++) {
-        spaces += f->identity[i] == ' ';
-        at = f->identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
-    }
-    const char *first = f->identity + at, *ours = run->identity + at;
-    const char *data = run->options->train_data;
-    char was[PATH_BYTES];
-    option_was(was, f, option_find("train-data"));
-    if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0 ||
-        (strncmp(first, "vocabulary ", 11) == 0 && strcmp(was, data) != 0)) {
-        die("checkpoint %s is from a different run: it was trained on %s; %s has different tokens",
-            folder, was, data);
-    }
-    die("checkpoint %s is from a different run: it has %.*s; this run: %.*s", folder,
-        identity_pair(first), first, identity_pair(ours), ours);
-}
-
-// Compares data set k with the shards that the checkpoint recorded. Returns 1 if they are equal or
-// not recorded, otherwise 0 with the first difference in `what`. Hashes of whole shards that this
-// run has not computed are kept for its own checkpoints.
-static int shards_equal(char what[PATH_BYTES + 128], const StateFiles *f, int k, Dataset *d) {
-    const size_t capacity = f->header.json.end;
-    char *text = (char *)alloc_zero(capacity, 1);
-    safetensors_text(&f->header, shards_keys[k], text, capacity);
-    int shards = 0, n;
-    what[0] = 0;
-    for (const char *at = text; d->shard_count && *at && !what[0]; at += n, shards++) {
-        Shard *shard = &d->shards[min_int(shards, d->shard_count - 1)];
-        char edges[SHA256_TEXT], whole[SHA256_TEXT];
-        int64_t bytes;
-        n = 0;
-        if (sscanf(at, "%" SCNd64 " %64s %64[^; ];%n", &bytes, edges, whole, &n) != 3 || !n) {
-            die("%s: metadata '%s' is damaged", f->header.name, shards_keys[k]);
-        }
-        if (shards >= d->shard_count) {
-            continue;
-        }
-        if (bytes != shard_file_bytes(shard)) {
-            snprintf(what, PATH_BYTES + 128, "%s has %" PRId64 " bytes, it had %" PRId64,
-                     shard->path, shard_file_bytes(shard), bytes);
-        } else if (strcmp(edges, shard->edges) != 0) {
-            snprintf(what, PATH_BYTES + 128, "%s has changed in its first or last MiB",
-                     shard->path);
-        } else if (whole[0] != '-' && shard->whole[0] && strcmp(whole, shard->whole) != 0) {
-            snprintf(what, PATH_BYTES + 128, "%s has changed", shard->path);
-        } else if (whole[0] != '-' && !shard->whole[0]) {
-            memcpy(shard->whole, whole, sizeof whole);
-        }
-    }
-    if (!what[0] && shards && d->shard_count && shards != d->shard_count) {
-        snprintf(what, PATH_BYTES + 128, "%d shards, there were %d", d->shard_count, shards);
-    }
-    free(text);
-    return !what[0];
+    sscanf(was + pair, "%*s %*s%n", &ends[0]);
+    sscanf(now + pair, "%*s %*s%n", &ends[1]);
+    die("checkpoint %s is from a different run: it has %.*s; this run: %.*s", folder, ends[0],
+        was + pair, ends[1], now + pair);
 }
 
 // Ends the run if the training data is not the checkpoint's. Other validation data is allowed: if
 // --val-data names the same files, whose contents have changed, prints a warning.
 static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char *folder) {
-    char what[PATH_BYTES + 128], was[PATH_BYTES], text[64];
+    char was[PATH_BYTES], text[64], hash[24], now[24];
     for (int k = 0; k < 2; k++) {
-        const OptionRow *row = option_find(shards_options[k]);
-        if (!run->data[k] || shards_equal(what, f, k, run->data[k])) {
+        const OptionRow *row = option_find(hash_options[k]);
+        const char *path = option_text(text, run->options, row);
+        snprintf(now, sizeof now, "%016" PRIx64, run->data[k]->hash);
+        safetensors_text(&f->header, hash_keys[k], hash, sizeof hash);
+        if (!run->data[k]->hash || !hash[0] || strcmp(hash, now) == 0) {
             continue;
         }
         if (k == 0) {
-            die("checkpoint %s was trained on other data: %s; -e %s -o FOLDER starts a new run "
-                "from its weights", folder, what, folder);
+            die("checkpoint %s was trained on other data than %s is now; -e %s -o FOLDER starts a "
+                "new run from its weights", folder, path, folder);
         }
         option_was(was, f, row);
-        if (this_rank.rank == 0 && strcmp(was, option_text(text, run->options, row)) == 0) {
-            fprintf(stderr, "%s: warning: the validation data has changed since checkpoint %s: %s; "
-                    "validation losses before and after are not comparable\n", program_name,
-                    folder, what);
+        if (this_rank.rank == 0 && strcmp(was, path) == 0) {
+            fprintf(stderr, "%s: warning: the validation data, %s, has changed since checkpoint %s: "
+                    "validation losses before and after are not comparable\n", program_name, path,
+                    folder);
         }
     }
 }
 
 // Loads a verified checkpoint that `ranks` ranks saved into the run's engine and into `state`.
 static void checkpoint_load(const Snapshot *run, RunState *state, const char *folder, int ranks) {
+    static StateFiles f;
+    static char paths[MAX_RANKS][PATH_BYTES];  // f.header refers to the first
     const Settings *s = run->settings;
-    char (*paths)[PATH_BYTES] = (char (*)[PATH_BYTES])alloc_zero((size_t)ranks, PATH_BYTES);
-    Mapping *maps = (Mapping *)alloc_zero((size_t)ranks, sizeof *maps);
     char name[FILE_NAME];
     ModelFile model;
-    StateFiles f;
     memset(&f, 0, sizeof f);
+    f.ranks = ranks;
     model_file_open(&model, folder);
     for (int r = 0; r < ranks; r++) {
         file_name(name, FILE_STATE + r, ranks);
         path_print(paths[r], "%s/%s", folder, name);
-        if (mapping_open(&maps[r], paths[r]) != 0) {
+        if (mapping_open(&f.files[r].map, paths[r]) != 0) {
             die("cannot open %s: %s", paths[r], file_error());
         }
-        state_parse(&f, &model.model, maps[r].bytes, maps[r].size, paths[r]);
+        state_parse(&f, &model.model, r, paths[r]);
     }
-    state_cover(&f, &model.model, folder, ranks);
     checkpoint_options(run, &f, folder, 0);
     checkpoint_require_same_run(run, &f, &model.model, folder);
     checkpoint_data(run, &f, folder);
-    const char *others = checkpoint_algorithms(run->engine, &f);
+    const char *others = checkpoint_choices(run->engine, &f);
     model_file_load(run->engine, &model);
-    for (int i = 0; i < f.count; i++) {
-        range_load(run->engine, s, &f.ranges[i], folder);
+    for (int r = 0; r < ranks; r++) {
+        for (int i = 0; i < f.files[r].count; i++) {
+            range_load(run->engine, s, &f.files[r].ranges[i], folder);
+        }
     }
     if (!run->options->quiet) {
         printf("resumed from %s\n", folder);
@@ -1252,10 +1010,8 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         run->engine->scale_loss(run->engine, (int)state->loss_scale_log2, state->loss_scale_steps);
     }
     for (int r = 0; r < ranks; r++) {
-        mapping_close(&maps[r]);
+        mapping_close(&f.files[r].map);
+        free(f.files[r].ranges);
     }
-    free(maps);
-    free(paths);
-    free(f.ranges);
     model_file_close(&model);
 }

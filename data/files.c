@@ -66,28 +66,15 @@ enum { STATUS_TOO_LARGE = 3 };
 static int die_status = 1;
 
 // Prints a message and ends the run. The message is always one line: control characters become '?',
-// because names read from files may contain line breaks and terminal escapes. If a huge argument
-// makes the line too long, its middle is dropped: the beginning names the option and the end says
-// what is allowed.
+// because names read from files may contain line breaks and terminal escapes.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
-    enum { LONGEST = 3 * PATH_BYTES, END = 300 };
-    char text[LONGEST] = "out of memory for an error message", *whole = NULL;
+    char text[3 * PATH_BYTES];
     va_list args;
     va_start(args, format);
-    int n = vasprintf(&whole, format, args);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (n >= LONGEST) {
-        snprintf(text, sizeof text, "%.*s ... %s", END, whole, whole + n - END);
-    } else if (n >= 0) {
-        memcpy(text, whole, (size_t)n + 1);
-    }
-    free(n >= 0 ? whole : NULL);
-    for (unsigned char *c = (unsigned char *)text; *c; c++) {
-        const int two_bytes = *c == 0xC2 && (c[1] & 0xE0) == 0x80;  // U+0080 to U+009F
-        if (*c < 32 || *c == 127 || two_bytes) {
-            *c = '?';
-            c[two_bytes] = '?';
-        }
+    for (char *c = text; *c; c++) {
+        *c = (unsigned char)*c < 32 || *c == 127 ? '?' : *c;
     }
     fflush(stdout);
     progress();
@@ -107,12 +94,12 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
 __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
                                                                          const char *expression,
                                                                          const char *hint, ...) {
-    char *text = NULL;
+    char text[PATH_BYTES];
     va_list args;
     va_start(args, hint);
-    const int n = vasprintf(&text, hint, args);
+    vsnprintf(text, sizeof text, hint, args);
     va_end(args);
-    die("%s:%d: check failed: %s: %s", file, line, expression, n < 0 ? "" : text);
+    die("%s:%d: check failed: %s: %s", file, line, expression, text);
 }
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
@@ -125,6 +112,15 @@ static void *alloc_zero(size_t count, size_t size) {
         die("out of memory for a table of %zu x %zu bytes", count, size);
     }
     return memory;
+}
+
+// Changes the size of a block; ends the run if that fails.
+static void *grow(void *memory, size_t bytes) {
+    void *more = realloc(memory, bytes);
+    if (!more) {
+        die("out of memory for a block of %zu bytes", bytes);
+    }
+    return more;
 }
 
 static int min_int(int a, int b) { return a < b ? a : b; }
@@ -200,23 +196,19 @@ static ShortText count_text(int64_t n) {
 // Formats seconds, rounded to whole ones, as "0:59", "12:03" or "1:02:05".
 static ShortText duration_text(double seconds) {
     ShortText text;
-    int64_t s = (int64_t)(seconds + 0.5);
-    if (s >= 3600) {
-        snprintf(text.s, sizeof text.s, "%" PRId64 ":%02d:%02d", s / 3600, (int)(s / 60 % 60),
-                 (int)(s % 60));
-    } else {
-        snprintf(text.s, sizeof text.s, "%d:%02d", (int)(s / 60), (int)(s % 60));
-    }
+    const int64_t s = (int64_t)(seconds + 0.5), hours = s / 3600;
+    const int n = hours ? snprintf(text.s, sizeof text.s, "%" PRId64 ":", hours) : 0;
+    snprintf(text.s + n, sizeof text.s - (size_t)n, hours ? "%02d:%02d" : "%d:%02d",
+             (int)(s / 60 % 60), (int)(s % 60));
     return text;
 }
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// The Writer of chapter Safetensors, which is built on write_all, either writes a complete file or
-// reports an error. Only regular files are opened for reading: opening a FIFO would block until
-// another process writes to it, and a device may have no end. Files that are parsed once are
-// mapped. Files that a run reads for days are read with pread instead, because accessing a mapped
-// file that was truncated ends the process with a signal (SIGBUS).
+// Only regular files are opened for reading: opening a FIFO would block until another process
+// writes to it, and a device may have no end. Files that are parsed once are mapped. Files that a
+// run reads for days are read with pread instead, because accessing a mapped file that was
+// truncated ends the process with a signal (SIGBUS).
 
 // Formats a path into `path` (PATH_BYTES bytes); ends the run instead of truncating.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
@@ -229,24 +221,11 @@ __attribute__((format(printf, 2, 3))) static void path_print(char *path, const c
     }
 }
 
-// Returns the folder of the executable, with a trailing slash, so that data/ is found if the
-// program is started from another folder; "" if the system does not report it.
-static const char *program_folder(void) {
-    static char folder[PATH_BYTES];
-    ssize_t bytes = readlink("/proc/self/exe", folder, sizeof folder - 1);
-    folder[bytes > 0 ? bytes : 0] = 0;
-    char *slash = strrchr(folder, '/');
-    folder[slash ? slash + 1 - folder : 0] = 0;
-    return folder;
-}
-
 // Writes all bytes; returns 0, or -1 with errno set. Short writes are continued.
 static int write_all(int fd, const void *data, size_t bytes) {
     const char *p = (const char *)data;
     while (bytes > 0) {
-        slow_begin();
         ssize_t n = write(fd, p, bytes);
-        slow_end();
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -262,53 +241,40 @@ static int write_all(int fd, const void *data, size_t bytes) {
 
 // Syncs `folder`, so that a rename or a new file in it survives a power failure.
 static void fsync_folder(const char *folder) {
-    slow_begin();
     int fd = open(folder, O_RDONLY | O_DIRECTORY);
     if (fd < 0 || fsync(fd) != 0) {
         die("cannot sync folder %s: %s", folder, strerror(errno));
     }
     close(fd);
-    slow_end();
 }
 
-// Creates `path` and its missing parent folders, and syncs the parent of each new folder: if a
-// folder's directory entry were lost in a power failure, its checkpoints would be lost too.
+// Creates `path` and its missing parent folders, and syncs the parent of each new folder.
 static void make_folders(const char *path) {
     char part[PATH_BYTES], above[PATH_BYTES] = ".";
     struct stat st;
-    path_print(part, "%s", path);
     if (stat(path, &st) == 0 && !S_ISDIR(st.st_mode)) {
         die("--output (-o): %s is a file, not a folder", path);
     }
-    for (char *p = part + 1;; p++) {
-        if (*p == '/' || *p == 0) {
-            char end = *p;
-            *p = 0;
+    for (size_t n = 1; n <= strlen(path); n++) {
+        if (path[n] == '/' || path[n] == 0) {
+            path_print(part, "%.*s", (int)n, path);
             if (mkdir(part, 0755) == 0) {
                 fsync_folder(above);
             } else if (errno != EEXIST) {
                 die("cannot create folder %s: %s", part, strerror(errno));
             }
             path_print(above, "%s", part);
-            *p = end;
-            if (end == 0) {
-                break;
-            }
         }
     }
 }
 
 // Locks an output folder until this process ends. If another process has the lock, ends the run
 // with a message that names that process.
-// 1. The lock is on a regular file: on NFS, flock() on a folder is local to each machine, while
-//    byte ranges are locked on the server (flock(2), NFS details; fcntl(2), Lost locks).
-// 2. It belongs to the open file (F_OFD_SETLK): other fcntl() locks are released as soon as any
-//    descriptor of the file is closed (fcntl(2), Open file description locks). To the file system
-//    it is an ordinary byte-range lock with another owner (Linux, fs/locks.c, fcntl_setlk()).
-// 3. The file is never removed. Otherwise one process could lock the removed file while another
+// 1. The lock is on a byte range of a file, because on NFS flock() is local to each machine, and of
+//    the open file (F_OFD_SETLK), because other fcntl() locks end when any descriptor is closed.
+// 2. The file is never removed. Otherwise one process could lock the removed file while another
 //    locks a new file of the same name.
-// 4. Some file systems have no locks, such as Lustre mounted without -o flock or NFS without a lock
-//    service. There the run continues and warns that a second run would damage its checkpoints.
+// 3. Some file systems have no locks (Lustre without -o flock): there the run continues and warns.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all;
@@ -322,9 +288,8 @@ static void folder_lock(const char *folder) {
     if (fcntl(fd, F_OFD_SETLK, &all) == 0) {
         gethostname(host, sizeof host - 1);
         const int n = snprintf(holder, sizeof holder, "process %d on %s\n", (int)getpid(), host);
-        // fsync, so that another machine can read it. A failure here does not end the run.
         if (ftruncate(fd, 0) == 0 && write_all(fd, holder, (size_t)n) == 0) {
-            (void)fsync(fd);
+            (void)fsync(fd);  // so that another machine can read it
         }
     } else if (errno == EAGAIN || errno == EACCES) {
         const ssize_t n = pread(fd, holder, sizeof holder - 1, 0);
@@ -337,32 +302,8 @@ static void folder_lock(const char *folder) {
     }
 }
 
-// Opens a file in the user's cache folder, with mode "a" to append or "r" to read. Returns NULL if
-// that fails; callers then work without a cache. A relative XDG_CACHE_HOME is ignored, as the XDG
-// Base Directory Specification requires.
-static FILE *cache_open(const char *name, const char *mode) {
-    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
-    const int given = cache && cache[0] == '/';
-    char path[PATH_BYTES];
-    const char *const parts[] = {"", "/train_gpt2/", name};
-    int n = snprintf(path, sizeof path, "%s%s", given ? cache : home ? home : "",
-                     given ? "" : "/.cache");
-    for (int i = 0; i < 3; i++) {
-        if ((!given && !home) || n + strlen(parts[i]) >= sizeof path) {
-            return NULL;
-        }
-        strcpy(path + n, parts[i]);
-        n += (int)strlen(parts[i]);
-        if (i < 2 && mode[0] == 'a') {
-            mkdir(path, 0700);  // if this fails, so does fopen
-        }
-    }
-    return fopen(path, mode);
-}
-
 // Opens /dev/null on every standard descriptor that the shell closed (>&-): otherwise the next file
-// opened would get that descriptor, and output would be written into the file. Must be called
-// before any file is opened. Using such a stream still fails, as on a closed descriptor.
+// opened would get that descriptor, and output would be written into the file.
 static void standard_streams_open(void) {
     for (int fd = 0; fd <= STDERR_FILENO; fd++) {
         if (fcntl(fd, F_GETFD) < 0) {
@@ -375,14 +316,11 @@ static void standard_streams_open(void) {
 // or -1 on failure; file_error() gives the reason.
 static int file_open(const char *path, int64_t *size) {
     struct stat status;
-    slow_begin();
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
-    const int found = fd >= 0 && fstat(fd, &status) == 0;
-    slow_end();
     if (fd < 0) {
         return -1;
     }
-    if (!found || !S_ISREG(status.st_mode)) {
+    if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
         close(fd);
         errno = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
         return -1;
@@ -399,9 +337,7 @@ static const char *file_error(void) {
 // message.
 static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
     for (char *to = (char *)out; bytes > 0;) {
-        slow_begin();
         ssize_t n = pread(fd, to, (size_t)bytes, (off_t)at);
-        slow_end();
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -452,13 +388,12 @@ static void mapping_release(const void *bytes, size_t size) {
 }
 
 // Header of all llm.c files: 256 int32, starting with a magic number and a version.
-enum { LLMC_TOKENS, LLMC_MODEL, LLMC_TOKENIZER, LLMC_EVALUATION, LLMC_HEADER_BYTES = 1024 };
+enum { LLMC_TOKENS, LLMC_MODEL, LLMC_EVALUATION, LLMC_HEADER_BYTES = 1024 };
 static const struct {
     const char *name;
     int32_t magic, versions[2];
 } llmc_files[] = {{"a token file", 20240520, {1, 1}},
                   {"an llm.c model", 20240326, {3, 5}},
-                  {"an llm.c tokenizer", 20240328, {2, 2}},
                   {"an evaluation file", 20240522, {1, 1}}};
 typedef struct {
     int32_t words[8];  // magic number, version, then fields that depend on the kind of file
@@ -516,13 +451,12 @@ static const uint32_t sha256_k[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
 // Updates the hash h with `count` blocks of 64 bytes. x86's SHA instructions are about six times as
-// fast as plain C; in plain C, hashing would be the slowest part of a checkpoint.
+// fast as plain C, which would be the slowest part of a checkpoint.
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// Performs two rounds. This and the functions below use the SHA instructions as compiler built-ins.
-// immintrin.h has better names for them, but with GCC 13 and 14 it also uses built-ins that nvcc up
-// to 12.6 does not support, so the build would fail.
+// The SHA instructions are used as compiler built-ins: with GCC 13 and 14, immintrin.h, which has
+// better names for them, also uses built-ins that nvcc up to 12.6 does not support.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
@@ -645,9 +579,9 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. UTF-8 and JSON
-// A JSON reader (RFC 8259), and a writer for the contents of JSON strings. The reader keeps its
-// first error in `fault` and reads nothing after it: all loops then end, so that callers check for
-// an error only once, at the end.
+// A JSON reader (RFC 8259, but literals and the form of numbers are not checked), and a writer for
+// the contents of JSON strings. The reader keeps its first error in `fault` and reads nothing after
+// it: all loops then end, so that callers check for an error only once, at the end.
 
 // Returns the length in bytes, 2 to 4, of the multi-byte UTF-8 character at `text`; 0 if it is
 // invalid (RFC 3629, section 4). At most `left` bytes are read.
@@ -751,8 +685,7 @@ static void json_string(Json *j, char *out, size_t capacity) {
     }
 }
 
-// Reads a number or a literal (true, false, null) into `out` without validating it; see
-// json_is_scalar.
+// Reads a number or a literal (true, false, null) into `out` without validating it.
 static void json_scalar(Json *j, char out[32]) {
     int n = 0, c = json_peek(j);
     while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&
@@ -767,33 +700,12 @@ static void json_scalar(Json *j, char out[32]) {
     }
 }
 
-// Returns a pointer past the digits at `text`; NULL if there are none.
-static const char *json_digits(const char *text) {
-    size_t digits = strspn(text, "0123456789");
-    return digits ? text + digits : NULL;
-}
-
-static int json_is_scalar(const char *text) {
-    if (strcmp(text, "true") == 0 || strcmp(text, "false") == 0 || strcmp(text, "null") == 0) {
-        return 1;
-    }
-    text += *text == '-';
-    text = *text == '0' ? text + 1 : json_digits(text);
-    if (text && *text == '.') {
-        text = json_digits(text + 1);
-    }
-    if (text && (*text | 32) == 'e') {
-        text = json_digits(text + 1 + (text[1] == '+' || text[1] == '-'));
-    }
-    return text && *text == 0;
-}
-
 // Reads an integer from 0 to 2^53.
 static int64_t json_count(Json *j) {
-    char text[32], *end;
+    char text[32];
     json_scalar(j, text);
-    int64_t value = strtoll(text, &end, 10);
-    if (*end != 0 || !json_is_scalar(text) || value < 0 || value > (int64_t)1 << 53) {
+    int64_t value = strtoll(text, NULL, 10);
+    if (text[strspn(text, "0123456789")] != 0 || value > (int64_t)1 << 53) {
         json_fail(j, "expected an integer from 0 to 2^53");
     }
     return j->fault ? 0 : value;
@@ -829,9 +741,6 @@ static void json_skip_to(Json *j, int depth) {
         json_string(j, NULL, 0);
     } else if (c != '{' && c != '[') {
         json_scalar(j, text);
-        if (!json_is_scalar(text)) {
-            json_fail(j, "expected a number, true, false or null");
-        }
     } else if (depth == 0) {
         json_fail(j, "values nested deeper than 64");
     } else {
@@ -873,10 +782,8 @@ static void json_text(FILE *f, const char *text, size_t length) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
-// The container of weights and states (https://github.com/huggingface/safetensors), and the Writer,
-// which hashes files while it writes them.
-// The files are untrusted input; errors name the tensor too. Parsers work on bytes in memory and
-// allocate nothing.
+// The container of weights and states, and the Writer, which hashes files while it writes them.
+// Files are untrusted input; errors name the tensor too. Parsers allocate nothing.
 
 // Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
@@ -992,9 +899,8 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
 
 // Reads the next tensor; returns 0 after the last. Tensors must cover the data without overlap or
 // gap. In that case the sum of hash(end) - hash(begin) over all tensors telescopes to hash(size) -
-// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. This detects
-// damaged files. A file forged to pass the check is harmless, because each range is also checked
-// against the file size.
+// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. A file
+// forged to pass is harmless, because each range is also checked against the file size.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -1035,12 +941,10 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
 }
 
 // A file that is hashed while it is written. The first failure is kept in `error`. Later data are
-// still accepted and dropped, because producing them may be a collective operation that other
-// ranks take part in.
+// dropped, because producing them may be a collective operation that other ranks take part in.
 typedef struct {
     int fd;     // -1: not open: it failed or is closed, or another process writes the file
     int error;  // errno of the first failure; 0: none
-    int puts;   // calls of writer_put
     int64_t bytes;
     char file[PATH_BYTES];
     Sha256 sha;
@@ -1055,53 +959,31 @@ static void writer_fail(Writer *w) {
 
 static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
-    w->bytes = w->puts = 0;
+    w->bytes = 0;
     sha256_start(&w->sha);
-    slow_begin();
     w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
-    slow_end();
     w->error = w->fd < 0 ? errno : 0;
 }
 
-// Writes data and, inside a parallel region, hashes them meanwhile on a second thread: in sequence,
-// hashing would take as long as everything else. The data must stay unchanged until the next call
-// or the end of the region.
 static void writer_put(Writer *w, const void *data, size_t bytes) {
-    #pragma omp taskwait
     if (w->fd >= 0) {
-        #pragma omp task
         sha256_add(&w->sha, data, bytes);
         if (write_all(w->fd, data, bytes) != 0) {
             writer_fail(w);
+        } else {
+            sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);  // so that fsync takes less time
         }
-        // Starts writing to disk now, so that fsync takes less time.
-        slow_begin();
-        sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
-        slow_end();
     }
     w->bytes += (int64_t)bytes;
-    w->puts++;
 }
 
-// Syncs and closes the file. It is synced in strips, because one fsync of many GiB may take minutes
-// without progress.
+// Syncs and closes the file.
 static void writer_close(Writer *w) {
-    enum { STRIP = 64 << 20, HOW = SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER };
-    slow_begin();
-    for (int64_t at = 0; at < w->bytes && w->fd >= 0; at += STRIP) {
-        // An error returned here is not returned again by fsync, so it must be kept. Any other
-        // failure means that the file system lacks this call; fsync then does all the work.
-        if (sync_file_range(w->fd, at, STRIP, HOW) != 0 && (errno == EIO || errno == ENOSPC)) {
-            writer_fail(w);
-        }
-        progress();
-    }
     if (w->fd >= 0 && fsync(w->fd) != 0) {
         writer_fail(w);
     }
     w->error = w->fd >= 0 && close(w->fd) != 0 ? errno : w->error;
     w->fd = -1;
-    slow_end();
     sha256_end(&w->sha, w->hash);
 }
 

@@ -7,23 +7,20 @@
 #   data/prepare.sh fineweb-edu [N]     llm.c's shards of GPT-2 tokens as published, 200 MB each:
 #                                       one for validation, the first N (default 3) for training
 #   data/prepare.sh hellaswag           llm.c's hellaswag_val.bin, for --eval; 10,042 questions
-#   data/prepare.sh mmlu                mmlu_test.bin, for --eval; 14,042 questions, made from the
-#                                       authors' archive of CSV files, of 166 MB
 #
 # Files are copied from $DATA_MIRROR if it is set, otherwise downloaded. If tinyshakespeare is not
 # available, the stories written by data/stories replace it. A download has the suffix .part until
 # it is complete and verified: by the length that the server reports, and by SHA-256 or a shard's
 # header. An interrupted download is continued. Without a network, a call tries one file, for at
-# most 5 s. DATA_URL=http://localhost:8000 replaces https://HOST in every address and MMLU_SHA256
-# the archive's hash, for dev/test/tools.sh. tinystories, fineweb-edu, hellaswag and mmlu have not
-# been tried with the real servers.
+# most 5 s. DATA_URL=http://localhost:8000 replaces https://HOST in every address, for
+# dev/test/test_prepare.py. tinystories, fineweb-edu and hellaswag have not been tried with the real
+# servers.
 set -u
 unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
 
 text_sha256=86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed
 vocab_sha256=1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5
-mmlu_sha256=${MMLU_SHA256:-bec563ba4bac1d6aaf04141cd7d1605d7a5ca833e38f994051e818489592989b}
 github=${DATA_URL:-https://raw.githubusercontent.com}
 openai=${DATA_URL:-https://openaipublic.blob.core.windows.net}
 huggingface=${DATA_URL:-https://huggingface.co}
@@ -159,19 +156,13 @@ vocabulary() {
 
 # --- The corpora ----------------------------------------------------------------------------------
 
-# tokenize PREFIX OPTION... FILE: writes data/PREFIX_*.bin.
+# tokenize PREFIX OPTION... FILE: writes data/PREFIX_*.bin, unless they are prepared.
 tokenize() {
     local prefix=$1
+    prepared "$prefix" && return
     shift
     [ -x data/tokenize ] || die "data/tokenize is not built: make data"
     data/tokenize -o "data/$prefix" "$@" || exit 1
-}
-
-# small PREFIX OPTION... FILE: writes its two shards, always from the start.
-small() {
-    prepared "$1" && return
-    rm -f "data/$1.state"
-    tokenize "$@"
 }
 
 tinyshakespeare() {
@@ -179,9 +170,9 @@ tinyshakespeare() {
     prepared ${name}_bpe && prepared ${name}_gpt2 && return
     if prepared ${name}_bpe || prepared stories_bpe; then again=yes; fi
     if obtain $name.txt $name.txt "$github/$path" known $text_sha256; then
-        small ${name}_bpe --train-bpe 1024 data/$name.txt
+        tokenize ${name}_bpe --train-bpe 1024 data/$name.txt
         if prepared ${name}_gpt2 || vocabulary; then
-            small ${name}_gpt2 --bpe --tokenizer data/vocab.bpe data/$name.txt
+            tokenize ${name}_gpt2 --bpe --tokenizer data/vocab.bpe data/$name.txt
         elif [ -z "$again" ]; then
             say "no vocab.bpe: no GPT-2 tokens"
         fi
@@ -197,13 +188,12 @@ stories() {
     part=data/stories.txt.$$.part
     data/stories > "$part" && mv "$part" data/stories.txt || die "cannot write in data/"
     part=
-    small stories_bpe --train-bpe 1024 --documents data/stories.txt
+    tokenize stories_bpe --train-bpe 1024 --documents data/stories.txt
 }
 
-# tokenize finishes the validation shard last, then removes its state.
 tinystories() {
     local name=tinystories_gpt2 file said
-    whole data/${name}_val_000000.bin && [ ! -f data/$name.state ] && return
+    whole data/${name}_val_000000.bin && return
     said=$(vocabulary 2>&1) ||
         die "tinystories needs GPT-2's vocab.bpe: ${said##*$'\n'prepare.sh: }"
     for file in TinyStoriesV2-GPT4-valid.txt TinyStoriesV2-GPT4-train.txt; do
@@ -236,25 +226,11 @@ hellaswag() {
         questions || exit 1
 }
 
-# The archive has three splits and 57 subjects each; only the test split is unpacked.
-mmlu() {
-    local folder=data/mmlu.part said
-    questions data/mmlu_test.bin && return
-    said=$(vocabulary 2>&1) || die "mmlu needs GPT-2's vocab.bpe: ${said##*$'\n'prepare.sh: }"
-    obtain mmlu.tar mmlu.tar "$huggingface/datasets/cais/mmlu/resolve/main/data.tar" \
-        known "$mmlu_sha256" || exit 1
-    rm -rf $folder && mkdir $folder && tar -xf data/mmlu.tar -C $folder data/test ||
-        die "cannot unpack data/mmlu.tar"
-    tokenize mmlu_test --questions --bpe --tokenizer data/vocab.bpe $folder/data/test/*_test.csv
-    rm -rf $folder data/mmlu.tar
-}
-
 corpus=${1:-tinyshakespeare}
 [ $# -le 1 ] || [ "$corpus $#" = "fineweb-edu 2" ] || die "one corpus at a time"
 [ -w data ] || die "cannot write in data/"
 case $corpus in
-    tinyshakespeare | tinystories | hellaswag | mmlu) $corpus ;;
+    tinyshakespeare | tinystories | hellaswag) $corpus ;;
     fineweb-edu) fineweb_edu "${2:-3}" ;;
-    *) die "unknown corpus '$corpus'; known: tinyshakespeare tinystories fineweb-edu" \
-        "hellaswag mmlu" ;;
+    *) die "unknown corpus '$corpus'; known: tinyshakespeare tinystories fineweb-edu hellaswag" ;;
 esac

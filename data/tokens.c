@@ -39,6 +39,7 @@ typedef struct {
     int kind, vocabulary;
     uint64_t hash;  // TOKENIZER_MERGES: first 8 bytes of the SHA-256 of the merges file; else 0
 } Tokenizer;
+static const uint64_t gpt2_hash = 0x1CE1664773C50F3Eu;  // of GPT-2's merges file, vocab.bpe
 static const Tokenizer gpt2_tokenizer = {TOKENIZER_GPT2, GPT2_VOCABULARY, 0};
 static const Tokenizer byte_tokenizer = {TOKENIZER_BYTES, BYTE_VOCABULARY, 0};
 
@@ -127,9 +128,6 @@ typedef struct {
     char text[BPE_TEXT];
 } Bpe;
 
-// FNV-1a of the offsets and the text of GPT-2's vocabulary.
-static const uint64_t bpe_fingerprint = 0x57BAEAFF4B591D52u;
-
 // Sets *bytes to the bytes of a token, which are not 0-terminated. Returns their number.
 static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
     *bytes = bpe->text + bpe->start[token];
@@ -179,28 +177,13 @@ static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     return 1;
 }
 
-// Clears the vocabulary and fills in the character classes; both parsers call it first.
+// Clears the vocabulary and fills in the character classes.
 static void bpe_begin(Bpe *bpe) {
     memset(bpe, 0, offsetof(Bpe, text));
     class_runs(bpe->classes, letter_runs, CLASS_LETTER);
     class_runs(bpe->classes, number_runs, CLASS_NUMBER);
     for (uint32_t c = 0; c <= 0x3000; c++) {
         bpe->classes[c] = is_space(c) ? (unsigned char)CLASS_SPACE : bpe->classes[c];
-    }
-}
-
-static uint64_t bpe_hash(const Bpe *bpe) {
-    const size_t count = (size_t)bpe->count;
-    return fnv1a(fnv1a(fnv1a_start, bpe->start, (count + 1) * sizeof *bpe->start), bpe->text,
-                 bpe->start[count]);
-}
-
-// Ends the run unless the fingerprint is GPT-2's: the file is damaged or from another model.
-static void bpe_require_gpt2(const Bpe *bpe, const char *name) {
-    const uint64_t hash = bpe_hash(bpe);
-    if (hash != bpe_fingerprint) {
-        die("%s: not GPT-2's vocabulary: %d tokens with fingerprint %016" PRIx64
-            ", not %d with %016" PRIx64, name, bpe->count, hash, GPT2_VOCABULARY, bpe_fingerprint);
     }
 }
 
@@ -266,42 +249,11 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
     }
 }
 
-// Parses llm.c's gpt2_tokenizer.bin: a header with the number of tokens and the id of
-// <|endoftext|>, then for each token its length (one byte) and its bytes.
-static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
-    LlmcHeader h = llmc_header(LLMC_TOKENIZER, bytes, n, name);
-    size_t at = LLMC_HEADER_BYTES;
-    if (h.words[2] != GPT2_VOCABULARY || h.words[3] != GPT2_END_OF_TEXT) {
-        die("%s: its header has %d tokens and end of text %d; GPT-2's vocabulary has %d and %d",
-            name, h.words[2], h.words[3], GPT2_VOCABULARY, GPT2_END_OF_TEXT);
-    }
-    bpe_begin(bpe);
-    for (int i = 0; i < GPT2_VOCABULARY; i++) {
-        size_t length = at < n ? bytes[at] : 0;
-        if (length >= n - at || !bpe_add(bpe, (const char *)bytes + at + 1, length)) {
-            die("%s: token %d is not one of GPT-2's: %zu bytes, of %zu left in the file", name, i,
-                length, n - at);
-        }
-        at += 1 + length;
-    }
-    if (at != n) {
-        die("%s: %zu bytes after the last token", name, n - at);
-    }
-}
-
-// Finds GPT-2's vocabulary: `asked` (--tokenizer), else a file in data/, first in the current
-// folder and then in the program's. Returns 0 if there is none. An `asked` file need not exist.
+// Finds GPT-2's vocabulary: `asked` (--tokenizer), which need not exist, else data/vocab.bpe.
+// Returns 0 if there is none.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
-    static const char *const names[] = {"data/vocab.bpe", "data/gpt2_tokenizer.bin"};
-    const char *const folders[] = {"", program_folder()};
-    path_print(path, "%s", asked);
-    for (int i = 0; i < 4 && !asked[0]; i++) {
-        path_print(path, "%s%s", folders[i / 2], names[i % 2]);
-        if (access(path, F_OK) == 0) {
-            return 1;
-        }
-    }
-    return asked[0] != 0;
+    path_print(path, "%s", asked[0] ? asked : "data/vocab.bpe");
+    return asked[0] || access(path, F_OK) == 0;
 }
 
 // Returns the class (CLASS_*) of the character at p; *length receives its number of bytes.
@@ -345,27 +297,51 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
     return q == end || last == p ? q : last;
 }
 
-// Returns the largest offset below n at which the text can be split so that the two parts, encoded
-// separately, give the tokens of the whole; 0 if there is none. At such an offset, ASCII whitespace
-// follows a character that is not whitespace. No alternative of the pattern continues from such a
-// character to whitespace, so a pre-token ends there, and the only alternative that looks ahead
-// (\s+) cannot end there.
-__attribute__((unused)) static size_t bpe_cut(const char *text, size_t n) {
+// Returns whether the text can be split at offset i > 0, where it has ASCII whitespace, so that the
+// two parts, encoded separately, give the tokens of the whole: the character before is not
+// whitespace. No alternative of the pattern continues from such a character to whitespace, so a
+// pre-token ends there, and the only alternative that looks ahead (\s+) cannot end there.
+__attribute__((unused)) static int bpe_cut_is_safe(const char *text, size_t i) {
     const unsigned char *t = (const unsigned char *)text;
-    for (size_t i = n; i-- > 1;) {
-        if (t[i] >= 0x80 || !is_space(t[i])) {
-            continue;
-        }
-        size_t start = i - 1;
-        while (start > 0 && i - start < 4 && (t[start] & 0xC0) == 0x80) {
-            start--;
-        }
-        uint32_t c;
-        if ((size_t)utf8_decode(&c, t + start, i - start) == i - start && !is_space(c)) {
-            return i;
-        }
+    size_t start = i - 1;
+    uint32_t c;
+    while (start > 0 && i - start < 4 && (t[start] & 0xC0) == 0x80) {
+        start--;
     }
-    return 0;
+    return (size_t)utf8_decode(&c, t + start, i - start) == i - start && !is_space(c);
+}
+
+// A binary heap with the least item at the top.
+typedef struct {
+    uint64_t *items;
+    size_t count, capacity;
+} Heap;
+
+static void heap_push(Heap *h, uint64_t item) {
+    if (h->count == h->capacity) {
+        h->capacity = 2 * h->capacity + 1024;
+        h->items = (uint64_t *)grow(h->items, h->capacity * sizeof *h->items);
+    }
+    size_t at = h->count++;
+    for (; at > 0 && h->items[(at - 1) / 2] > item; at = (at - 1) / 2) {
+        h->items[at] = h->items[(at - 1) / 2];
+    }
+    h->items[at] = item;
+}
+
+static uint64_t heap_pop(Heap *h) {
+    const uint64_t top = h->items[0], item = h->items[--h->count];
+    size_t at = 0, child;
+    while ((child = 2 * at + 1) < h->count) {
+        child += child + 1 < h->count && h->items[child + 1] < h->items[child];
+        if (item <= h->items[child]) {
+            break;
+        }
+        h->items[at] = h->items[child];
+        at = child;
+    }
+    h->items[at] = item;
+    return top;
 }
 
 // The state of one thread that encodes: a direct-mapped cache of short pre-tokens ("words") and
@@ -383,8 +359,8 @@ typedef struct {
     const Bpe *bpe;
     BpeWord *words;
     BpeNode *nodes;  // indexed by the offset at which a token begins
-    uint64_t *heap;  // merged id << 32 | offset; outdated entries are skipped when popped
-    size_t capacity, heap_count;
+    size_t capacity;
+    Heap heap;       // merged id << 32 | offset; outdated entries are skipped when popped
     int limit;       // ids from here on are not merged
 } BpeEncoder;
 
@@ -397,31 +373,8 @@ static void bpe_encoder_open(BpeEncoder *e, const Bpe *bpe) {
 static void bpe_encoder_close(BpeEncoder *e) {
     free(e->words);
     free(e->nodes);
-    free(e->heap);
+    free(e->heap.items);
     memset(e, 0, sizeof *e);
-}
-
-static void heap_push(BpeEncoder *e, uint64_t entry) {
-    size_t at = e->heap_count++;
-    for (; at > 0 && e->heap[(at - 1) / 2] > entry; at = (at - 1) / 2) {
-        e->heap[at] = e->heap[(at - 1) / 2];
-    }
-    e->heap[at] = entry;
-}
-
-static uint64_t heap_pop(BpeEncoder *e) {
-    uint64_t top = e->heap[0], entry = e->heap[--e->heap_count];
-    size_t at = 0, child;
-    while ((child = 2 * at + 1) < e->heap_count) {
-        child += child + 1 < e->heap_count && e->heap[child + 1] < e->heap[child];
-        if (entry <= e->heap[child]) {
-            break;
-        }
-        e->heap[at] = e->heap[child];
-        at = child;
-    }
-    e->heap[at] = entry;
-    return top;
 }
 
 // Looks up the merge of the token at offset `i` with the next token, and pushes it onto the heap.
@@ -431,7 +384,7 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     id = id < e->limit ? id : -1;
     e->nodes[i].merged = id;
     if (id >= 0) {
-        heap_push(e, (uint64_t)id << 32 | i);
+        heap_push(&e->heap, (uint64_t)id << 32 | i);
     }
 }
 
@@ -442,11 +395,8 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, u
     check(n < UINT32_MAX, "a pre-token of %zu bytes", n);
     e->limit = limit;
     if (n > e->capacity) {
-        free(e->nodes);
-        free(e->heap);
         e->capacity = n > 4096 ? n : 4096;
-        e->nodes = (BpeNode *)alloc_zero(e->capacity, sizeof(BpeNode));
-        e->heap = (uint64_t *)alloc_zero(e->capacity, 2 * sizeof(uint64_t));
+        e->nodes = (BpeNode *)grow(e->nodes, e->capacity * sizeof(BpeNode));
     }
     for (uint32_t i = 0; i < n; i++) {
         BpeNode node = {i + 1, i - 1, -1};
@@ -455,8 +405,8 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, u
     for (uint32_t i = 0; i < n; i++) {
         bpe_offer(e, text, n, i);
     }
-    while (e->heap_count > 0) {
-        uint64_t entry = heap_pop(e);
+    while (e->heap.count > 0) {
+        uint64_t entry = heap_pop(&e->heap);
         uint32_t i = (uint32_t)entry;
         BpeNode *node = &e->nodes[i];
         if (node->merged != (int32_t)(entry >> 32)) {
@@ -549,52 +499,38 @@ static char *bpe_merges_text(const Bpe *bpe, size_t *size) {
     return text;
 }
 
-// Returns the hash of a merges file, as token shards store it.
-static uint64_t merges_hash(const char *text, size_t size) {
-    Sha256 sha;
-    char digits[SHA256_TEXT];
-    sha256_start(&sha);
-    sha256_add(&sha, text, size);
-    sha256_end(&sha, digits);
-    digits[16] = 0;
-    return strtoull(digits, NULL, 16);
-}
-
 // Sets bpe->tokenizer. Ends the run unless the merges file `bytes` is the one that
 // bpe_merges_text() would write, which a checkpoint stores. The two differ if the merges above some
 // merge keep it from ever being applied; other programs would give different tokens with such a
 // file.
 static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name) {
-    if (bpe_hash(bpe) == bpe_fingerprint) {
-        bpe->tokenizer = gpt2_tokenizer;
-        return;
-    }
     size_t size, at = 0;
     int line = 1;
-    char *text = bpe_merges_text(bpe, &size);
+    char *text = bpe_merges_text(bpe, &size), digits[SHA256_TEXT];
     for (; at < size && at < n && text[at] == bytes[at]; at++) {
         line += text[at] == '\n';
     }
-    const Tokenizer own = {TOKENIZER_MERGES, bpe->count, merges_hash(text, size)};
-    bpe->tokenizer = own;
+    Sha256 sha;
+    sha256_start(&sha);
+    sha256_add(&sha, text, size);
+    sha256_end(&sha, digits);
+    digits[16] = 0;
     free(text);
-    if (at < n || size - at > (n > 0 && bytes[n - 1] != '\n')) {  // the last newline may be missing
+    const Tokenizer own = {TOKENIZER_MERGES, bpe->count, strtoull(digits, NULL, 16)};
+    bpe->tokenizer = own.hash == gpt2_hash ? gpt2_tokenizer : own;
+    if (size - at > (bytes[n - 1] != '\n')) {  // the last newline may be missing
         die("%s:%d: this merge can never be applied after those above it", name, line);
     }
 }
 
-// Reads a vocabulary in either format; the first four bytes of the file determine which. Ends the
-// run if it is not the tokenizer `want` of the data `of`; NULL: any is allowed.
+// Reads a vocabulary. Ends the run if it is not the tokenizer `want` of the data `of`; NULL: any is
+// allowed.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     Mapping file;
     if (mapping_open(&file, path) != 0) {
         die("cannot read vocabulary %s: %s", path, file_error());
     }
-    const int tokens = llmc_is(LLMC_TOKENIZER, file.bytes, file.size);
-    (tokens ? bpe_parse_tokens : bpe_parse_merges)(bpe, file.bytes, file.size, path);
-    if (tokens || (want && want->kind == TOKENIZER_GPT2)) {
-        bpe_require_gpt2(bpe, path);
-    }
+    bpe_parse_merges(bpe, file.bytes, file.size, path);
     bpe_identify(bpe, (const char *)file.bytes, file.size, path);
     mapping_close(&file);
     if (want && !tokenizers_equal(want, &bpe->tokenizer)) {
@@ -653,9 +589,7 @@ typedef struct {
     Tokenizer tokenizer;        // from the header
     int64_t count;              // tokens
     int64_t first_window;       // number of windows in all preceding shards
-    // SHA-256 of the file's first and last MiB, header included, and of all of it as shard_seal()
-    // computes it; "": not computed.
-    char edges[SHA256_TEXT], whole[SHA256_TEXT];
+    char edges[SHA256_TEXT];    // SHA-256 of the file's first and last MiB, header included
 } Shard;
 
 static int64_t shard_file_bytes(const Shard *shard) { return LLMC_HEADER_BYTES + 2 * shard->count; }
@@ -727,58 +661,6 @@ static const char *shard_hash_edges(Shard *shard) {
     sha256_end(&sha, shard->edges);
     free(edge);
     return fault;
-}
-
-// Finishes the SHA-256 of a shard and writes it into the header. `sha` has hashed all tokens; the
-// header follows, with zeros in place of the hash.
-static void shard_seal(Sha256 *sha, int32_t header[LLMC_HEADER_BYTES / 4],
-                       char text[SHA256_TEXT]) {
-    memset(header + SHARD_SHA256, 0, sizeof sha->h);
-    sha256_add(sha, header, LLMC_HEADER_BYTES);
-    sha256_end(sha, text);
-    memcpy(header + SHARD_SHA256, sha->h, sizeof sha->h);
-}
-
-// Reads a whole shard: every token must be in the vocabulary, and the SHA-256 in the header, if it
-// has one, must match. Fills shard->whole. Returns 1, or 0 with a message in `problem`.
-static int shard_check(Shard *shard, char problem[PATH_BYTES + 128]) {
-    int32_t header[LLMC_HEADER_BYTES / 4], sealed[LLMC_HEADER_BYTES / 4];
-    uint16_t *tokens = (uint16_t *)alloc_zero(SHARD_EDGE, sizeof *tokens);
-    Sha256 sha;
-    sha256_start(&sha);
-    problem[0] = 0;
-    const char *fault = file_read(shard->fd, header, LLMC_HEADER_BYTES, 0);
-    for (int64_t at = 0, count; !fault && !problem[0] && at < shard->count; at += count) {
-        count = min_i64(SHARD_EDGE, shard->count - at);
-        fault = shard_read(shard, tokens, at, count);
-        sha256_add(&sha, tokens, (size_t)count * sizeof *tokens);
-        for (int64_t i = 0; !fault && i < count; i++) {
-            if (tokens[i] >= shard->tokenizer.vocabulary) {
-                snprintf(problem, PATH_BYTES + 128, "%s: token %" PRId64 " is %d, outside the "
-                         "vocabulary of %d", shard->path, at + i, tokens[i],
-                         shard->tokenizer.vocabulary);
-                break;
-            }
-        }
-    }
-    free(tokens);
-    if (fault) {
-        snprintf(problem, PATH_BYTES + 128, "cannot read token file %s: %s", shard->path, fault);
-    }
-    if (problem[0]) {
-        return 0;
-    }
-    memcpy(sealed, header, sizeof sealed);
-    shard_seal(&sha, sealed, shard->whole);
-    int has_hash = 0;
-    for (int i = SHARD_SHA256; i < SHARD_SHA256 + 8; i++) {
-        has_hash |= header[i] != 0;
-    }
-    if (has_hash && memcmp(header, sealed, sizeof header) != 0) {
-        snprintf(problem, PATH_BYTES + 128, "%s is damaged: its SHA-256 is not the one that "
-                 "data/tokenize wrote into its header", shard->path);
-    }
-    return !problem[0];
 }
 
 // -------------------------------------------------------------------------------------------------

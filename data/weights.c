@@ -1,8 +1,8 @@
 // data/weights.c -- GPT-2 weights in Hugging Face's and llm.c's files.
 //
-// Reads model.safetensors with config.json (also split into parts by an index) and llm.c's .bin
-// files; writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
-// The files are untrusted input, also checked against the model's shapes.
+// Reads model.safetensors, or its parts, with config.json, and llm.c's .bin files; writes
+// safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints. The files are
+// untrusted input, also checked against the model's shapes.
 //
 // Hugging Face stores the weight matrices of a block as (in, out), the transpose of this program's
 // layout, and wte without its padding rows.
@@ -31,15 +31,14 @@ typedef struct {
     const unsigned char *data;  // NULL: not in the file
     int type;                   // FILE_F32, FILE_BF16 or FILE_F16
 } Span;
-enum { MODEL_FILES = 64, MODEL_FILE_NAME = 100 };
+enum { MODEL_FILES = 64 };
 typedef struct {
-    char name[PATH_BYTES];  // path of the file with the weights, or of the index of its parts
+    char name[PATH_BYTES];  // path of the file with the weights, or of the last of its parts
     Mapping maps[MODEL_FILES];
-    char parts[MODEL_FILES][MODEL_FILE_NAME];
-    int files, tensors;     // number of parts, and of the tensors in them
+    int files;       // number of parts
     Model model;
-    int transposed;         // 1: Hugging Face's layout: matrices (in, out), wte without padding
-    Span *spans;            // [layer][FILE_TENSORS]
+    int transposed;  // 1: Hugging Face's layout: matrices (in, out), wte without padding
+    Span *spans;     // [layer][FILE_TENSORS]
 } ModelFile;
 
 static Span *file_span(Span *spans, int tensor, int layer) {
@@ -113,11 +112,10 @@ static void model_require(const Model *m, const char *name) {
 }
 
 // Finds all tensors in a safetensors file of model `m`. spans: (L, FILE_TENSORS), zeroed before the
-// first file. Returns their number.
-static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
+// first file.
+static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
-    int count = 0;
     safetensors_start(&f, map->bytes, map->size, name);
     while (safetensors_next(&f, &t)) {
         int layer, i = file_tensor_find(t.name, m->L, &layer);
@@ -126,7 +124,6 @@ static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, co
         file_require(!s->data, name, t.name, "appears twice");
         s->data = t.data;
         s->type = t.type;
-        count++;
         if (i == FILE_MASK || i == FILE_MASKED_BIAS) {
             continue;
         }
@@ -139,7 +136,6 @@ static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, co
         }
         file_require(t.type <= FILE_F16, name, t.name, "dtype must be F32, BF16 or F16");
     }
-    return count;
 }
 
 // Ends the run if a tensor is missing, or if the file has an lm_head.weight that differs from
@@ -275,104 +271,42 @@ static const char *model_folder_hint(const char *folder) {
     return "";
 }
 
-// Opens a part that weight_map names, unless it is already open.
-static void index_open_part(ModelFile *f, const char *folder, const char *part) {
-    char path[PATH_BYTES];
-    int k = 0;
-    while (k < f->files && strcmp(f->parts[k], part) != 0) {
-        k++;
-    }
-    if (k < f->files) {
-        return;
-    }
-    if (part[0] == 0 || strchr(part, '/') || strlen(part) + 1 == MODEL_FILE_NAME ||
-        f->files == MODEL_FILES) {
-        die("%s: '%s': at most %d files, with names of less than %d bytes and without a slash",
-            f->name, part, MODEL_FILES, MODEL_FILE_NAME - 1);
-    }
-    path_print(path, "%s/%s", folder, part);
-    if (mapping_open(&f->maps[k], path) != 0) {
-        die("--model (-e): cannot open %s, listed in %s: %s", path, f->name, file_error());
-    }
-    snprintf(f->parts[k], MODEL_FILE_NAME, "%s", part);
-    f->files++;
-    f->tensors += safetensors_spans(f->spans, &f->model, &f->maps[k], path);
-}
-
-// Ends the run unless a tensor is in the part that weight_map assigns it to.
-static void index_check(const ModelFile *f, const char *tensor, const char *part) {
-    int k = 0, layer, i = file_tensor_find(tensor, f->model.L, &layer);
-    while (strcmp(f->parts[k], part) != 0) {
-        k++;
-    }
-    const unsigned char *data = i < 0 ? NULL : f->spans[layer * FILE_TENSORS + i].data;
-    if (!data || data < f->maps[k].bytes || data > f->maps[k].bytes + f->maps[k].size) {
-        die("%s: tensor %s: not found in %s, to which weight_map assigns it", f->name, tensor,
-            part);
-    }
-}
-
-// Parses Hugging Face's model.safetensors.index.json: {"metadata": {...}, "weight_map": {tensor:
-// part}}. The first pass opens every part, the second looks up every tensor. metadata's total_size
-// is ignored, because writers compute it differently (some include headers, some count a mask's
-// bits as fractions of a byte).
-static void index_parse(ModelFile *f, const char *folder, const Mapping *index) {
-    char key[80], inner[80], part[MODEL_FILE_NAME];
-    for (int pass = 0; pass < 2; pass++) {
-        Json j = {index->bytes, 0, index->size, NULL};
-        int tensors = 0;
-        for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
-            if (strcmp(key, "weight_map") != 0) {
-                json_skip(&j);
-                continue;
-            }
-            for (int k = 0; json_next(&j, &k, '{', inner, sizeof inner);) {
-                json_string(&j, part, sizeof part);
-                tensors++;
-                if (!j.fault) {
-                    pass ? index_check(f, inner, part) : index_open_part(f, folder, part);
-                }
-            }
-        }
-        json_end(&j, f->name);
-        if (pass && tensors != f->tensors) {
-            die("%s: weight_map lists %d tensors, but its %d files contain %d", f->name, tensors,
-                f->files, f->tensors);
-        }
-    }
-}
-
 // Writes the path of the file `name` in the folder of the weights.
 static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const char *name) {
     const char *slash = strrchr(f->name, '/');
     path_print(path, "%.*s%s", slash ? (int)(slash + 1 - f->name) : 0, f->name, name);
 }
 
-// Opens the weights that -e names: a folder with config.json and model.safetensors or the index of
-// its parts; the path of such a model.safetensors; or llm.c's file. Ends the run on any error.
+// Opens the weights that -e names: a folder with config.json and model.safetensors or its parts,
+// model-N-of-M.safetensors; the path of such a model.safetensors; or llm.c's file. Ends the run on
+// any error.
 static void model_file_open(ModelFile *f, const char *path) {
-    char config[PATH_BYTES];
+    char config[PATH_BYTES], pattern[PATH_BYTES];
     struct stat status;
-    Mapping map, *weights = &f->maps[0], index;
-    int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode), indexed = 0;
+    Mapping map;
+    glob_t parts;
+    const int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
     memset(f, 0, sizeof *f);
-    path_print(f->name, is_folder ? "%s/model.safetensors" : "%s", path);
-    if (is_folder && access(f->name, F_OK) != 0) {
-        path_print(config, "%s.index.json", f->name);
-        indexed = access(config, F_OK) == 0;
-        path_print(f->name, indexed ? "%s/model.safetensors.index.json" : "%s/model.safetensors",
-                   path);
+    path_print(pattern, is_folder ? "%s/model.safetensors" : "%s", path);
+    if (is_folder && access(pattern, F_OK) != 0) {
+        path_print(pattern, "%s/model-*-of-*.safetensors", path);
     }
-    if (mapping_open(indexed ? &index : weights, f->name) != 0) {
-        const char *why = file_error();  // model_folder_hint changes errno
-        die("--model (-e): cannot open %s: %s%s", f->name, why,
-            is_folder ? model_folder_hint(path) : "");
+    if (glob(pattern, GLOB_NOCHECK, NULL, &parts) != 0 || parts.gl_pathc > MODEL_FILES) {
+        die("--model (-e): %s: more than %d parts", pattern, MODEL_FILES);
     }
-    if (!indexed && llmc_is(LLMC_MODEL, weights->bytes, weights->size)) {
-        int type = llmc_model(&f->model, weights->bytes, weights->size, f->name);
-        f->files = 1;
+    for (; f->files < (int)parts.gl_pathc; f->files++) {
+        path_print(f->name, "%s", parts.gl_pathv[f->files]);
+        if (mapping_open(&f->maps[f->files], f->name) != 0) {
+            const char *why = file_error();  // model_folder_hint changes errno
+            die("--model (-e): cannot open %s: %s%s", f->name, why,
+                is_folder ? model_folder_hint(path) : "");
+        }
+    }
+    globfree(&parts);
+    if (llmc_is(LLMC_MODEL, f->maps[0].bytes, f->maps[0].size)) {
+        int type = llmc_model(&f->model, f->maps[0].bytes, f->maps[0].size, f->name);
         f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
-        llmc_spans(f->spans, &f->model, weights->bytes, type);
+        llmc_spans(f->spans, &f->model, f->maps[0].bytes, type);
         return;
     }
     model_file_beside(config, f, "config.json");
@@ -384,12 +318,8 @@ static void model_file_open(ModelFile *f, const char *path) {
     mapping_close(&map);
     f->transposed = 1;
     f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
-    if (indexed) {
-        index_parse(f, path, &index);
-        mapping_close(&index);
-    } else {
-        f->files = 1;
-        safetensors_spans(f->spans, &f->model, weights, f->name);
+    for (int i = 0; i < f->files; i++) {
+        safetensors_spans(f->spans, &f->model, &f->maps[i], f->name);
     }
     spans_complete(f->spans, &f->model, f->name);
 }
@@ -475,18 +405,17 @@ static const char *bad_reason(double value, double most) {
                                 : "a second moment cannot be negative";
 }
 
-// Loads the engine's weights from a file and clears its moments.
+// Loads the engine's weights from a file.
 static void model_file_load(Engine *e, const ModelFile *f) {
     const Model *m = &f->model;
     char name[80];
     real *values = (real *)alloc_zero((size_t)strip_elements(m), sizeof(real));
-    engine_clear(e, m);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
         int swap = f->transposed && tensor_table[tensor].transposed;
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const Span *s = file_span(f->spans, tensor, l);
-            int64_t offset = tensor_offset(m, tensor, l), size = rows * cols;
+            const int64_t size = rows * cols;
             for (int64_t i = 0, count; i < size; i += count) {
                 count = min_i64(swap ? STRIP * cols : (int64_t)PIECE, size - i);
                 if (swap) {
@@ -502,7 +431,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                         swap ? at % cols * rows + at / cols : at, (double)values[bad],
                         bad_reason(values[bad], most));
                 }
-                e->write(e, STATE_WEIGHTS, offset + i, values, count);
+                e->write(e, STATE_WEIGHTS, tensor_piece(m, tensor, l, i, count), values);
             }
             mapping_release(s->data, (size_t)(size * file_types[s->type].bytes));
         }
@@ -533,7 +462,7 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
 // converted to `type`.
 static void file_transposed(unsigned char *out, int type, const real *values, int64_t rows,
                             int64_t cols, int64_t count) {
-    #pragma omp taskloop
+    #pragma omp parallel for
     for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
         for (int64_t c0 = 0; c0 < count; c0 += TILE) {
             int64_t height = min_i64(TILE, rows - r0), width = min_i64(TILE, count - c0);
@@ -553,27 +482,23 @@ static void file_transposed(unsigned char *out, int type, const real *values, in
 
 // Writes one tensor in Hugging Face's layout: without padding, and transposed if the layout
 // requires it. `values` holds a strip, or the whole of a tensor to transpose, which must be read
-// before its first strip can be written; `out` holds two strips.
+// before its first strip can be written; `out` holds a strip.
 static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *values,
                         unsigned char *out, Writer *w) {
     const int swap = tensor_table[tensor].transposed;
-    const int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
-    const int64_t size = rows * cols, offset = tensor_offset(m, tensor, layer);
-    const int64_t strip = swap ? STRIP * rows : (int64_t)PIECE, bytes = file_types[type].bytes;
+    const int64_t rows = tensor_rows(m, tensor), size = rows * tensor_cols(m, tensor);
+    const int64_t strip = swap ? STRIP * rows : (int64_t)PIECE;
     for (int64_t at = 0; at < size; at += strip) {
         const int64_t count = min_i64(strip, size - at);
-        // The other half of `out` is being hashed.
-        unsigned char *half = out + w->puts % 2 * strip_elements(m) * bytes;
-        if (!swap) {
-            e->read(e, STATE_WEIGHTS, offset + at, values, count);
-            file_values(half, type, values, count);
-        } else {
-            if (at == 0) {
-                e->read(e, STATE_WEIGHTS, offset, values, size);
-            }
-            file_transposed(half, type, values + at / rows, rows, cols, count / rows);
+        if (!swap || at == 0) {
+            e->read(e, STATE_WEIGHTS, tensor_piece(m, tensor, layer, at, swap ? size : count), values);
         }
-        writer_put(w, half, (size_t)(count * bytes));
+        if (swap) {
+            file_transposed(out, type, values + at / rows, rows, size / rows, count / rows);
+        } else {
+            file_values(out, type, values, count);
+        }
+        writer_put(w, out, (size_t)(count * file_types[type].bytes));
     }
 }
 
@@ -593,11 +518,9 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
     }
     header_write(&header, w);
     const int64_t most = max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
-    const size_t strips = 2 * (size_t)(strip_elements(m) * file_types[type].bytes);
+    const size_t bytes = (size_t)(strip_elements(m) * file_types[type].bytes);
     real *values = (real *)alloc_zero((size_t)most, sizeof(real));
-    unsigned char *out = (unsigned char *)alloc_zero(strips, 1);
-    #pragma omp parallel num_threads(2)
-    #pragma omp master
+    unsigned char *out = (unsigned char *)alloc_zero(bytes, 1);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             tensor_save(e, m, type, tensor, l, values, out, w);

@@ -1,23 +1,19 @@
 #!/usr/bin/env python3
 """Compares --train-bpe with Hugging Face's BpeTrainer; exit status 1 if a merge or token differs.
 
-    dev/check/against_tokenizers.py [--speed FILE] [TEXT...]
+    dev/check/against_tokenizers.py [TEXT...]
 
 Needs the packages tokenizers and transformers, a built data/tokenize and train_gpt2. Learns
 vocabularies of several sizes from each TEXT (default: five that are made here or part of the
 project, one of them not English) and compares the merges, then trains a model for one step and
-compares the tokens of 10,000 lines with those of its checkpoint, loaded by transformers. --speed
-measures both on the same text and cores, in turn, three times each.
+compares the tokens of 10,000 lines with those of its checkpoint, loaded by transformers.
 """
-import argparse
 import os
 import random
-import re
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -67,18 +63,13 @@ def ours(folder, text, size, name="ours"):
         return f.read().split("\n")[1:-1]
 
 
-def theirs(texts, size):
-    """A tokenizer trained on the texts, each split by GPT-2's pattern."""
+def theirs(folder, text, size):
+    """The merges of a tokenizer trained on the text, split by GPT-2's pattern, as lines."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(
         vocab_size=size, special_tokens=[END], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return tokenizer
-
-
-def merges_of(tokenizer, folder):
-    """The merges of a tokenizer, as lines."""
     tokenizer.model.save(folder, "theirs")
     with open(os.path.join(folder, "theirs-merges.txt"), encoding="utf-8", newline="") as f:
         return f.read().split("\n")[1:-1]
@@ -87,7 +78,7 @@ def merges_of(tokenizer, folder):
 def compare_merges(folder, name, text):
     """The same merges for vocabularies of several sizes, up to the largest that the text has."""
     for size in (300, 1000, 4096, 16384):
-        want = merges_of(theirs([text], size), folder)
+        want = theirs(folder, text, size)
         possible = min(size, len(want) + 257)
         got = ours(folder, text, possible)
         if got != want:
@@ -130,50 +121,11 @@ def compare_tokens(folder, text):
           % f"{len(tokens):,}")
 
 
-def measure_speed(folder, path, size):
-    """Seconds to learn `size` tokens from a file, in turn."""
-    with open(path, encoding="utf-8", newline="") as f:
-        text = f.read()
-    pieces, at, safe = [], 0, re.compile("[a-z](?= )")
-    while at < len(text):    # cut where a pre-token certainly ends
-        found = safe.search(text, at + 200000)
-        end = found.end() if found else len(text)
-        pieces.append(text[at:end])
-        at = end
-    seconds = {"ours": [], "theirs": []}
-    for _ in range(3):
-        began, before = time.time(), os.times()
-        subprocess.run([TOKENIZE, "--train-bpe", str(size), "--val-fraction", "0", "-o",
-                        os.path.join(folder, "speed"), path], check=True, stdout=subprocess.DEVNULL)
-        middle, between = time.time(), os.times()
-        tokenizer = theirs(pieces, size)
-        end, after = time.time(), os.times()
-        seconds["ours"].append((middle - began, between.children_user - before.children_user))
-        seconds["theirs"].append((end - middle, after.user - between.user))
-    with open(os.path.join(folder, "speed_merges.txt"), encoding="utf-8", newline="") as f:
-        same = f.read().split("\n")[1:-1] == merges_of(tokenizer, folder)
-    for name, runs in seconds.items():
-        wall, cpu = zip(*runs)
-        print("%-6s wall %s s, median %.1f s; processor %s s, median %.1f s"
-              % (name, " ".join("%.1f" % s for s in wall), sorted(wall)[1],
-                 " ".join("%.1f" % s for s in cpu), sorted(cpu)[1]))
-    print("the merges are %s; data/tokenize has encoded the text as well"
-          % ("the same" if same else "NOT the same"))
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("texts", nargs="*", metavar="TEXT")
-    parser.add_argument("--speed", metavar="FILE")
-    parser.add_argument("--size", type=int, default=16384, help="vocabulary of --speed")
-    a = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if a.speed:
-            measure_speed(folder, a.speed, a.size)
-            return
         texts = made_texts()
         for name, text in [(t, open(t, encoding="utf-8", newline="").read())
-                           for t in a.texts] or texts:
+                           for t in sys.argv[1:]] or texts:
             compare_merges(folder, name, text)
         compare_tokens(folder, texts[1][1] + texts[3][1])
 

@@ -27,18 +27,6 @@ def matches(pattern):
     return [ord(c) for c in bytes(encoding.encode_ordinary(EVERY)).decode()]
 
 
-def unicode_version():
-    """The newest Unicode version that the engine supports."""
-    newest = None
-    for version in ("14.0", "15.0", "15.1", "16.0", "17.0", "18.0", "19.0"):
-        try:
-            if matches(r"\p{Age=" + version + "}"):
-                newest = version
-        except ValueError:
-            pass
-    return newest
-
-
 def number(value):
     """Digits of a number, most significant first."""
     digits = chr(FIRST + value % FINAL)
@@ -50,44 +38,25 @@ def number(value):
     return digits
 
 
-def runs(points):
-    """Gap, length, gap, length, ... of a sorted list of code points."""
-    out, end = [], 0
-    for i, c in enumerate(points):
-        if i == 0 or c != points[i - 1] + 1:
-            out += [c - end, 0]
-        out[-1] += 1
-        end = c + 1
-    return out
-
-
 def table(name, pattern):
     """One table as lines of C."""
-    text = "".join(number(v) for v in runs(matches(pattern)))
-    lines, line = [], ""
-    for c in text:
+    runs, end = [], 0    # gap, length, gap, length, ...
+    for c in matches(pattern):
+        if not runs or c != end:
+            runs += [c - end, 0]
+        runs[-1] += 1
+        end = c + 1
+    lines = [""]
+    for c in "".join(number(value) for value in runs):
         c = "\\" + c if c in "\\?" else c    # two question marks would start a trigraph
-        if len(line) + len(c) > 92:
-            lines.append(line)
-            line = ""
-        line += c
-    lines = ['    "%s"' % x for x in lines + [line]]
-    return ["static const char %s[] =" % name] + lines[:-1] + [lines[-1] + ";"]
+        if len(lines[-1]) + len(c) > 92:
+            lines.append("")
+        lines[-1] += c
+    return "static const char %s[] =\n%s;\n" % (name, "\n".join('    "%s"' % x for x in lines))
 
 
-def main():
-    lines = ["// Unicode %s (what tiktoken %s has), by dev/tools/unicode_tables.py."
-             % (unicode_version(), tiktoken.__version__)]
-    lines += table("letter_runs", r"\p{L}") + table("number_runs", r"\p{N}")
-    text = "\n".join(lines) + "\n"
-    if sys.argv[1:] == ["--check"]:
-        with open(SOURCE, encoding="utf-8") as source:
-            if text not in source.read():
-                sys.exit("data/tokens.c has other tables than dev/tools/unicode_tables.py prints")
-        print("data/tokens.c has the tables of Unicode %s" % unicode_version())
-    else:
-        print(text, end="")
-
-
-if __name__ == "__main__":
-    main()
+text = table("letter_runs", r"\p{L}") + table("number_runs", r"\p{N}")
+if sys.argv[1:] != ["--check"]:
+    print(text, end="")
+elif text not in open(SOURCE, encoding="utf-8").read():
+    sys.exit("data/tokens.c has other tables than dev/tools/unicode_tables.py prints")

@@ -1,0 +1,101 @@
+"""Starts the program under test as a user does, and states what is expected of it."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+TOP = Path(__file__).parents[2]
+TINY = "-i train.bin -e l2h2c16t16 -b 2 "
+ALL, FULL = ("" if os.environ.get(name, "0") == "0" else os.environ[name]
+             for name in ("ALL", "FULL"))
+LIMIT_S = 3600 if FULL else 300
+path = None  # of the program under test
+started = []  # by the current test; conftest.py ends those that it leaves behind
+
+
+def has_sanitizers():
+    return "asan" in path
+
+
+@dataclass
+class Outcome:
+    status: int  # exit status, or minus the signal that ended it
+    out: str
+    err: str
+
+
+def words(arguments, under=""):
+    """The argv of a command line, split at single spaces; `under`: a program that runs it."""
+    arguments = arguments.rstrip(" ")
+    return [*under.split(), path, *(arguments.split(" ") if arguments else [])]
+
+
+def start(arguments, under="", env={}, before=None, stdin=subprocess.DEVNULL,
+          stdout=subprocess.PIPE, stderr=subprocess.PIPE):
+    """Starts the program. A list is used as the argv."""
+    argv = words(arguments, under) if isinstance(arguments, str) else arguments
+    started.append(subprocess.Popen(
+        argv, env={**os.environ, **env}, preexec_fn=before, stdin=stdin, stdout=stdout,
+        stderr=stderr, text=True, errors="surrogateescape"))
+    return started[-1]
+
+
+def run(arguments, stdin=None, **more):
+    if stdin is not None:
+        more["stdin"] = subprocess.PIPE
+    process = start(arguments, **more)
+    out, err = process.communicate(stdin, timeout=LIMIT_S)
+    return Outcome(process.returncode, out or "", err or "")
+
+
+def succeeds(arguments, *expected, **more):
+    """Expects status 0, an empty stderr, and each of these texts in stdout, which it returns."""
+    o = run(arguments, **more)
+    assert o.status == 0 and o.err == "", o
+    for text in expected:
+        assert text in o.out
+    return o.out
+
+
+def refused(arguments, expected, status=1, **more):
+    """Expects this status and one line on stderr that contains a text; no sanitizer's report."""
+    o = run(arguments, **more)
+    assert o.status == status and expected in o.err and o.err.find("\n") == len(o.err) - 1, o
+    return o.err
+
+
+def passes_over(arguments, *skipped):
+    """Expects a run that resumed from an older checkpoint and named the newer ones it skipped."""
+    o = run(arguments)
+    assert o.status == 0 and o.err.count("\n") == len(skipped), o
+    for text in skipped:
+        assert "train_gpt2: skipped out/" + text in o.err
+
+
+def query(arguments, status=0):
+    """The JSON that a command prints."""
+    o = run(arguments + " --json")
+    assert o.status == status and o.err == "", o
+    return json.loads(o.out)
+
+
+def wait_until(done, limit=60):
+    end = time.monotonic() + limit
+    while not done():
+        assert time.monotonic() < end, "not within %g s" % limit
+        time.sleep(0.001)
+
+
+def full_disk(size):
+    """For `before`: limits the size of files, as a full disk does."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def default_signal(number=signal.SIGINT):
+    """For `before`: shells start background processes with SIGINT ignored."""
+    return lambda: signal.signal(number, signal.SIG_DFL)

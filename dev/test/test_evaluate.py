@@ -1,0 +1,101 @@
+"""--eval and samples: scores, output lines and JSON; with the vocabulary, samples are text."""
+
+import math
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from files import *
+from program import *
+
+RUN = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 "
+BEGINS = "--- sample after step 1 ---\n"
+
+
+@pytest.fixture
+def sampled():
+    """Trains on GPT-2's tokens; returns the tokens of the sample, which are printed as numbers."""
+    Path("gpt2.bin").write_bytes(shard([995] * 400, GPT2))
+    return [int(word) for word in succeeds(RUN).split(BEGINS)[1].split("\n")[0].split()]
+
+
+def test_no_vocabulary(sampled):
+    """Without the vocabulary a sample of GPT-2 tokens is printed as numbers, and a prompt is
+    refused; no other vocabulary is accepted, even if well formed."""
+    assert len(sampled) == 10 and sampled[0] == 50256
+    Path("made").write_text(made_merges())
+    for more, expected in {
+            "--prompt=Hello": "prepare.sh, which puts vocab.bpe",
+            "--tokenizer absent": "cannot read vocabulary absent",
+            "--tokenizer made": "made: not GPT-2's vocabulary: 50257 tokens with fingerprint",
+            }.items():
+        refused(RUN + more, expected)
+    refused(TINY + "--tokenizer made", "--tokenizer: train.bin has byte tokens")
+
+
+def test_bpe_samples(sampled):
+    """With the vocabulary, the same sample is text, and a prompt is accepted."""
+    Path("vocab").write_text(vocab_bpe())
+    tokens = tokens_of_merges(vocab_bpe())
+    assert len(tokens) == 50257 and tokens[995] == b" world"
+    text = b"".join(tokens[i] for i in sampled).decode(errors="surrogateescape")
+    succeeds(RUN + "--tokenizer vocab", BEGINS + text + "\n---\n")
+    succeeds(RUN + "--tokenizer vocab --prompt=Hello,\xe9 -o out", BEGINS + "Hello,\xe9")
+    assert [e for e in log() if e.get("sample", "").startswith("Hello,\xe9")]
+    refused(RUN + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9",
+            "--prompt: 17 tokens, more than --seq-len (-t) 16")
+
+
+def test_eval_command():
+    """--eval needs no data file. Its output lines and JSON are as documented, the score is the same
+    for any B, a T or a vocabulary that is too small is reported; an interruption is no error."""
+    asked = questions(12, 50257, 2)
+    command = "-e l1h1c16t16 --eval e.bin "
+    Path("e.bin").write_bytes(eval_file(asked))
+    longest = max(len(context) + len(c) for _, context, completions in asked for c in completions)
+    out = succeeds(command + "-b 4", "12 examples of at most %d tokens; B 4, T 16\n" % longest)
+    line = out.splitlines(keepends=True)[-1]
+    numbers = [float(x) for x in re.fullmatch(
+        r"e.bin: 12 examples, accuracy ([\d.]+) % \+- ([\d.]+), acc_norm ([\d.]+) % \+- ([\d.]+)\n",
+        line).groups()]
+    for p, error in (numbers[:2], numbers[2:]):
+        assert error == pytest.approx(math.sqrt(p * (100 - p) / 12), abs=0.006)
+    assert out.count("\n") == 2 + 3 + 9 + 1
+    for b in 1, 7, 50:
+        assert succeeds(command + "--quiet -b %d" % b) == line
+    found = query(command + "-t 12")
+    assert [found[key] for key in ("file", "model", "sequence", "examples", "of")] == [
+        "e.bin", "l1h1c16t16", 12, 12, 12]
+    assert found["acc_norm"] == pytest.approx(found["correct_norm"] / 12)
+    assert found["correct"] == round(numbers[0] * 0.12)
+    succeeds(command + "--quiet -t 5", "rows were truncated at the start: with T = 5, ")
+    refused(command + "-t 4", ": a completion has 5 tokens, more than --seq-len (-t) 4")
+    refused(command + "-t 17", "--seq-len (-t): 17 is more than the model's 16")
+    asked[7][2][3][-1] = 50257
+    Path("e.bin").write_bytes(eval_file(asked))
+    refused(command, "e.bin: example 7: token 50257 is outside")
+    Path("e.bin").write_bytes(eval_file(questions(60, 50257, 3)))
+    with open("stdout", "w") as out:
+        process = start(command, stdout=out, before=default_signal())
+    wait_until(lambda: "example " in Path("stdout").read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert process.stderr.read() == "stopping; a second signal quits at once\n"
+    assert re.search("e.bin: interrupted after .* of 60 examples, accuracy ",
+                     Path("stdout").read_text())
+
+
+def test_eval_checkpoint():
+    """A checkpoint answers the questions that its run memorized."""
+    succeeds("-i train.bin --shuffle 0 -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 --quiet -o out")
+    corpus = array.array("H", Path("train.bin").read_bytes()[HEADER:]).tolist()
+    asked = questions(8, 257, 4)
+    for i, question in enumerate(asked):
+        question[1] = corpus[i:i + 6]
+        question[2][question[0]] = corpus[i + 6:i + 9]
+    Path("e.bin").write_bytes(eval_file(asked))
+    succeeds("-e out/step-00000240 --eval e.bin", ", acc_norm 100.00 % +- 0.00\n",
+             "out/step-00000240: vocabulary 257, loaded weights")
+    Path("e.bin").write_bytes(eval_file(questions(3, 50257, 2)))
+    refused("-e out/step-00000240 --eval e.bin", "outside the model's vocabulary of 257")

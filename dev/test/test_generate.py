@@ -1,0 +1,244 @@
+"""--generate: reproduces a training run's sample, reads prompts from stdin, stops at the
+end-of-text token, and refuses invalid options."""
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from files import *
+from program import *
+
+SAMPLING = "--seed 2 --top-k 40 --temperature 0.9 "
+TRAINED = "--generate -e out/step-00000300 " + SAMPLING
+
+
+@pytest.fixture
+def sample():
+    """Trains a model that has partly learned the corpus. Returns the sample of 60 tokens that its
+    run printed, which exceeds the model's 16 positions."""
+    out = succeeds(TINY + "-x 300 -l 1e-2 -s 300 -o out -g 60 %s--prompt=abc" % SAMPLING)
+    return re.search(r"--- sample after step 300 ---\n(.*?)\n---\n", out, re.S)[1]
+
+
+def made(arguments, **more):
+    """The text that --generate prints; with --quiet nothing else is printed."""
+    o = run(arguments, **more)
+    assert o.status == 0 and ("" if "--quiet" in arguments else " tokens/s") in o.err
+    assert "--quiet" not in arguments or not o.err, o
+    return o.out
+
+
+def test_sample(sample):
+    """The run's own sample up to its end-of-text token: from a checkpoint under any name, or from a
+    copy of weights, config and manifest, with any number of threads. The first of several samples
+    is the same, the others differ."""
+    text = made(TRAINED + "-g 60 --prompt abc")
+    assert len(text) > 30 and sample.startswith(text[:-1])
+    err = run(TRAINED + "-g 60 --prompt abc").err
+    assert " prompt tokens, " in err and "untrained" not in err
+    size = re.search(r"; ([\d.]+ .iB)\n", err)[1]
+    plan = succeeds(TRAINED + "-g 60 --plan", size, "KV cache")
+    assert "gradients" not in plan and "moments" not in plan
+    for threads in "1", "2", "3":
+        assert made(TRAINED + "-g 60 --prompt abc --quiet",
+                    env={"OMP_NUM_THREADS": threads}) == text
+    # Samples depend on the step, which is read from the manifest, whatever the folder's name.
+    os.symlink("out/step-00000300", "latest")
+    os.symlink("latest", "other-7")
+    shutil.copytree("latest", "hf", ignore=lambda *_: [STATE])
+    for e in "latest", "other-7/", "latest/" + MODEL, "hf":
+        assert made("--generate -g 60 --prompt abc --quiet %s-e %s" % (SAMPLING, e)) == text
+    three = made("--generate -e hf -g 60 %s--prompt abc --samples 3" % SAMPLING)
+    assert three.startswith(text + "---\n") and len(set(three.split("\n---\n"))) == 3
+
+
+def test_stdin(sample):
+    """Each line of stdin is a prompt, including empty lines and a last line without a newline."""
+    texts = []
+    for prompt in "abc", "", "caf\xe9\udcff":
+        texts.append(made(TRAINED + "--quiet --prompt=" + prompt))
+        assert texts[-1].startswith(prompt)
+    want, stdin = "---\n".join(texts), TRAINED + "--quiet --prompt -"
+    assert made(stdin, stdin="abc\n\ncaf\xe9\udcff") == want
+    o = run(TRAINED + "--prompt -", stdin="")
+    assert o.status == 0 and o.out == ""
+    o = run(stdin, stdin="abc\n12345678901234567\nd\n")
+    assert o.status == 1 and want.startswith(o.out) and o.out
+    assert "--prompt: line 2 of stdin has 17 tokens, more than" in o.err
+    assert made(stdin, stdin="a\0b").startswith("a\0b")
+
+
+def test_end():
+    """A model that memorized one line prints it and stops at the end-of-text token, or after the
+    maximum number of tokens. An untrained model is reported."""
+    Path("line.bin").write_bytes(shard([*b"abcdefg", 256] * 50, BYTES))
+    succeeds("-i line.bin -e l1h2c32t16 -b 4 -x 150 -l 1e-2 --quiet -o out")
+    generate = "--generate -e out/step-00000150 --temperature 0 "
+    o = run(generate + "--prompt abc")
+    assert o.out == "abcdefg\n" and "\n3 prompt tokens, " in o.err
+    assert made(generate + "-g 2 --quiet") == "ab\n"
+    assert "untrained: initial weights of --seed 42" in run("--generate -e l1h1c8t16 -g 3").err
+    odd = 1, 1, 8, 16, 300
+    write_model("odd", safetensors({}, hugging_face(odd)), config_text(odd))
+    refused("--generate -e odd", "--generate: odd has a vocabulary of 300 and no merges.txt; give")
+
+
+def test_gpt2():
+    """GPT-2 tokens are printed as numbers without a vocabulary, and as text with the one next to
+    the weights."""
+    Path("gpt2.bin").write_bytes(shard([50256, 995, 995, 995] * 100, GPT2))
+    succeeds("-i gpt2.bin -e l1h2c16t16 -b 2 -x 40 -l 2e-2 --quiet -o out")
+    generate = "--generate -e out/step-00000040 --temperature 0 --quiet -g 3 "
+    assert made(generate) == "995 995 995 \n"
+    refused(generate + "--prompt=Hello", "prepare.sh, which puts vocab.bpe")
+    Path("out/step-00000040/merges.txt").write_text(vocab_bpe())
+    assert made(generate) == " world world world\n"
+    assert made(generate + "--prompt=Hello,\xe9").startswith("Hello,\xe9")
+
+
+def test_own():
+    """A model with its own vocabulary of 1,000 tokens trains, samples, saves its tokenizer,
+    resumes with the same bits, and generates from its checkpoint alone, even from a copy of two of its
+    files and the merges."""
+    texts = write_own_data()
+    line = b"".join(texts).decode()
+    options = ("-i mine_train.bin -j mine_val.bin -e l1h2c32t16 -b 4 -l 2e-2 -k constant -n 60 -m 3 "
+               "-v 120 --temperature 0 -g 8 -y 1 ")
+    succeeds(options + "-x 120 -s 120 -o out", "vocabulary 1000 (1024 rows)",
+             "\n<|endoftext|>%s<|endoftext|>\n---" % line)
+    folder = step(120)
+    assert (folder / "merges.txt").read_text() == stories_merges()
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    assert vocabulary["<|endoftext|>"] == 999 and vocabulary[merges_word(texts[0])] == 262
+    config = json.loads((folder / CONFIG).read_text())
+    assert config["vocab_size"] == 1000 and config["eos_token_id"] == 999
+    for steps in 60, 120:
+        succeeds(options + "-x %d -o half" % steps)
+    assert training_state(120, "half") == training_state(120)
+    generate = "--generate --temperature 0 --quiet -e "
+    assert made(generate + str(folder)) == line + "\n"
+    o = run("--generate -g 2 -e %s --prompt=Can" % folder)  # token 998
+    assert o.status == 0 and "\n1 prompt tokens" in o.err
+    write_model("copy", (folder / MODEL).read_bytes(), (folder / CONFIG).read_text())
+    refused(generate + "copy", "copy has a vocabulary of 1000 and no merges.txt")
+    assert made(generate + "copy --tokenizer mine_merges.txt") == line + "\n"
+    Path("copy/merges.txt").write_text(stories_merges())
+    assert made(generate + "copy/" + MODEL) == line + "\n"
+    for model in "copy", "l1h1c8t16v1000":
+        succeeds("-i mine_train.bin -e %s -b 2 -x 1 --quiet" % model)
+
+
+@pytest.fixture(scope="module")
+def contradictions(tmp_path_factory):
+    """A folder with data, tokenizers and weights that disagree."""
+    here, folder = os.getcwd(), tmp_path_factory.mktemp("own")
+    os.chdir(folder)
+    write_corpus()
+    write_own_data()
+    lines = stories_merges().splitlines(keepends=True)
+    Path("fewer.txt").write_text("".join(lines[:-1]))
+    own, swapped = Path("mine_train.bin").read_bytes(), "".join(lines[:-1]) + "q q\n"
+    for name in "other.txt", "wrong_merges.txt":
+        Path(name).write_text(swapped)
+    Path("hash_train.bin").write_bytes(with_ints(own, 5, 1))
+    for name in "alone_train.bin", "alone.bin", "wrong_train.bin":
+        Path(name).write_bytes(own)
+    Path("gpt2.bin").write_bytes(shard([7] * 400, GPT2))
+    shape = 1, 1, 8, 16, 1000
+    write_model("model", safetensors({}, hugging_face(shape)), config_text(shape))
+    Path("model/merges.txt").write_text(swapped)
+    os.chdir(here)
+    return folder
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ("-i mine_train.bin -j hash_train.bin", "hash_train.bin has 1000 own tokens (01000000)"),
+    ("-i mine_train.bin -j val.bin", "(-j): val.bin has bytes; mine_train.bin has 1000 own"),
+    ("-i mine_*.bin -j train.bin", "train.bin has bytes; "),
+    ("-i *_train.bin", "hash_train.bin has 1000 own tokens (01000000); alone_train.bin has"),
+    ("-i alone_train.bin -s 1", "alone_train.bin needs its merges: alone_merges.txt cannot be read;"
+                                " give their file with --tokenizer"),
+    ("-i alone.bin -o out", "alone.bin needs its merges: give their file with --tokenizer"),
+    ("-i wrong_train.bin -o out", "wrong_merges.txt has 1000 own tokens"),
+    ("-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 own tokens"),
+    ("-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 own tokens"),
+    ("-i gpt2.bin --tokenizer mine_merges.txt", "mine_merges.txt: not GPT-2's vocabulary"),
+    ("-i train.bin --tokenizer mine_merges.txt", "--tokenizer: train.bin has byte tokens"),
+    ("-i mine_train.bin -e l1h1c8t16v999", "v999 has a vocabulary of 999 tokens, the data, "),
+    ("-i mine_train.bin -e model", "model/merges.txt has the SHA-256 "),
+    ("-i train.bin -e model", "model has a vocabulary of 1000 tokens, the data, train.bin, one")])
+def test_own_refused(contradictions, monkeypatch, arguments, expected):
+    """Data, tokenizer, weights and shape that disagree are refused with a message that names
+    them."""
+    monkeypatch.chdir(contradictions)
+    refused(("" if "-e " in arguments else "-e l1h1c8t16 ") + "-x 1 -b 2 " + arguments, expected)
+
+
+def test_own_more(contradictions, monkeypatch):
+    monkeypatch.chdir(contradictions)
+    refused("--generate -e model --tokenizer fewer.txt",
+            "--tokenizer: fewer.txt has 999 tokens; --model (-e) model has 1000")
+    succeeds("-e d12 --plan --gpu t4 -i mine_train.bin")
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ("-y 1 -o out", "--generate neither trains nor writes files: leave --output out"),
+    ("-x 3", "leave --steps out"), ("-i train.bin", "leave --train-data out"),
+    ("-b 2", "leave --batch out"), ("-s 0", "leave --sample-every out"),
+    ("--eval e.bin", "leave --eval out"), ("--offload weights", "leave --offload out"),
+    ("-t 17", "--seq-len (-t): 17 is more than the model's 16"),
+    ("--prompt=12345678901234567", "--prompt: 17 tokens, more than --seq-len (-t) 16"),
+    ("-t 4 --prompt=12345", "--prompt: 5 tokens, more than --seq-len (-t) 4"),
+    ("--tokenizer v", "--tokenizer: l1h1c8t16 has byte tokens")])
+def test_refused(arguments, expected):
+    """Options without effect on generation, and a prompt longer than T, are refused."""
+    refused("--generate -e l1h1c8t16 " + arguments, expected)
+
+
+def test_whole_prompt():
+    assert run("--generate -e l1h1c8t16 -g 1 --prompt=1234567890123456").status == 0
+    refused("--samples 2", "--samples needs --generate")
+
+
+def starting(arguments, text, **more):
+    """Starts --generate and waits until stderr has a text."""
+    with open("stderr", "w") as err:
+        process = start("--generate " + arguments, stderr=err, before=default_signal(), **more)
+    wait_until(lambda: text in Path("stderr").read_text())
+    return process
+
+
+def sleeps(process):
+    state = Path("/proc/%d/stat" % process.pid).read_text().rsplit(")", 1)[1].split()[0]
+    return state == "S"
+
+
+def test_signal():
+    """A signal ends generation with status 0, even while it waits for stdin."""
+    with open("stdout", "w") as out:
+        process = starting("-e l2h2c64t64 -g 1000000 --temperature 2", "untrained", stdout=out)
+    wait_until(lambda: os.path.getsize("stdout") > 200)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0 and "stopping; a second signal" in Path("stderr").read_text()
+    reader, writer = os.pipe()
+    process = starting("-e l1h1c8t16 -g 3 --prompt -", "untrained", stdin=reader)
+    wait_until(lambda: sleeps(process))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0 and process.stdout.read() == ""
+    os.close(reader)
+    os.close(writer)
+
+
+def test_closed_pipe():
+    """A closed pipe ends generation with status 0; a full disk is an error."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert run("--generate -e l1h1c8t16 -g 100000", stdout=writer).status == 0
+    os.close(writer)
+    with open("/dev/full", "w") as full:
+        o = run("--generate -e l1h1c8t16 -g 100000", stdout=full)
+    assert o.status == 1 and "cannot write to stdout: No space left" in o.err

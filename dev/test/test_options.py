@@ -1,0 +1,573 @@
+"""Invalid options and file names are answered by one line on stderr that names the option or file,
+the value found and the values allowed; nothing is trained and no file is left. Also the output of
+--plan, --fit, --minimum and --largest, and of a run on a terminal."""
+
+import fcntl
+import math
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import termios
+from pathlib import Path
+
+import pytest
+from files import *
+from program import *
+
+BAD_OPTIONS = [
+    ("--nonsense 1", "unknown option '--nonsense'"),
+    ("stray", "unknown option 'stray'"),
+    ("-", "unknown option '-'"),
+    ("-b4", "unknown option '-b4'"),
+    ("--", "unknown option '--'"),
+    ("-b", "--batch needs a value"),
+    ("-b 4 --batch=4", "--batch is given twice"),
+    ("--help=1", "--help takes no value"),
+    ("--json", "--json needs --plan, --fit, --minimum, --largest, --compare"),
+    ("--eval x.bin --plan", "are commands: give one"),
+    ("--plan --fit bits", "are commands: give one"),
+    ("--fit most", "--fit: 'most' is not one of bits|any|all"),
+    ("--offload auto,moments", "--offload auto cannot be combined"),
+    ("--eval x.bin -o out", "leave --output (-o) out"),
+    ("--eval x.bin -y 1", "needs --output (-o)"),
+    ("--eval missing.bin", "--eval: cannot open missing.bin: No such file"),
+    ("--eval=", "--eval: the value is empty"),
+    ("-i train.bin -e l2h2c16t16 -x 1 --output=", "--output: the value is empty"),
+    ("-e l2h2c16t16 -x 1 --train-data=", "--train-data: the value is empty"),
+    ("--eval .", "--eval: cannot open .: Is a directory"),
+    ("--eval train.bin", "train.bin: not an evaluation file"),
+    ("--gpu t4", "--gpu needs --plan, --fit, --minimum or --largest"),
+    ("-i train.bin -e l2h2c16t16 --gpu-mem 16GiB", "--gpu-mem: this program trains on the CPU"),
+    ("-y 1", "needs --output (-o)"),
+    ("-n 5", "--save-every (-n) 5 needs --output"),
+    ("-j val.bin", "needs --train-data (-i)"),
+    ("--fit bits -e d12 --gpu T4 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"),
+    ("-i train.bin --beta1 1", "--beta1: '1' is not a number from 0 to 0.9"),
+    ("--plan --gpu t5", "--gpu: 't5' is not a known card"),
+    ("--plan --gpu-mem 5XB", "--gpu-mem: '5XB' is not a size"),
+    ("-i train.bin -e d13", "--model (-e): 'd13'"),
+    ("-i train.bin -e l2h3c16t8", "--model (-e): 'l2h3c16t8': allowed are"),
+    ("-i train.bin -e l0h1c16t8", "allowed are"),
+    ("-i train.bin -e l2h2c16t0", "allowed are"),
+    ("-i train.bin -e l2h0c16t8", "allowed are"),
+    ("-i train.bin -e l2h2c16t16x", "neither"),
+    ("-i train.bin -e l2h2c16t16v", "neither"),
+    ("-i train.bin -e l2h2c16t16v9x", "neither"),
+    ("-i train.bin -e l2h2c16t16v1", "allowed are"),
+    ("-i train.bin -e l2h2c16t16v65536", "a vocabulary of 2-65535"),
+    ("-i train.bin -e l2h2c16t16v1000",
+     "l2h2c16t16v1000 has a vocabulary of 1000 tokens, the data, train.bin, one of 257"),
+    ("-i train.bin -x 2 -b 2 --model=l\t2h2c16t16", "neither"),
+    ("-i train.bin -x 2 -b 2 --model=l2h\n2c16t16", "neither"),
+    ("-i train.bin -e l2h2c-16t16", "allowed are"),
+    ("-i train.bin -e l2h2c99999t1", "allowed are"),
+    ("-i train.bin -e l2h2c16t16 -t 17", "--seq-len (-t): 17 is more than the model's 16"),
+    ("-i train.bin -e l2h2c16t16 -r 2", "'2' is not one of none (0) gelu norm"),
+    ("-i train.bin -e l2h2c16t16 -r half", "--recompute (-r): 'half'"),
+    ("-i train.bin -e l2h2c16t16 -r block:3", "must be from 0 to 2"),
+    ("-i train.bin -e l2h2c16t16 -r block:-1", "must be from 0 to 2"),
+    ("-i train.bin -e l2h2c16t16 -r block:", "must be from 0 to 2"),
+    ("-i train.bin -e l2h2c16t16 -r block:1x", "must be from 0 to 2"),
+    ("-i train.bin -e l2h2c16t16 -r block:1,gelu:2", "K of gelu:K must be from 0 to 1"),
+    ("-i train.bin -e l2h2c16t16 -r block:1,", "is not one of none (0) gelu norm"),
+    ("-i train.bin -e l2h2c16t16 -r gelu,block", "(-r): 'gelu,block': no block is left for block"),
+    ("-i train.bin -e l2h2c16t16 -r block:1,gelu,none:0", "no block is left for none"),
+    ("-i train.bin -e l2h2c16t16 -r auto:1", "is not one of none (0) gelu norm"),
+    ("-i train.bin -e l2h2c16t16 -b 2 --logit-rows 33", "--logit-rows: 33 is more than"),
+    ("-i train.bin -e l2h2c16t16 -b 2 -d 33", "(-d): 33 is not a multiple of B x T = 2 x 16"),
+    ("--plan -i train.bin -e l2h2c16t16 -b 2 -d 33", "(-d): 33 is not a multiple of B x T = 2 x"),
+    ("-i train.bin -e l2h2c16t16 -x 10 -u 11", "--warmup (-u): 11"),
+    ("-i train.bin -e l2h2c16t16 --dtype bf16", "--dtype"),
+    ("-i train.bin -e l2h2c16t16 --moments bf16", "--moments"),
+    ("-i train.bin -e l2h2c16t16 --offload master", "--offload master: there is no master copy"),
+    ("-i train.bin -e l2h2c16t16 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"),
+    ("--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"),
+    ("--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"),
+    ("--plan --gpus 2 -e d12 --offload gradients", "works on one GPU only"),
+    ("--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is unknown here"),
+    ("--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"),
+    ("--minimum -e d12 -z 1", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"),
+    ("--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"),
+    ("--minimum -e d12 -b 2", "finds the least memory by itself: leave --batch out"),
+    ("--minimum -e d12 -r gelu", "leave --recompute out"),
+    ("--minimum -e d12 --offload none", "leave --offload out"),
+    ("--minimum -e d12 --logit-rows 64", "leave --logit-rows out"),
+    ("--minimum -e d12 --moments fp32", "leave --moments out"),
+    ("--minimum -e d12 -w split", "leave --master out"),
+    ("--minimum -e d12 --gpu-mem 8G", "leave --gpu-mem out"),
+    ("--plan -e d12 --gpu-mem 16", "16 bytes are less than 1 MiB; did you mean 16GiB?"),
+    ("--fit bits -e d12 --gpu 4090 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"),
+    ("--fit bits -e d12 --gpu 4090 -b 3 -d 4096", "(-d): 4096 is not a multiple of B x T = 3 x"),
+    ("--minimum -e l2h2c16t16 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 16"),
+    ("-i train.bin -e l2h2c16t16 --gpus 2", "--gpus 2: several ranks are not supported"),
+    ("-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "more than --seq-len"),
+    ("-e l2h2c16t16", "no training data: 'make data'"),
+]
+
+
+@pytest.mark.parametrize("arguments, expected", BAD_OPTIONS)
+def test_bad_options(arguments, expected):
+    refused(arguments, expected)
+
+
+@pytest.mark.parametrize("before, after", [
+    ("-b ", "xxxx' is not a whole number from 1 to 65536"), ("--", "xxxx'; --help lists"),
+    ("--dtype ", "xxxx' is not one of"), ("-i train.bin -e ", "xxxx' is neither a preset")])
+def test_huge_arguments(before, after):
+    """The message for a huge argument shows its start and end, followed by the allowed values."""
+    assert len(refused(before + "x" * 100000, after)) < 1000
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ("-i fifo", "cannot read token file fifo: not a regular file"),
+    ("-i /dev/zero", "cannot read token file /dev/zero: not a regular file"),
+    ("-i train.bin -j fifo", "cannot read token file fifo: not a regular file"),
+    ("-i train.bin -e fifo", "cannot open fifo: not a regular file"),
+    ("-i train.bin -e /dev/zero", "cannot open /dev/zero: not a regular file"),
+    ("-i train.bin -e model", "cannot open model/model.safetensors: not a regular file"),
+    ("-i gpt2.bin --tokenizer fifo", "vocabulary fifo: not a regular file"),
+    ("-i gpt2.bin --tokenizer /dev/zero", "vocabulary /dev/zero: not a regular file"),
+    ("--eval fifo", "cannot open fifo: not a regular file"),
+    ("-i train.bin -o out", "out/log.jsonl: not a regular file")])
+def test_not_regular(arguments, expected):
+    """Anything but a regular file is refused without waiting."""
+    Path("model").mkdir()
+    Path("out").mkdir()
+    for path in "fifo", "model/model.safetensors", "out/log.jsonl":
+        os.mkfifo(path)
+    Path("gpt2.bin").write_bytes(shard([7] * 400, GPT2))
+    refused(("" if "-e " in arguments else "-e l2h2c16t16 ") + "-x 1 -b 2 " + arguments, expected)
+
+
+# A file, how it differs from a good one (bytes, or header words), and the message.
+BAD_DATA = [
+    (None, "-i missing.bin", "no token file matches missing.bin"),
+    (b"", "-i bad.bin", "bad.bin: 0 bytes is too short"),
+    (1000, "-i bad.bin", "bad.bin: 1000 bytes is too short"),
+    (2001, "-i bad.bin",
+     "bad.bin: the header counts 3000 tokens, which makes 7024 bytes; the file has 2001"),
+    ([0, 20240521], "-i bad.bin", "bad.bin: not a token file: the first word is 20240521"),
+    ([1, 2], "-i bad.bin", "bad.bin: a token file of version 2"),
+    ([2, -1], "-i bad.bin", "bad.bin: the header counts -1"),
+    ([3, 258], "-i bad.bin", "bad.bin: a vocabulary of 258"),
+    ([4, 7], "-i bad.bin", "bad.bin: tokenizer 7"),
+    ([4, 2, 3, 256], "-i bad.bin",
+     "bad.bin: a vocabulary of 256 in the header; its tokenizer has 257"),
+    ([4, 2, 3, 65536], "-i bad.bin", "bad.bin: a vocabulary of 65536 in the header"),
+    (shard([], BYTES), "-i bad.bin", "bad.bin: 0 tokens are fewer than one sequence: T + 1 = 17"),
+    (shard([7] * 16, BYTES), "-i bad.bin", "bad.bin: 16 tokens are fewer than one sequence"),
+    (shard([7] * 16, BYTES), "-i train.bin -j bad.bin", "bad.bin: 16 tokens"),
+    (shard([7] * 300 + [257] * 9, BYTES), "-i bad.bin",
+     "bad.bin: token 300 is 257, outside the vocabulary of 257"),
+    (shard([7] * 300, GPT2), "-i [tb]*.bin", "train.bin has bytes; bad.bin has GPT-2's tokens"),
+    (shard([7] * 300, GPT2), "-i train.bin -j bad.bin",
+     "(-j): bad.bin has GPT-2's tokens; train.bin has bytes"),
+    (b"Once upon a time there was a fox.\n", "-i bad.bin",
+     "bad.bin is text, not tokens: data/tokenize --train-bpe 8192 -o"),
+    (b"a" * 5000 + bytes(10), "-i train.bin -j bad.bin", "bad.bin is text, not tokens"),
+    (None, "-i data/mine_train.bin",
+     "mine_train.bin; data/tokenize makes token files from text"),
+    (None, "-i data/stories_bpe_train.bin", "stories_bpe_train.bin; 'make data' prepares it"),
+    (None, "-i train.bin -j missing.bin", "no token file matches missing.bin"),
+    (None, "-i train.bin -b 200",
+     "a step needs 200 sequences of 16 tokens; train.bin has only"),
+    (None, "-i train.bin -d 3200 -b 2", "a step needs 200 sequences"),
+    (None, "-i train.bin -j val.bin -b 30", "val.bin: 24 sequences of 16 tokens, fewer"),
+    (None, "-i .", "cannot read token file .: "),
+]
+
+
+@pytest.mark.parametrize("change, arguments, expected", BAD_DATA)
+def test_bad_data(change, arguments, expected):
+    """An invalid token file is named in one line, and no checkpoint is written."""
+    good = Path("train.bin").read_bytes()
+    if change is not None:
+        Path("bad.bin").write_bytes(change if isinstance(change, bytes)
+                                    else good[:change] if isinstance(change, int)
+                                    else with_ints(good, *change))
+    refused("-e l2h2c16t16 -o out " + arguments, expected)
+    assert not step(0).exists()
+
+
+def nobody():
+    """For `before`: gives up root's right to write everywhere."""
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+
+
+def test_bad_output():
+    """A full disk, and folders that cannot be created or written."""
+    succeeds(TINY + "--quiet -x 2 -u 2 -o out")
+    refused(TINY + "--quiet -x 4 -y 1 -o out", "cannot write out/step-00000004.tmp/",
+            before=full_disk(20000))
+    assert names("out", "step") == [step(2).name]
+    for output, expected in {"train.bin/out": "cannot create folder",
+                             "train.bin": "train.bin is a file, not a folder",
+                             "/proc/none": "cannot create folder",
+                             "out": "already contains checkpoints"}.items():
+        refused(TINY + "-x 2 -o " + output, expected)
+    # The user nobody can read neither this folder's parents nor, if it is in one, the program.
+    Path("/tmp/train_gpt2_closed").mkdir(mode=0o555, exist_ok=True)
+    program = os.open(words("")[0], os.O_RDONLY)
+    data = os.open("train.bin", os.O_RDONLY)
+    process = subprocess.run(
+        ["/proc/self/fd/%d" % program, "-i", "/dev/fd/%d" % data, "-e", "l2h2c16t16", "-x", "1",
+         "-o", "/tmp/train_gpt2_closed/out"], pass_fds=[program, data], preexec_fn=nobody,
+        capture_output=True, text=True)
+    assert process.returncode == 1 and "closed/out: Permission denied" in process.stderr
+
+
+def number_after(text, key):
+    """The first number after a text, without its commas; -1 if there is none."""
+    found = re.search(re.escape(key) + r"[^0-9\n]*([0-9][0-9,.]*)", text)
+    return float(found[1].replace(",", "").rstrip(".")) if found else -1
+
+
+def flat(text):
+    """Joins continuation lines, which are indented."""
+    return re.sub(r"\n {2,}(?=\S)", " ", text)
+
+
+@pytest.mark.parametrize("options, status, texts", [
+    ("-e d48 --gpu h200", 0, ["memory plan of the GPU run", "1,557,611,200 parameters",
+                              "   estimated: sm_90, 132 SMs\n", "-r block"]),
+    ("-e d48 --gpu 4080 --offload none", 3, ["DOES NOT FIT, ", "it fits with", "moments,master"]),
+    ("-e gpt2-xl --gpu 4080", 0, ["--offload moments,master", "\nhost memory         ",
+                                  "4080: 15.57 GiB; fits, "]),  # the least that fits
+    ("-e d12 --gpu v100", 1, ["15.78 GiB; fits, ", "this program needs capability 7.5"]),
+    ("-e d12 --gpu 4090 -x 100", 0, ["\nforecast: ", " tokens/s, 409,600 tokens in ",
+                                     "; predicted for this card, not measured\n"]),
+    ("-e d12 --gpu h100 --gpus 16", 0, ["; predicted for these cards in one machine\n"]),
+    ("-e l2h2c16t16 -b 2", 0, ["memory plan of the CPU run\n"]),
+    ("-e d12 --gpu t4", 0, ["; fp16; B 4"]),
+    ("-e d12 --gpu T4", 0, ["; fp16; B 4"]),
+    ("-e gpt2-xl --gpu-mem 1.3GiB -b 1", 3,
+     ["no settings make it fit; --minimum prints the least memory"]),
+    ("-e gpt2-xl --gpu-mem 1.7GiB -b 1", 3, ["--logit-rows 128 --workspace 256"]),
+    ("-e l12h12c768t1024v999 -i train.bin --gpu t4", 1, []),
+])
+def test_plan(options, status, texts):
+    """Exit status and text of a plan. Lines fit 80 columns, except those with options to paste."""
+    o = run("--plan " + options)
+    assert o.status == status, o
+    out = flat(o.out)
+    assert [text for text in texts if text not in out and text not in o.out] == []
+    assert [line for line in o.out.split("\n") if len(line) > 80 and " -" not in line] == []
+
+
+QUERIES = [
+    ("--plan -e gpt2-xl --gpu 4060ti", 0, "plan"),
+    ("--plan -e gpt2-xl --gpu 4060ti -r none --offload none", 3, "plan"),
+    ("--plan -e d12 --gpu v100", 1, "plan"),
+    ("--plan -e l2h2c16t16 -b 2", 0, "plan"),
+    ("--plan -e d24 --gpu all", 0, "cards"),
+    ("--plan -e gpt2-xl --gpu all --gpu-mem 1100M", 3, "cards"),
+    ("--fit bits -e gpt2-xl --gpu 4060ti -d 524288", 0, "ways"),
+    ("--fit all -e d12 --gpu 3060-laptop", 0, "ways"),
+    ("--fit bits -e d48 --gpu-mem 1100M", 3, "ways"),
+    ("--minimum -e gpt2-xl", 0, "settings"),
+    ("--minimum -e gpt2-xl --gpus 8 -z 3", 0, "settings"),
+    ("--largest batch -e d24 --gpu t4", 0, "ways"),
+    ("--largest batch -e d48 --gpu-mem 1200M", 3, "ways"),
+]
+
+
+@pytest.mark.parametrize("options, status, key", QUERIES)
+def test_json_and_text(options, status, key):
+    """Every command's JSON has the options and numbers of its text, and gives the same status."""
+    o, found = run(options), query(options, status)
+    assert o.status == status and (o.out if status != 1 else True)
+    text = re.sub(r"\s+", " ", o.out)
+    for way in found[key]:
+        if key == "plan":
+            name = "device allocation" if "memory plan of the GPU" in o.out else "allocation"
+            assert number_after(o.out, "\n" + name) == way["device_bytes"]
+            continue
+        assert not way["options"] or way["options"] in text or "," in way["options"]
+        rate = way["tokens_per_s"]
+        assert not rate or "{:,d}".format(int(rate)) in o.out
+    assert {b["home"] for b in found.get("buffers", [])} <= {"device", "host"}
+
+
+def same_plan(way, card):
+    """Expects that the command of a way can be typed, gives its plan, and fits."""
+    options = way["command"].split(" ", 1)[1]
+    plan, = query("--plan %s %s" % (card, options))["plan"]
+    assert plan["fits"]
+    for key in "device_bytes", "host_bytes", "batch", "recompute", "offload":
+        assert plan[key] == way[key], (key, options)
+
+
+@pytest.mark.parametrize("options, card", [
+    ("--fit bits -d 524288", "--gpu 4080"), ("--fit all -d 524288", "--gpu 4080"),
+    ("--fit bits -d 524288 --gpus 4 -z 2", "--gpu 4090"),
+    ("--largest batch", "--gpu 4090"), ("--minimum", "--gpu-mem 200G")])
+def test_command(options, card):
+    """The command that a search recommends gives the memory that it prints, and fits."""
+    model = " -e d12 " if has_sanitizers() else " -e d48 "  # whose plans take long
+    found = query(options + model + card * ("minimum" not in options))
+    for way in found["settings"][:2] if "minimum" in options else found["best"]:
+        same_plan(way, card)
+
+
+def test_minimum():
+    """The least memory of a GPU, of a GPU with all states on the host, and of the CPU program; a
+    smaller workspace is part of it. More GPUs need less memory each."""
+    device, host, cpu = query("--minimum -e d24")["settings"]
+    assert host["device_bytes"] < device["device_bytes"] < cpu["device_bytes"]
+    assert host["offload"] == "weights,gradients,moments,master,residuals"
+    assert device["offload"] == cpu["offload"] == "none"
+    assert query("--minimum -e d24 --workspace 1")["settings"][0]["device_bytes"] == \
+        device["device_bytes"]
+    t4 = query("--minimum -e d12 --gpu t4")["settings"]
+    assert t4[0]["dtype"] == "fp16" and t4[0]["moments"] == "fp32" and t4[0]["master"]
+    last = [math.inf, math.inf]
+    for gpus in 2, 4, 8:
+        ways = query("--minimum -e d24 -z 3 --gpus %d" % gpus)["settings"]
+        sizes = [way["device_bytes"] for way in ways]
+        assert all(a < b for a, b in zip(sizes, last)), gpus
+        assert " --gpus %d -z 3" % gpus in ways[0]["command"]
+        last = sizes
+    o = succeeds("--minimum -e d12 --gpu t4")
+    folder = os.path.dirname(words("")[0])
+    assert "\nGPU: %s/train_gpt2cu -e d12 " % folder in o
+    assert "\nCPU: %s -e d12 " % words("")[0] in o
+
+
+@pytest.mark.parametrize("options, part", [
+    ("any -d 524288 -b 8", " -b 8 "), ("any --logit-rows 3000", " --logit-rows 3000"),
+    ("any --dtype fp32", " --dtype fp32"), ("any --moments bf16", " --moments bf16"),
+    ("any -w none", " -w none"), ("bits -r gelu --offload moments", " -r gelu --offload moments"),
+    ("bits --quiet", " --quiet"),
+    ("bits -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1",
+     " -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1")])
+def test_fit_given(options, part):
+    """The recommended command contains what the user has set, and can be typed."""
+    best, = query("--fit %s -e d12 --gpu 4090" % options)["best"]
+    assert part in best["command"] + " " and "--quiet 1" not in best["command"]
+    same_plan(best, "--gpu 4090")
+
+
+def test_fit_data():
+    """Only batches that the data and the step allow are suggested, on all GPUs together."""
+    Path("few.bin").write_bytes(shard([99] * 400, BYTES))  # 24 sequences
+    few = "-i few.bin -e l2h2c16t16 --gpu 4090 "
+    batches = lambda more: {way["batch"] for way in query(few + more)["ways"]}
+    assert max(batches("--fit all")) == 24
+    for gpus, most in (1, 24), (4, 6):
+        assert max(batches("--fit all --gpus %d" % gpus)) <= most
+        assert batches("--largest batch --gpus %d" % gpus) == {most}
+    assert max(batches("--fit all --gpus 4 -d 256")) <= 4  # a step of 16 sequences
+    assert batches("--largest batch --gpus 4 -d 256") == {4}
+    for more in "-d 512", "-b 32":
+        refused(few + "--fit bits " + more,
+                "few.bin has 24 sequences of 16 tokens, and a step takes 32")
+    assert run("--fit bits -e d48 --gpu-mem 1100M").out.startswith("nothing fits: --minimum")
+    succeeds("--fit bits -e l2h2c16t16")
+
+
+@pytest.mark.parametrize("options, card, key, step", [
+    ("batch -e d12", "--gpu 4090", "batch", 1),
+    ("batch -e d24 -r none", "--gpu t4", "batch", 1),
+    ("batch -e d24 --offload auto -d 524288", "--gpu 4060ti", "batch", 0),  # the next divisor
+    ("seq-len -e l6h6c384t32768 -b 4 -r none", "--gpu-mem 3GiB", "seq_len", 1),
+    ("seq-len -e l6h6c384t65536 -b 8 -d 524288", "--gpu-mem 3GiB", "seq_len", 0)])
+def test_largest(options, card, key, step):
+    """--largest's command fits, and the next possible value does not."""
+    best, = query("--largest %s %s" % (options, card))["best"]
+    same_plan(best, card)
+    value, letter = best[key], "-b" if key == "batch" else "-t"
+    assert "%s %d" % (letter, value) in best["command"]
+    command = best["command"].split(" ", 1)[1]
+    command = re.sub(r"%s \d+" % letter, "%s %d" % (letter, value + step if step else 2 * value),
+                     command)
+    o = run("--plan %s %s" % (card, command))
+    assert o.status == 3 or "positions" in o.err, o
+
+
+def test_largest_positions():
+    best, = query("--largest seq-len -e d12 --gpu h100")["best"]
+    assert best["seq_len"] == 1024  # the model has no more
+    assert run("--largest batch -e d48 --gpu-mem 1200M").status == 3
+
+
+def test_all_cards():
+    """--plan --gpu all agrees with --plan of each card."""
+    options = "--plan -e gpt2-xl -b 4 --offload none "
+    cards = {way["note"].split(":")[0]: way for way in query(options + "--gpu all")["cards"]}
+    for card in "t4", "4090", "h100", "3060-laptop":
+        o = run(options + "--json --gpu " + card)
+        plan = json.loads(o.out)
+        way, row = plan["plan"][0], cards[card]
+        assert ("free" in row["note"]) == way["fits"] == (o.status == 0), card
+        if not way["fits"] and plan["remedies"]:
+            assert row["options"] == plan["remedies"][0]["options"] and row["fits"]
+        elif way["fits"]:
+            assert row["tokens_per_s"] == way["tokens_per_s"]
+            assert row["device_bytes"] == way["device_bytes"]
+    assert "this program needs compute capability 7.5" in cards["v100"]["note"]
+    narrow = query("--plan --gpu all -e d12 --moments bf16")["cards"]
+    assert [way for way in narrow if way["note"].startswith("t4:") and "no bf16" in way["note"]]
+
+
+@pytest.mark.parametrize("options", [
+    "-e gpt2-xl --gpu-mem 1.7GiB -b 1", "-e gpt2-xl --gpu 4060ti -r none --offload none",
+    "-e gpt2-large --gpu t4 -b 64 -d 65536 -r none", "-e gpt2-xl --gpu 4060 --gpus 2 -z 3 -r none"])
+def test_remedies(options):
+    """Each remedy fits when it is typed, takes the printed memory, and none is named twice. A
+    refused run names the three cheapest."""
+    found = query("--plan " + options, 3)
+    typed = set()
+    assert found["remedies"]
+    for way in found["remedies"]:
+        same_plan(way, re.search(r"--gpu(-mem)? \S+", options)[0])
+        assert way["options"] not in typed
+        typed.add(way["options"])
+    effects = ["none split rounding numbers".split().index(w["effect"]) for w in found["remedies"]]
+    assert effects == sorted(effects)
+
+
+def test_host_memory():
+    """A plan whose host memory exceeds the machine's does not fit, in text and in JSON."""
+    options = ("--plan -e l96h96c12288t64 -b 1 --gpu-mem 400G --offload weights,gradients,moments,"
+               "master,residuals")
+    o = run(options)
+    way, = query(options, 3)["plan"]
+    assert o.status == 3 and "host memory of this machine: " in flat(o.out) and not way["fits"]
+
+
+def test_version():
+    for arguments in "--version", "-x 5 --version -y 1":
+        assert re.match(r"train_gpt2\w* [0-9.]+\ncompiler  .*\n(.*\n)*built in  ",
+                        succeeds(arguments))
+    assert all(card in succeeds("--help") for card in ("3060-laptop", "rtx-pro-6000", "gh200"))
+
+
+def hidden(then):
+    """Runs a program where the files that contain the available memory are hidden."""
+    Path("none").touch()
+    return subprocess.run(
+        ["unshare", "-rm", "sh", "-c", "mount --bind none /proc/meminfo && mount -t tmpfs none "
+         "/sys/fs/cgroup && exec " + then], capture_output=True, text=True)
+
+
+def test_memory_unknown():
+    """If the available memory is unknown, a plan says so and prints no number."""
+    if hidden("true").returncode:
+        pytest.skip("no permission to mount over system files")
+    o = hidden("'%s' -e l2h2c16t16 --plan" % words("")[0])
+    assert o.returncode == 0 and "\nmemory available to this process: unknown\n" in o.stdout
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS",
+                                      "WORLD_SIZE"])
+def test_launcher(variable):
+    """A run that a launcher starts several times is refused in one line, because independent copies
+    would each train the whole model. A plan is not affected."""
+    refused(TINY + "-x 1 -o out", variable + " is 8", env={variable: "8"})
+    assert not Path("out").exists()
+    succeeds("--plan -e l2h2c16t16", env={variable: "8"})
+    succeeds(TINY + "-x 1 --quiet", env={variable: "1"})
+    succeeds(TINY + "-x 1 --quiet", env={"SLURM_NTASKS": "8"})  # in a shell of sbatch
+
+
+@pytest.mark.parametrize("query", ["--plan", "--fit bits"])
+def test_plan_signal(query):
+    """A signal ends --plan and --fit as it ends any program that has nothing to save."""
+    reader, writer = os.pipe()
+    size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * size)  # full: the plan waits for a reader that never reads
+    process = start(query + " -e l2h2c16t16", stdout=writer, before=default_signal())
+    wait_until(lambda: "pipe_write" in Path("/proc/%d/wchan" % process.pid).read_text() or
+               "S" in Path("/proc/%d/stat" % process.pid).read_text().rsplit(")", 1)[1][:3])
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == -signal.SIGINT and process.stderr.read() == ""
+
+
+def test_memory_shown():
+    """The start-up box, the log and --plan name the same memory, of the host too."""
+    options = "-e l3h2c64t16 -b 2 -r none --offload weights,gradients,moments "
+    way, = query("--plan " + options)["plan"]
+    out = succeeds("-i train.bin -x 1 -o out " + options)
+    bytes_ = log()[0]["plan_bytes"]
+    assert way["device_bytes"] == bytes_ or way["device_bytes"] + way["host_bytes"] == bytes_
+    shown = re.search(r"\nmemory +([\d.]+) (.)iB", out)
+    assert float(shown[1]) * {"K": 2**10, "M": 2**20}[shown[2]] == pytest.approx(bytes_, rel=0.01)
+
+
+@pytest.mark.parametrize("value", ["plain", "two words", "it's \"$HOME\" `x` \\ \\n !1 #?*~", "",
+                                   "-", "caf\xe9"])
+def test_pasted(value):
+    """The command that a run prints can be pasted into a shell, which splits it into the words."""
+    argv = [words("")[0], "-i", "train.bin", "-e", "l2h2c16t16", "-b", "2", "-x", "1",
+            "--prompt", value]
+    out = run(argv).out
+    command = re.search(r"\ncommand  (.*)\n", out)[1]
+    Path("words").write_text("printf '%s|' " + command)
+    got = subprocess.check_output(["bash", "words"], text=True).split("|")[1:-1]
+    wanted = {"-i": "train.bin", "-e": "l2h2c16t16", "-b": "2", "-x": "1"}
+    wanted.update({"--prompt": value} if value else {})
+    pairs = dict(zip(got[::2], got[1::2]))
+    assert {key: pairs.get(key) for key in wanted} == wanted, command
+
+
+def test_log_every():
+    """Step lines are printed every --log-every steps and for the last step, after a resume too."""
+    out = succeeds(TINY + "-x 10 -n 5 --log-every 4 -y 1 -o out")
+    assert re.findall(r"\nstep +(\d+)/10  loss ", out) == ["4", "8", "10"] and \
+        log_steps() == [4, 8, 10]
+    # A run that is stopped prints its last step too, although it was not known to be the last.
+    process = start(TINY + "-x 99999999 -k constant --log-every 50000000 -n 20 -o cut",
+                    before=default_signal())
+    wait_until(lambda: (step(20, "cut") / MANIFEST).exists())
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate()
+    last, = log_steps("cut")
+    assert process.returncode == 0 and last >= 20 and "interrupted after step %d," % last in out
+    assert re.search(r"\nstep +%d/99999999  loss " % last, out)
+
+
+def on_terminal(arguments, columns=80):
+    """The output of a program on a terminal."""
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    process, out = start(arguments, stdout=terminal), b""
+    os.close(terminal)
+    try:
+        while piece := os.read(master, 4096):
+            out += piece
+    except OSError:  # Linux: the other end is closed
+        pass
+    os.close(master)
+    assert process.wait() == 0 and process.stderr.read() == ""
+    return out
+
+
+def test_live_line():
+    """A step's line is rewritten in place, fits 80 columns, and no step is missing."""
+    lines = re.findall(r"\r(?:\033\[K)?(step[^\r\n]*)", on_terminal(TINY + "-x 20").decode())
+    assert all(len(line) < 80 for line in lines)
+    steps = [int(re.match(r"step +(\d+)/20", line)[1]) for line in lines]
+    assert sorted(set(steps)) == [*range(1, 21)] or len(set(steps)) >= 19
+
+
+def test_sample_bytes():
+    """Control bytes and invalid UTF-8 are written to a file unchanged and to a terminal as text; a
+    character whose bytes are separate tokens is printed whole."""
+    prompt = b"\x1b[2m\x01\x7f\xc2\x9b\xff\xc3\xa9k\n."
+    shown = b"\\x1b[2m\\x01\\x7f\\xc2\\x9b\\xff\xc3\xa9k\r\n."
+    argv = [*words(TINY + "-x 1 -s 1 -g 1 --temperature 0 --prompt"), prompt]
+    assert b"---\n" + prompt in run(argv).out.encode(errors="surrogateescape")
+    succeeds(TINY + "-x 1 --quiet -o out")
+    generate = [*words("-e out/step-00000001 --generate --quiet -g 1 --prompt"), prompt]
+    for arguments, begins in (argv, b"---\r\n"), (generate, b""):
+        out = on_terminal(arguments)
+        assert begins + shown in out and prompt[:4] not in out
+    Path("accents.bin").write_bytes(shard([0xc3, 0xa9] * 200, BYTES))
+    succeeds("-i accents.bin -e l2h2c32t16 -b 8 -x 200 -l 1e-2 --quiet -o accents")
+    assert on_terminal("-e accents/step-00000200 --generate --quiet -g 9 --temperature 0 --prompt "
+                       "\xe9").startswith("\xe9\xe9\xe9\xe9\xe9\\xc3\r\n".encode())

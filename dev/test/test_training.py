@@ -1,0 +1,226 @@
+"""Whole runs that learn, within the planned memory."""
+
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from files import *
+from program import *
+
+BOTH = pytest.mark.parametrize("fp32", [
+    "", pytest.param(" --dtype fp32", marks=pytest.mark.gpu, id="gpu")])
+# Relative rounding error allowed for losses and norms below. Measured in 60 steps of either
+# program: 2.4e-7 of a loss, 4.7e-7 of a norm.
+LOSS, NORM = 1e-6, 1e-5
+
+
+def series(key, folder="out"):
+    return [event[key] for event in log(folder) if key in event]
+
+
+def test_overfit():
+    """A single repeated batch is memorized; the sample starts with the prompt; the log is whole."""
+    out = succeeds("-i train.bin -j val.bin -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 -v 60 -m 0 -s "
+                   "240 -g 9 --prompt abc --temperature 0 -o out", "\nabc")
+    assert series("loss")[-1] < 0.2 and log_steps() == [*range(1, 241)]
+    assert [e["step"] for e in log() if "val_loss" in e] == [60, 120, 180, 240]
+    sample, = [e for e in log() if "sample" in e]
+    assert sample["step"] == 240 and sample["sample"].startswith("abc") and sample["sample"] in out
+    assert series("checkpoint") == [str(step(240))]
+    assert log()[-1] == {"event": "end", "reason": "finished"}
+
+
+def test_make_train():
+    """`make train` without a network: 150 steps of its recipe on the stories reach the loss
+    asserted here, nine of ten words of the sample exist and its sentences end properly; all of its
+    steps (FULL=1) reach the loss stated in dev/train.sh. A uniform guess has loss 6.93."""
+    script = (TOP / "dev/train.sh").read_text()
+    recipe = re.search(r"\nrecipe=\((.*?)\)", script, re.S)[1].split()
+    steps, bound = re.search(r"text=stories_bpe steps=(\d+) loss=([\d.]+)", script).groups()
+    steps, reached = (int(steps), float(bound)) if FULL else (150, 1.2017 * 1.1)
+    Path("stories.txt").write_text(stories_text())
+    subprocess.run([TOP / "data/tokenize", "--train-bpe", "1024", "--documents", "-o", "stories",
+                    "stories.txt"], check=True, stdout=subprocess.DEVNULL)
+    out = succeeds("-i stories_train.bin -j stories_val.bin -x %d %s -g 300 -o out --save-every 0"
+                   % (steps, " ".join(recipe)))
+    assert series("val_loss")[-1] < reached
+    sample = re.search(r"--- sample after step %d ---\n(.*?)\n---\n" % steps, out, re.S)[1]
+    words_of = lambda text: re.findall(r"[a-z]+", text.lower())
+    known, words = set(words_of(stories_text())), words_of(sample)[:-1]
+    assert len(words) > 150
+    assert sum(word in known for word in words) >= (0.99 if FULL else 0.9) * len(words), sample
+    ends = re.findall(r'[.!?](?:"|\s*(.?))', sample)
+    proper = sum(not after or after.isupper() or after in "<\"" for after in ends)
+    assert len(ends) >= len(words) / 20 and proper >= 0.9 * len(ends), sample
+
+
+@BOTH
+def test_micro_batches(fp32):
+    """One batch of 4, two micro-steps of 2 and four micro-steps of 1 train alike: every step has
+    the same sequences, even past the end of the data, and averages loss and gradient over all."""
+    for b in 4, 2, 1:
+        succeeds("-i train.bin -e l2h2c16t16 -d 64 -x 60 -u 5 -l 3e-3 --clip 0.5 --quiet -b %d -o "
+                 "b%d%s" % (b, b, fp32))
+        assert series("loss", "b%d" % b) == pytest.approx(series("loss", "b4"), rel=LOSS)
+        assert series("grad_norm", "b%d" % b) == pytest.approx(series("grad_norm", "b4"), rel=NORM)
+    losses = series("loss", "b4")
+    assert len(losses) == 60 and losses[-1] < losses[0] - 1
+
+
+@BOTH
+def test_validation(fp32):
+    """The validation loss is a mean over sequences, so it is the same for any batch size, and for
+    identical sequences it is the loss of one. Sequences at the end that do not fill a batch are
+    left out and not counted."""
+    T, windows = 16, 11  # the last windows differ from the others
+    Path("val").write_bytes(shard([97 + i % 3 if i < 8 * T else i * 37 % 256
+                                   for i in range(windows * T + 1)], BYTES))
+    Path("same").write_bytes(shard([97 + i % T for i in range(windows * T + 1)], BYTES))
+
+    def validate(file, b, batches):
+        folder = "%s_b%dm%d" % (file, b, batches)
+        if not Path(folder).exists():
+            succeeds("-i train.bin -e l2h2c16t16 -x 8 -l 1e-2 -u 1 -d 64 -v 8 --quiet -j %s -b %d "
+                     "-m %d -o %s%s" % (file, b, batches, folder, fp32))
+        return series("val_loss", folder)[-1]
+
+    wants = []
+    for file, b, batches, same_b, same_batches in (
+            ("val", 4, 0, 1, 8), ("val", 4, 99, 1, 8), ("val", 2, 4, 1, 8), ("val", 2, 0, 1, 10),
+            ("val", 4, 1, 1, 4), ("val", 1, 0, 1, 11), ("same", 4, 0, 1, 1), ("same", 1, 0, 1, 1)):
+        want = validate(file, same_b, same_batches)
+        assert validate(file, b, batches) == pytest.approx(want, rel=LOSS), (file, b, batches)
+        wants += [want] * (file == "val")
+    assert max(wants) > 1.01 * min(wants), "no sequences are harder than others"
+    assert validate("val", 1, 0) != validate("val", 1, 10), "the last sequence is left out"
+
+
+def test_resident_memory():
+    """Resident memory of a run is within 50 MB of its plan, as README promises."""
+    process = start("-i train.bin -e l2h8c512t32 -b 2 -x 2 -o out --quiet")
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    if not has_sanitizers():
+        assert used.ru_maxrss * 1024 == pytest.approx(log()[0]["plan_bytes"], abs=50e6)
+
+
+def test_max_skips():
+    """After --max-skips consecutive skipped steps the run ends; its newest checkpoint is from
+    before them, whatever --save-every says."""
+    diverging = TINY + "--quiet -l 1 -c 11 -k constant -v 0 -n 1 -o out "
+    err = refused(diverging + "-x 100 --max-skips 7",
+                  "--max-skips: 7 consecutive steps were skipped")
+    last = log_steps()[-1]
+    assert "the run ended after step %d, which is not saved" % last in err
+    assert [e["step"] for e in log() if "checkpoint" in e][-1] == last - 7 > 0
+    assert names("out", "step")[-1] == step(last - 7).name
+    assert log()[-1] == {"event": "end", "reason": "failed"}
+    shutil.rmtree("out")
+    refused(diverging + "-x 60", "--max-skips: 20 consecutive steps were skipped")
+    shutil.rmtree("out")
+    succeeds(diverging + "-x 40 --max-skips 0")
+    assert step(40).exists()
+
+
+def test_skip_zscore():
+    """--skip-zscore compares a norm with the last 128: an unusual batch is skipped although the
+    norms of the run's beginning, longer ago, were as large. A resume continues alike."""
+    calm, other = [97 + i % 4 for i in range(16 * 400 + 1)], [200, 33, 150, 64, 90, 11, 45, 180] * 4
+    calm[16 * 390:16 * 392] = other
+    Path("calm.bin").write_bytes(shard(calm, BYTES))
+    options = ("-i calm.bin -e l1h2c32t16 -b 1 --shuffle 0 -l 1e-2 -k constant --clip 0.5 "
+               "--skip-zscore 6 --quiet -y 1 -o ")
+    succeeds(options + "out -x 392")
+    skipped = [e["step"] for e in log() if e.get("skipped")]
+    norms = series("grad_norm")
+    assert skipped == [390, 391, 392]
+    assert max(norms[:128]) > min(norms[389:]) > 3 * max(norms[261:389])
+    succeeds(options + "cut -x 380")
+    succeeds(options + "cut -x 392")
+    assert training_state(392, "cut") == training_state(392)
+
+
+@pytest.mark.parametrize("file", ["train.bin", "val.bin"])
+def test_data_cut(file):
+    """If a data file is truncated during a run, every finished step is saved."""
+    whole = Path(file).read_bytes()
+    options = "-i train.bin -j val.bin -e l2h2c16t16 -b 2 -v 50 -m 0 -k constant --quiet -o out "
+    process = start(options + "-x 99999999")
+    wait_until(lambda: Path("out/log.jsonl").exists()
+               and Path("out/log.jsonl").read_text().count('"loss":') > 20)
+    os.truncate(file, 1100)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and file + ": cannot read tokens" in err
+    last = log_steps()[-1]
+    assert "the file was truncated while in use; the run ended after step %d, which is saved" % \
+        last in err and (step(last) / MANIFEST).exists()
+    Path(file).write_bytes(whole)
+    succeeds(options + "-y 1 -x %d" % (last + 5))
+
+
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_waiting(chosen, monkeypatch):
+    """The program restarts itself once so that its OpenMP threads spin for microseconds only;
+    arguments, name and process id stay the same, and the user's OMP_WAIT_POLICY is kept."""
+    if "no OpenMP" in succeeds("--version"):
+        pytest.skip("no OpenMP")
+    for name in "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY":
+        monkeypatch.delenv(name, raising=False)
+    policy = {"OMP_WAIT_POLICY": "active"} if chosen else {}
+    with open("stdout", "w") as out:
+        process = start("-i train.bin -e l1h2c32t16 -b 2 -x 9999999", stdout=out,
+                        env={"OMP_NUM_THREADS": "2", **policy}, before=default_signal())
+    wait_until(lambda: "\npeak " in Path("stdout").read_text())
+    about = Path("/proc/%d" % process.pid)
+    variables, argv, name = ((about / file).read_text() for file in ("environ", "cmdline", "comm"))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert ("GOMP_SPINCOUNT=" in variables) != chosen and "\0-x\09999999\0" in argv
+    assert chosen or name == os.path.basename(words("")[0])[:15] + "\n"
+
+
+def test_loader(monkeypatch):
+    """A program started through a dynamic loader does not restart itself, because the loader would
+    interpret the program's arguments."""
+    loader = "/lib64/ld-linux-x86-64.so.2"
+    if not os.access(loader, os.X_OK) or has_sanitizers():
+        pytest.skip("no loader of this name, or a sanitizer build")
+    for name in "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY":
+        monkeypatch.delenv(name, raising=False)
+    succeeds(TINY + "-x 1", "\nfinished after step 1,", under=loader, env={"OMP_NUM_THREADS": "2"})
+
+
+@BOTH
+def test_offload(fp32):
+    """Losses, validations, samples and checkpoints do not depend on where states are placed; a run
+    resumes a checkpoint with another placement; --eval gives the same scores."""
+    Path("e.bin").write_bytes(eval_file(questions(3, 50257, 2)))
+    fp32 = fp32 and " --dtype bf16"  # which has a master copy
+    every = "weights,gradients,moments,residuals" + (",master" if fp32 else "")
+    options = ("-i train.bin -j val.bin -e l3h1c16t16 -b 2 -d 64 -k constant -v 2 -m 2 -s 2 -g 4 "
+               "-r none%s --offload %%s -x %%d -y 1 -o %%s" % fp32)
+    sample = lambda out: re.findall(r"--- sample after.*?\n---", out, re.S)
+    samples = sample(succeeds(options % ("none", 4, "none")))
+    end = training_state(4, "none")
+    assert len(samples) == 2 and len(series("val_loss", "none")) == 2
+    for states in "weights", "gradients", "moments", "residuals", every:
+        assert sample(succeeds(options % (states, 4, states))) == samples
+        for key in "loss", "val_loss":
+            assert series(key, states) == series(key, "none")
+        assert training_state(4, states) == end
+    for first, second in ("none", every), (every, "none"):
+        succeeds(options % (first, 2, "turn-" + first))
+        succeeds(options % (second, 4, "turn-" + first))
+        assert training_state(4, "turn-" + first) == end
+    scores = {succeeds("-e l3h1c16t16 --eval e.bin --json -b 3 --offload " + states)
+              for states in (every.replace(",master", ""), "none")}
+    assert len(scores) == 1
