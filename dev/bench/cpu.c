@@ -56,6 +56,17 @@ static real *bench_array(size_t n) {
     return p;
 }
 
+static int doubles_compare(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// Returns the median of values[0..n), which it sorts.
+static double median(double *values, int n) {
+    qsort(values, (size_t)n, sizeof *values, doubles_compare);
+    return values[n / 2];
+}
+
 // One matmul of a linear layer: forward writes y, dinp writes y from x, dweight adds to w.
 typedef struct {
     Operand a, b;  // rows along k of the benchmark's arrays
@@ -228,10 +239,10 @@ static void bench_generate(const char *name, int position) {
     const Model *m = &s.model;
     real *logits = (real *)alloc_zero((size_t)m->V, sizeof(real));
     Token *tokens = (Token *)alloc_zero((size_t)m->maxT, sizeof(Token));
-    e.extend(&e, logits, tokens, 0, position);
+    e.logits(&e, logits, tokens, 0, position);
     for (int k = 0; k < TOKENS; k++) {
         const double began = now_ms();
-        e.extend(&e, logits, tokens, position, 1);
+        e.logits(&e, logits, tokens, position, 1);
         token[k] = now_ms() - began;
     }
     const double ms = median(token, TOKENS), read = (double)sizeof(real) * (double)
