@@ -143,8 +143,8 @@ def children(pid):
 def kill_moment(out, process, seconds, draw):
     """Waits for a random time, which may be short, or for a checkpoint that is being written or
     removed."""
-    if draw.random() < 0.5:
-        return time.sleep(draw.uniform(0, seconds * draw.choice((0.1, 0.9, 0.9))))
+    if draw.random() < 0.5:    # often before the first step, as when a run resumes
+        return time.sleep(draw.uniform(0, seconds * draw.choice((0.1, 0.3, 0.9))))
     seen, wanted, end = set(glob.glob(out + "/*.tmp")), draw.randint(1, 6), time.time() + seconds
     wanted += len(seen)
     while len(seen) < wanted and time.time() < end and process.poll() is None:
@@ -161,7 +161,7 @@ def kill_place(out, stdout):
         return "removing a checkpoint"
     if unfinished:
         return "writing a checkpoint"
-    if re.search(r"^step ", stdout, re.M):
+    if re.search(r"^step +\d+/", stdout, re.M):
         return "training"
     return "resuming" if steps else "starting"
 
