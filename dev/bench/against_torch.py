@@ -2,13 +2,11 @@
 """GPT-2's training step in PyTorch, to compare with train_gpt2cu:
     dev/bench/against_torch.py --model d12
 
-Does the same work as a step of train_gpt2cu: forward, backward, clipping, AdamW, uploading the
-batch and reading the loss, with the same shapes (same vocabulary padding, wte tied). Uses PyTorch's
-common setup: fp32 weights and moments with bf16 autocast, SDPA, fused AdamW. Four variants: eager
-and compiled, each with all activations kept (-r 0) and with every block checkpointed (-r 1). Models
-with more than 12 layers are compiled block by block, as PyTorch recommends: compiling the whole
-graph of 48 layers would take minutes. Without CUDA it runs on the CPU, which only shows that it
-works.
+Does the same work as a step of train_gpt2cu, with the same shapes, in PyTorch's common setup: fp32
+weights and moments with bf16 autocast, SDPA, fused AdamW. Four variants: eager and compiled, each
+with all activations kept (-r 0) and with every block checkpointed (-r 1). Models with more than 12
+layers are compiled block by block: the whole graph of 48 layers would take minutes. Without CUDA
+it runs on the CPU, which only shows that it works.
 
 Prints one line per variant as soon as it is measured: the median of steps after warm-up, and the
 peak of reserved device memory, CUDA context included:
@@ -108,10 +106,11 @@ def device_mib(device):
     return (torch.cuda.max_memory_reserved() + others) >> 20
 
 
-def measure(args, way, recompute, B, device):
-    """Trains a fresh model for a few steps and prints its line."""
+def measure(args, way, recompute, B, device, T=None):
+    """Trains a fresh model for a few steps and prints its line. On the CPU it is in fp32 if T is
+    given, as our CPU program is."""
     L, NH, C, max_T, Vp = shape(args.model)
-    T = args.seq_len or max_T
+    bf16, T = not T, T or max_T
     torch.manual_seed(42)
     with device:
         model = GPT2(L, NH, C, max_T, Vp, recompute)
@@ -123,10 +122,10 @@ def measure(args, way, recompute, B, device):
     if device.type == "cuda":
         tokens = tokens.pin_memory()
     times = []
-    for step in range(args.warm_up + args.steps):
+    for step in range(WARM_UP + args.steps):
         began = time.perf_counter()
         batch = tokens[step % BATCHES].to(device, non_blocking=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -136,31 +135,29 @@ def measure(args, way, recompute, B, device):
         times.append((time.perf_counter() - began) * 1e3)
     if not value < 1e3:
         raise RuntimeError(f"the loss is {value}")
-    ms = statistics.median(times[args.warm_up:])
+    ms = statistics.median(times[WARM_UP:])
     print(f"torch {way} {args.model} -r {recompute:d} B {B} T {T} ms {ms:.3f} "
           f"tokens/s {B * T / ms * 1e3:.0f} MiB {device_mib(device)}", flush=True)
     return ms
 
 
-def compare_bench(args, device):
-    """Times in PyTorch every step that build/bench_cpu timed, and prints the ratio."""
-    with open(args.bench, encoding="utf-8") as f:
-        ours = re.findall(r"^(\S+) B (\d+) T (\d+): step ([0-9.]+) ms", f.read(), re.M)
-    args.warm_up = 2
-    args.precision = "fp32"
-    for args.model, B, T, ms in ours:
-        B, args.seq_len, best = int(B), int(T), None
-        args.steps = 30 if B * args.seq_len * shape(args.model)[2] < 1e5 else 3
-        for way in ("eager", "compiled"):
-            try:
-                took = measure(args, way, False, B, device)
-                best = min(took, best or took)
-            except Exception as error:  # the compiler does not work here
-                print(f"torch {way} {args.model} FAILED: {type(error).__name__}", flush=True)
-            torch.compiler.reset()
-        if best:
-            print(f"{args.model} B {B} T {T}: {best / float(ms):.2f} x as fast as PyTorch's best",
-                  flush=True)
+def best_of(args, ways, device, T=None):
+    """Measures (recompute, way) in turn; returns the least ms, None if none works."""
+    best = None
+    for recompute, way in ways:
+        B = args.batch_recompute if recompute and args.batch_recompute else args.batch
+        try:
+            took = measure(args, way, recompute, B, device, T)
+            best = min(took, best or took)
+        except Exception as error:  # out of memory, or the compiler does not work here
+            first_line = str(error).strip().split("\n")[0][:150]
+            print(f"torch {way} {args.model} -r {recompute:d} B {B} FAILED: "
+                  f"{type(error).__name__}: {first_line}", flush=True)
+        torch.compiler.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return best
 
 
 def main():
@@ -168,38 +165,23 @@ def main():
     parser.add_argument("--model", default="d12", help="d12 d24 d36 d48 or a shape: l2h2c64t64")
     parser.add_argument("--batch", type=int, default=4, help="sequences with -r 0")
     parser.add_argument("--batch-recompute", type=int, help="sequences with -r 1; default: --batch")
-    parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: the model's")
     parser.add_argument("--steps", type=int, default=10, help="timed steps after the warm-up")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not timed")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16",
-                        help="bf16: autocast")
     parser.add_argument("--bench", metavar="FILE",
                         help="time the steps in this output of build/bench_cpu, on the CPU")
     args = parser.parse_args()
-    shape(args.model)
-    cuda = torch.cuda.is_available() and not args.bench
-    device = torch.device("cuda" if cuda else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.bench else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"# PyTorch {torch.__version__} on {name}, {torch.get_num_threads()} threads: "
-          "fp32 weights; bf16: autocast", flush=True)
-    if args.bench:
-        compare_bench(args, device)
-        return 0
-    failed = 0
-    for recompute, way in WAYS:
-        B = args.batch_recompute if recompute and args.batch_recompute else args.batch
-        try:
-            measure(args, way, recompute, B, device)
-        except Exception as error:  # out of memory, or the compiler does not work here
-            first_line = str(error).strip().split("\n")[0][:150]
-            print(f"torch {way} {args.model} -r {recompute:d} B {B} FAILED: "
-                  f"{type(error).__name__}: {first_line}", flush=True)
-            failed = 1
-        torch.compiler.reset()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-    return failed
+    print(f"# PyTorch {torch.__version__} on {name}, {torch.get_num_threads()} threads", flush=True)
+    if not args.bench:
+        return best_of(args, WAYS, device) is None
+    with open(args.bench, encoding="utf-8") as f:
+        steps = re.findall(r"^(\S+) B (\d+) T (\d+): step ([0-9.]+) ms", f.read(), re.M)
+    for args.model, B, T, ms in steps:
+        args.batch, args.steps = int(B), 3 if args.model in PRESETS else 30
+        best = best_of(args, ((False, "eager"), (False, "compiled")), device, int(T))
+        print(f"{args.model} B {B} T {T}: {(best or 0) / float(ms):.2f} x as fast as PyTorch's "
+              "best", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 //
 // Prints, from one run: the matmuls of a training step of GPT-2 124M at 256 and at 1024 rows and
 // those of a small character model, ours and oneDNN's (repetitions interleaved, medians);
-// attention; whole steps; generation. Quote ratios: absolute times mean something only together
+// attention; whole steps. Quote ratios: absolute times mean something only together
 // with the machine, and neither means anything if other programs use its cores.
 //
 // Build: make bench. By hand, without oneDNN (with it: -DBENCH_DNNL=1, and -ldnnl at the end):
@@ -176,37 +176,28 @@ static void bench_attention(int B, int T, int NH, int HS) {
            B, T, NH, HS, f, 1e-6 * flops / f, b, 2.5e-6 * flops / b);
 }
 
-// Opens an engine for the model `name` with initial weights.
-static void bench_open(Engine *e, Plan *p, Settings *s, const Options *o, const char *name,
-                       int generates) {
-    Model m;
-    const int bpe = model_parse(&m, name) == MODEL_PRESET;
-    model_set_vocabulary(&m, bpe ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY);
-    settings_from_options(s, o, &m, 0);
-    if (generates) {
-        settings_generate(s);
-    }
-    plan_build(p, s);
-    cpu_open(e, p);
-    engine_initialise(e, &s->model, 1);
-}
-
 // Times training steps of a model at B x T. Prints tokens/s, the update's time and, with oneDNN,
 // that of all matmuls in it (dnnl_ms).
 static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     enum { WARM = 1, STEPS = 5 };
     double step[STEPS], update[STEPS];
     Options o;
+    Model m;
     Settings s;
     Plan p;
     Engine e;
     options_default(&o);
     o.batch = B;
     o.seq_len = T;
-    bench_open(&e, &p, &s, &o, name, 0);
+    model_set_vocabulary(&m, model_parse(&m, name) == MODEL_PRESET ? GPT2_VOCABULARY
+                                                                   : BYTE_VOCABULARY);
+    settings_from_options(&s, &o, &m, 0);
+    plan_build(&p, &s);
+    cpu_open(&e, &p);
+    engine_initialise(&e, &m, 1);
     Token *tokens = (Token *)alloc_zero((size_t)B * (size_t)T, sizeof(Token));
     for (int i = 0; i < B * T; i++) {
-        tokens[i] = (Token)((unsigned)i * 7919u % (unsigned)s.model.V);
+        tokens[i] = (Token)((unsigned)i * 7919u % (unsigned)m.V);
     }
     for (int k = -WARM; k < STEPS; k++) {
         double start = now_ms();
@@ -220,36 +211,6 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     printf("%s B %d T %d: step %.1f ms, %.0f tokens/s; update %.1f ms; oneDNN's matmuls %.1f ms\n",
            name, B, T, ms, 1e3 * B * T / ms, median(update, STEPS), dnnl_ms);
     fflush(stdout);
-    free(tokens);
-    e.close(&e);
-    plan_free(&p);
-}
-
-// Generates one token at a time after `position` others in the KV cache. A token reads all weights
-// except wpe's rows, and the cache.
-static void bench_generate(const char *name, int position) {
-    enum { TOKENS = 21 };
-    double token[TOKENS];
-    Options o;
-    Settings s;
-    Plan p;
-    Engine e;
-    options_default(&o);
-    bench_open(&e, &p, &s, &o, name, 1);
-    const Model *m = &s.model;
-    real *logits = (real *)alloc_zero((size_t)m->V, sizeof(real));
-    Token *tokens = (Token *)alloc_zero((size_t)m->maxT, sizeof(Token));
-    e.logits(&e, logits, tokens, 0, position);
-    for (int k = 0; k < TOKENS; k++) {
-        const double began = now_ms();
-        e.logits(&e, logits, tokens, position, 1);
-        token[k] = now_ms() - began;
-    }
-    const double ms = median(token, TOKENS), read = (double)sizeof(real) * (double)
-        (model_parameters(m) - tensor_size(m, WPE) + 2LL * m->L * m->C * position);
-    printf("%s, token %d: %.2f ms, %.1f tokens/s; reads %.1f GB/s\n", name, position + 1, ms,
-           1e3 / ms, 1e-6 * read / ms);
-    free(logits);
     free(tokens);
     e.close(&e);
     plan_free(&p);
@@ -280,7 +241,5 @@ int main(int argc, char **argv) {
     bench_step("d12", 4, 64, dnnl[0]);
     bench_step("d12", 1, 1024, dnnl[1]);
     bench_step("l4h4c128t64", 12, 64, dnnl[2]);
-    bench_generate("d12", 16);
-    bench_generate("d12", 1000);
     return 0;
 }
