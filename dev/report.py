@@ -98,10 +98,10 @@ class Run:
 
 
 def parse(path, members, command):
-    """The output of `command`: a JSON object that has `members`."""
+    """The output of `command`: a JSON object that has one of `members`."""
     try:
         found = json.loads(read_text(path))
-        if all(member in found for member in members):
+        if any(member in found for member in members):
             return found
     except (ValueError, TypeError):
         pass
@@ -378,9 +378,9 @@ def main():
     given = parser.parse_args()
     if not (given.run or given.plan or given.fit):
         parser.error("name the folder of a run, or give --plan FILE or --fit FILE")
-    plan = given.plan and parse(given.plan, ("ticks", "buffers", "total_bytes"), "--plan --json")
+    plan = given.plan and parse(given.plan, ("ticks",), "--plan --json")
     if given.fit:
-        answers = [parse(path, ("query",), "--fit --json or of --plan --gpu all --json")
+        answers = [parse(path, ("ways", "cards"), "--fit --json or of --plan --gpu all --json")
                    for path in given.fit]
         output, title, body = "fit.html", "What fits", lambda: fit_html(answers)
         draw = lambda: fit_svg(answers[0])
