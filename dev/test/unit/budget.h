@@ -337,7 +337,7 @@ TEST(forecast, HOST) {
     const Speed of_chunks = speed_usual(&chunks);
     auto with_rows = [&](int rows) {
         chunks.logit_rows = rows;
-        return forecast_micro(&of_chunks, &chunks, 1);
+        return forecast_micro(&of_chunks, &chunks);
     };
     expect(of_chunks.chunk > 0 && with_rows(3072) == with_rows(2048));
     expect_near(with_rows(2048) - with_rows(4096), of_chunks.chunk, 1e-6 * of_chunks.chunk,
@@ -526,7 +526,7 @@ TEST(forecast_ranks, HOST) {
             // On this slow link, the exchange replaces the time of the computation that it overlaps
             // with: a micro-step and, below stage 3, also a forward pass, which overlaps with the
             // gather of the blocks' weights.
-            const double micro = forecast_micro(&v, &s, 1);
+            const double micro = forecast_micro(&v, &s);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
                         t.reduced + t.gathered - micro * (zero < 3 ? 4.0 / 3 : 1), 1, "%s -z %d",
                         card, zero);
