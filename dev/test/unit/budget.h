@@ -22,18 +22,16 @@ struct Planned {
 TEST(plan_refuse, HOST) {
     const Planned run("-e l4h4c128t64v257 -b 8 --logit-rows 64 -r none", 0);
     const Plan *p = &run.plan;
-    plan_refuse(p, &run.o, p->device_bytes, p->device_bytes, UINT64_MAX);
+    plan_refuse(p, &run.o, p->device_bytes, UINT64_MAX);
     auto refused = [&](size_t available, size_t host) {
-        return outcome(spawn([&] {
-            plan_refuse(p, &run.o, p->device_bytes, available, host);
-        }));
+        return outcome(spawn([&] { plan_refuse(p, &run.o, available, host); }));
     };
     expect_too_large(refused(p->device_bytes - 1000, SIZE_MAX), ": 1000 B short; it fits with -r ",
                      "a little");
-    expect_too_large(refused(0, SIZE_MAX), "only 0 B are available", "all");
+    expect_too_large(refused(1, SIZE_MAX), "only 1 B are available", "all");
     const Planned away("-e d12 --offload moments");
     expect_too_large(outcome(spawn([&] {
-        plan_refuse(&away.plan, &away.o, 1, 1, away.plan.host_bytes - 1);
+        plan_refuse(&away.plan, &away.o, away.plan.device_bytes, away.plan.host_bytes - 1);
     })), "are available in host memory: 1 B short", "on the host");
 }
 
@@ -123,7 +121,7 @@ TEST(remedies, FLOAT) {
         MemoryBudget budget = {};
         budget.device = run.plan.device_bytes / 100 * (size_t)draw(2, 99);
         budget.host = draw(0, 3) ? SIZE_MAX : run.plan.device_bytes / 3;
-        const int found = remedies_find(list.data(), &run.plan, &budget, 1);
+        const int found = remedies_find(list.data(), &run.plan, &budget, &run.o);
         for (int i = 0; i < found; i++) {
             const Way &w = list[(size_t)i], &before = list[(size_t)max_i64(i - 1, 0)];
             Settings again, changed = w.s;
@@ -151,7 +149,7 @@ TEST(remedies, FLOAT) {
             expect_near(w.slower, slower, 1e-9 * (1 + slower), "%s, remedy %d", base.c_str(), i);
         }
         if (found == 0) {
-            Search q = plan_search(&s, &budget, 1);
+            Search q = plan_search(&s, &budget, &run.o);
             q.mix = 0;
             for (int i = 0; i < OFFLOAD_TIERS * (q.last[BY_TYPE] + 1); i++) {
                 const int steps[AXES] = {RECOMPUTE_BLOCK, i / OFFLOAD_TIERS, i % OFFLOAD_TIERS, 1, 1};
@@ -339,7 +337,7 @@ TEST(forecast, HOST) {
     const Speed of_chunks = speed_usual(&chunks);
     auto with_rows = [&](int rows) {
         chunks.logit_rows = rows;
-        return forecast_micro(&of_chunks, &chunks, 1);
+        return forecast_micro(&of_chunks, &chunks);
     };
     expect(of_chunks.chunk > 0 && with_rows(3072) == with_rows(2048));
     expect_near(with_rows(2048) - with_rows(4096), of_chunks.chunk, 1e-6 * of_chunks.chunk,
@@ -528,7 +526,7 @@ TEST(forecast_ranks, HOST) {
             // On this slow link, the exchange replaces the time of the computation that it overlaps
             // with: a micro-step and, below stage 3, also a forward pass, which overlaps with the
             // gather of the blocks' weights.
-            const double micro = forecast_micro(&v, &s, 1);
+            const double micro = forecast_micro(&v, &s);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
                         t.reduced + t.gathered - micro * (zero < 3 ? 4.0 / 3 : 1), 1, "%s -z %d",
                         card, zero);
