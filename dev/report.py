@@ -51,7 +51,7 @@ def read_text(path):
 
 
 class Run:
-    """A log by subject and step. The last line of a step counts; a resume discards later steps."""
+    """A log by subject and step. The last line of a step counts, and discards later ones."""
 
     def __init__(self, path):
         self.path = os.path.join(path, "log.jsonl") if os.path.isdir(path) else path
@@ -77,11 +77,13 @@ class Run:
             self.start, self.end = event, ""
         elif kind == "end":
             self.end = event["reason"]
-        if kind == "resume" or (kind == "start" and not event["options"].get("resume")):
+        elif kind == "resume":
+            self.resumes.append(step)
+        if "loss" in event and step <= max(self.steps, default=0):
             for table in tables.values():
-                for later in [at for at in table if at > step]:
+                for later in [at for at in table if at >= step]:
                     del table[later]
-            self.resumes = [at for at in self.resumes if at < step] + ([step] if step else [])
+            self.resumes = [at for at in self.resumes if at < step]
         for key, table in tables.items():
             if key in event and kind is None:
                 table[step] = event if key == "loss" else event[key]
@@ -213,7 +215,7 @@ def plan_svg(plan):
         rows = [row for row in plan["buffers"] if row["home"] == home and row["bytes"]]
         whole = [row for row in rows if row["end"] - row["first"] == len(ticks)]
         size = size_text(max(row["offset"] + row["bytes"] for row in rows))
-        name = "Memory" if plan.get("target") == "cpu" else f"{home.capitalize()} memory"
+        name = f"{home.capitalize()} memory"
         parts += [(title, drawn, rows) for title, drawn in (
             (f"{name} over a step: {size}", whole),
             (f"{name} used by some stages only", [row for row in rows if row not in whole]))
@@ -225,8 +227,9 @@ def plan_svg(plan):
         for group in sorted({row["group"] for row in drawn},
                             key=lambda name: (*GROUPS, name).index(name)):
             own = [row for row in drawn if row["group"] == group]
-            corners = [(row[x], (row["offset"] + y * row["bytes"]) / 2 ** 20) for row in own for x, y
-                       in (("first", 0), ("end", 0), ("end", 1), ("first", 1), ("first", 0))]
+            corners = [(row[x], (row["offset"] + y * row["bytes"]) / 2 ** 20)
+                       for row in own for x, y in (("first", 0), ("end", 0), ("end", 1),
+                                                   ("first", 1), ("first", 0))]
             at.add_patch(PathPatch(
                 Path(corners, [1, 2, 2, 2, 79] * len(own)), facecolor=GROUPS.get(group, "#999999"),
                 edgecolor="white", linewidth=0.3, label=f"{group}, at most "

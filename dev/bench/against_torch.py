@@ -10,8 +10,6 @@ with more than 12 layers are compiled block by block, as PyTorch recommends: com
 graph of 48 layers would take minutes. Without CUDA it runs on the CPU, which only shows that it
 works.
 
-With --generate it times generation instead: transformers compared with ./train_gpt2.
-
 Prints one line per variant as soon as it is measured: the median of steps after warm-up, and the
 peak of reserved device memory, CUDA context included:
 torch eager d12 -r 0 B 16 T 1024 ms 101.2 tokens/s 161897 MiB 20112
@@ -19,9 +17,7 @@ torch eager d12 -r 0 B 16 T 1024 ms 101.2 tokens/s 161897 MiB 20112
 import argparse
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 
 import torch
@@ -33,7 +29,6 @@ PRESETS = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280),
            "d48": (48, 25, 1600)}  # L, NH, C
 WAYS = ((False, "eager"), (True, "eager"), (False, "compiled"), (True, "compiled"))  # quick first
 WARM_UP, BATCHES, WHOLE_GRAPH_LAYERS = 3, 4, 12
-END_OF_TEXT = 50256
 
 
 def shape(name):
@@ -150,10 +145,10 @@ def measure(args, way, recompute, B, device):
 def compare_bench(args, device):
     """Times in PyTorch every step that build/bench_cpu timed, and prints the ratio."""
     with open(args.bench, encoding="utf-8") as f:
-        step = r"^(\S+) B (\d+) T (\d+) (fp32|bf16): step ([0-9.]+) ms"
-        ours = re.findall(step, f.read(), re.M)
+        ours = re.findall(r"^(\S+) B (\d+) T (\d+): step ([0-9.]+) ms", f.read(), re.M)
     args.warm_up = 2
-    for args.model, B, T, args.precision, ms in ours:
+    args.precision = "fp32"
+    for args.model, B, T, ms in ours:
         B, args.seq_len, best = int(B), int(T), None
         args.steps = 30 if B * args.seq_len * shape(args.model)[2] < 1e5 else 3
         for way in ("eager", "compiled"):
@@ -164,50 +159,8 @@ def compare_bench(args, device):
                 print(f"torch {way} {args.model} FAILED: {type(error).__name__}", flush=True)
             torch.compiler.reset()
         if best:
-            print(f"{args.model} B {B} T {T} {args.precision}: {best / float(ms):.2f} x as fast as "
-                  "PyTorch's best", flush=True)
-
-
-def generate(args):
-    """Times transformers' generate and train_gpt2's on the CPU, alternating: the same weights in
-    the same file, fp32, one sequence that begins with <|endoftext|>, KV cache, greedy. Prints the
-    medians of tokens/s, excluding the first token of both, and how many tokens agree.
-    """
-    from transformers import GPT2Config, GPT2LMHeadModel
-    L, NH, C, T, _ = shape(args.model)
-    torch.manual_seed(42)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=L, n_head=NH, n_embd=C, n_positions=T)).eval()
-    with torch.no_grad():
-        model.transformer.wte.weight[END_OF_TEXT] = 0  # its logit: never the largest
-    prompt = torch.full((1, 1), END_OF_TEXT)
-
-    def torch_tokens(count):
-        began = time.perf_counter()
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
-                             min_new_tokens=count, max_new_tokens=count, pad_token_id=END_OF_TEXT)
-        return time.perf_counter() - began, out[0, 1:].tolist()
-
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        command = [args.program, "-e", folder, "--generate", "--temperature", "0", "-g",
-                   str(args.generate)]
-        rates, torch_rates = [], []
-        torch_tokens(2)
-        for _ in range(args.rounds):
-            run = subprocess.run(command, capture_output=True, text=True, check=True)
-            rates.append(float(re.search(r"; [0-9,]+ tokens, ([0-9,]+) tokens/s", run.stderr)
-                               .group(1).replace(",", "")))
-            first, whole = torch_tokens(1)[0], torch_tokens(args.generate)
-            torch_rates.append((args.generate - 1) / (whole[0] - first))
-    rate, torch_rate = statistics.median(rates), statistics.median(torch_rates)
-    print(f"generate {args.model}, {args.generate} tokens, medians of {args.rounds}: train_gpt2 "
-          f"{rate:.1f} tokens/s, transformers {torch_rate:.1f}: {rate / torch_rate:.2f} x")
-    words = run.stdout.split()
-    if all(word.isdigit() for word in words):  # text if GPT-2's vocabulary is available
-        same = 0
-        while same < min(len(words), len(whole[1])) and int(words[same]) == whole[1][same]:
-            same += 1
-        print(f"the same tokens: the first {same} of {args.generate}", flush=True)
+            print(f"{args.model} B {B} T {T}: {best / float(ms):.2f} x as fast as PyTorch's best",
+                  flush=True)
 
 
 def main():
@@ -222,17 +175,10 @@ def main():
                         help="bf16: autocast")
     parser.add_argument("--bench", metavar="FILE",
                         help="time the steps in this output of build/bench_cpu, on the CPU")
-    parser.add_argument("--generate", type=int, metavar="TOKENS",
-                        help="time generation instead: transformers and train_gpt2 on the CPU")
-    parser.add_argument("--rounds", type=int, default=5, help="with --generate: runs of each")
-    parser.add_argument("--program", default="./train_gpt2", help="with --generate: train_gpt2")
     args = parser.parse_args()
     shape(args.model)
     cuda = torch.cuda.is_available() and not args.bench
     device = torch.device("cuda" if cuda else "cpu")
-    if args.generate:
-        generate(args)
-        return 0
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"# PyTorch {torch.__version__} on {name}, {torch.get_num_threads()} threads: "
           "fp32 weights; bf16: autocast", flush=True)
