@@ -45,10 +45,6 @@ GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=com
 ARCH ?= $(patsubst 90,90a,$(GPU))
 CUDA_HEADERS = $(call try,$(CXX) $(CUDA_INCLUDE) -include cublasLt.h -include cuda_bf16.h -x c++)
 NCCL := $(and $(NVCC),$(call try,$(CXX) $(CUDA_INCLUDE) -include nccl.h -x c++,-lnccl))
-mpi := $(filter -I% -L% -l% -Wl$(,)%,$(if $(call on_path,mpicc),$(shell mpicc -show)))
-MPI := -DGPT2_MPI=$(if $(mpi),1,0) $(patsubst -I%,-isystem %,$(mpi))
-# nvcc does not accept -Wl, which mpicc prints to set the run-time search path of its libraries.
-NV_MPI := $(patsubst -Wl$(,)%,-Xlinker %,$(MPI))
 PROGRAM := $(if $(and $(NVCC),$(GPU),$(wildcard train_gpt2.cu)),train_gpt2cu,train_gpt2)
 ifndef REPORTED
 export REPORTED := yes
@@ -58,7 +54,7 @@ $(if $(OMP),,$(info ✗ OpenMP: one core only))
 nvcc_version = $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: CPU only))
 $(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none found (sm_75 or newer))))
-$(if $(NVCC),$(info $(if $(NCCL),✓ NCCL$(if $(mpi), · MPI),✗ NCCL: one GPU only)))
+$(if $(NVCC),$(info $(if $(NCCL),✓ NCCL,✗ NCCL: one GPU only)))
 endif
 # --- Flags ----------------------------------------------------------------------------------------
 # Multiplications and additions are contracted in the matmul only, and -Ofast is never used, so the
@@ -83,7 +79,7 @@ NV := $(NV1) -lineinfo $(foreach a,$(or $(ARCH),80),-gencode arch=compute_$(a),c
       $(if $(ARCH),,-gencode arch=compute_80,code=compute_80) \
       $(CUDA_LIBRARIES:%=-Xlinker -rpath,%) \
       -Xcompiler "$(filter-out -Wundef,$(OPT)) -Wno-missing-field-initializers $(AROUND)"
-WITH_NCCL = $(if $(NCCL),-DGPT2_NCCL=1 -lnccl $(NV_MPI))
+WITH_NCCL = $(if $(NCCL),-DGPT2_NCCL=1 -lnccl)
 # DEPEND: records the headers that a program includes, for the next build.
 DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # VARIANT: flags that follow from the target's name. Test builds put gaps and poison in the arena.
@@ -103,7 +99,7 @@ help: ## this list
 # A changed compiler or flag rebuilds all that depends on this file. WERROR is left out: it does not
 # affect the result.
 all_flags = $(filter-out -Werror all-warnings $(WERROR),$(C) $(CPP) \
-              $(if $(filter %/gpu,$@),$(NV) $(WITH_NCCL),$(NV1) $(MPI)))
+              $(if $(filter %/gpu,$@),$(NV) $(WITH_NCCL),$(NV1)))
 build/flags build/gpu: FORCE
 	@mkdir -p build; echo '$(all_flags)' | cmp -s - $@ || echo '$(all_flags)' > $@
 # Building a program also prepares data if there is none; a failure prints one line and is ignored.
@@ -163,7 +159,7 @@ build/cuda_example: dev/cuda_cpu/example.cu build/flags
 build/bench_cuda_cpu: dev/bench/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
-	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm $(if $(findstring train,$@),$(MPI))
+	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
 # The benchmark with a count of each kernel's bytes: dev/cuda_cpu/emu_profile.h.
 build/bench_profile: dev/bench/bench.cu build/flags
 	$(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CXX) -std=c++17 -O1 -fsanitize=thread -w \

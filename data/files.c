@@ -47,16 +47,6 @@ static const char *program_name = "train_gpt2";
 static uint64_t progress_own, *progress_count = &progress_own;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
-// Called before and after operations that may wait for a disk, a file server or NCCL's start-up:
-// while a process is inside one, the watchdog's time limit is ten times as long. Several threads
-// may be inside one at the same time.
-static int slow_own, *slow_count = &slow_own;
-static void slow_begin(void) { __atomic_fetch_add(slow_count, 1, __ATOMIC_SEQ_CST); }
-static void slow_end(void) {
-    progress();  // restarts the time limit before the shorter one applies again
-    __atomic_fetch_sub(slow_count, 1, __ATOMIC_SEQ_CST);
-}
-
 // Milliseconds that die() waits before it prints its message. If several processes fail with the
 // same error, only one prints it: the others wait this long, and are terminated meanwhile.
 static int grace_ms;

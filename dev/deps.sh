@@ -7,6 +7,12 @@
 set -u
 
 have() { command -v "$1" > /dev/null 2>&1; }
+has_pytest() {
+    for python in ${PYTHON:-python3 /usr/bin/python3}; do
+        ! "$python" -c "import pytest, xdist" 2> /dev/null || return 0
+    done
+    return 1
+}
 has_header() { echo "#include <$1>" | "${CC:-cc}" -E - > /dev/null 2>&1; }
 
 # need PACKAGE...: a target fails without them. want WHAT PACKAGE...: it only loses WHAT.
@@ -26,9 +32,10 @@ look() {
         case "$target" in
         build) ;;
         test)
-            have mpicc && have mpirun ||
-                want "the runs that mpirun starts" openmpi-bin libopenmpi-dev
-            have shellcheck || want "the check of shell scripts" shellcheck ;;
+            have mpirun || want "the runs that mpirun starts" openmpi-bin
+            has_pytest || want "most tests" python3-pytest python3-pytest-xdist
+            have shellcheck || want "the check of shell scripts" shellcheck
+            have strace || want "runs with power losses and failing calls" strace ;;
         lint)
             have clang || want "the check that clang builds it too" clang
             have clang-tidy || want "the clang-tidy check" clang-tidy

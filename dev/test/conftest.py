@@ -25,8 +25,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads delay other programs
-    for name, text in {"gpu": "drives the GPU program", "all": "needs ALL=1",
-                       "full": "needs FULL=1"}.items():
+    for name, text in {"gpu": "drives the GPU program", "emulated": "needs the emulated GPU",
+                       "all": "needs ALL=1", "full": "needs FULL=1"}.items():
         config.addinivalue_line("markers", "%s: %s" % (name, text))
 
 
@@ -61,9 +61,11 @@ def folder(request, tmp_path, monkeypatch, built):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gpu = request.node.get_closest_marker("gpu")
-    program.path = built[gpu is not None]
+    program.cpu_path, program.path = built[0], built[gpu is not None]
     if gpu and not program.path:
         pytest.skip("no GPU program: it needs CUDA's headers")
+    if request.node.get_closest_marker("emulated") and not program.is_emulated():
+        pytest.skip("needs the emulated device")
     files.write_corpus()
     yield
     while program.started:

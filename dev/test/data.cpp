@@ -418,28 +418,6 @@ TEST(spaces) {
     }
 }
 
-// Words around the limits of what an encoder caches, repeated and in random order.
-TEST(bpe_words) {
-    open_bpe(made_merges());
-    Words words;
-    for (size_t length = 29; length <= 34; length++) {
-        for (const char *end : {"a", "A", "b"}) {    // a and A differ in one bit
-            words.push_back(Text(length - 1, 'a') + end);
-        }
-    }
-    for (size_t tokens = 13; tokens <= 18; tokens++) {
-        words.push_back(Text(tokens, '4'));  // no digits merge except 12 and 123
-    }
-    BpeEncoder e;
-    bpe_encoder_open(&e, &bpe);
-    for (int again = 0; again < 3; again++) {
-        for (const Text &word : words) {
-            expect(encode(word, &e) == encode(word), "'%s'", word.c_str());
-        }
-    }
-    bpe_encoder_close(&e);
-}
-
 // Merging compared with its definition; encoded text decodes to itself, whatever the bytes; a text
 // can be split where bpe_cut_is_safe says; a pre-token of a million characters is encoded in time.
 TEST(bpe_rules) {
@@ -495,6 +473,7 @@ TEST(bpe_files) {
         {first + "\n", ":2: not a merge"},
         {first + "ab\n", ":2: not a merge"},
         {first + "a bc\n", ":2: not a merge"},
+        {first + "ab c\n", ":2: not a merge"},
         {first + "a b c\n", ":2: not two tokens"},
         {first + "a \xff\n", ":2: not two tokens"},
         {first + "a b\r\n", ":2: not two tokens"},
@@ -758,7 +737,6 @@ TEST(eval_fields) {
          "not an evaluation file: the first word is 20240520, expected 20240522"},
         {with_int(good, 1, 2), "an evaluation file of version 2"},
         {with_int(good, 2, 0), "counts 0 examples of at most 34 bytes; allowed are 1 to 65535"},
-        {with_int(good, 2, -1), "counts -1 examples"},
         {with_int(good, 2, 65536), "counts 65536 examples"},
         {with_int(good, 2, 1), "22 bytes follow the last of its 1 examples"},
         {with_int(good, 2, 3), "example 2: the file ends before it"},
@@ -770,24 +748,17 @@ TEST(eval_fields) {
         {with_word(body + 2, 33), "example 0: text 4 (0 is the context) has 1 tokens"},
         {with_word(body + 2, 35), "example 0: has 35 bytes"},
         {with_word(body + 2, 6), "example 0: text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 2, 0), "example 0: text 0 (0 is the context) has 0 tokens"},
         {with_word(body + 4, 1), "begins with 65535 and index 1; expected 65535 and 0"},
         {with_word(body + 6, 4), "example 0: label 4 of 4 completions"},
         {with_word(body + 8, 1), "label 3 of 1 completions; allowed are 2 to 8"},
-        {with_word(body + 8, 9), "label 3 of 9 completions"},
-        {with_word(body + 8, 5), "example 0: text 5 (0 is the context) has 0 tokens"},
         {with_word(body + 10, 0), "text 0 (0 is the context) has 0 tokens"},
         {with_word(body + 10, 12), "leave space for 11"},
-        {with_word(body + 10, 65535), "text 0 (0 is the context) has 65535 tokens"},
         {with_word(body + 12, 50257), "token 50257 is outside the model's vocabulary of 50257"},
         {with_word(body + 32, 50257), "example 0: token 50257"},
-        {with_word(body + 26, 0), "example 0: text 3 (0 is the context) has 0 tokens"},
         {with_word(second, 1), "example 1: begins with 1 and index 1; expected 65535 and 1"},
         {with_word(second + 2, 24), "example 1: has 24 bytes; the file has 22"},
         {with_word(second + 2, 24) + "ab", "example 1: has 24 bytes, but its tokens fill only 22"},
-        {with_word(second + 6, 2), "example 1: label 2 of 2 completions"},
         {good + "x", "1 bytes follow the last of its 2 examples"},
-        {good + good.substr(second), "22 bytes follow"},
     };
     expect(good.size() == second + 22);
     expect_success(eval_parsed(good), "the file itself");

@@ -15,11 +15,16 @@ ALL, FULL = ("" if os.environ.get(name, "0") == "0" else os.environ[name]
              for name in ("ALL", "FULL"))
 LIMIT_S = 3600 if FULL else 300
 path = None  # of the program under test
+cpu_path = None  # of the CPU program
 started = []  # by the current test; conftest.py ends those that it leaves behind
 
 
 def has_sanitizers():
     return "asan" in path
+
+
+def is_emulated():
+    return "cu_cpu" in path
 
 
 @dataclass
@@ -30,9 +35,8 @@ class Outcome:
 
 
 def words(arguments, under=""):
-    """The argv of a command line, split at single spaces; `under`: a program that runs it."""
-    arguments = arguments.rstrip(" ")
-    return [*under.split(), path, *(arguments.split(" ") if arguments else [])]
+    """The argv of a command line, split at spaces; `under`: a program that runs it."""
+    return [*under.split(), path, *(word for word in arguments.split(" ") if word)]
 
 
 def start(arguments, under="", env={}, before=None, stdin=subprocess.DEVNULL,
@@ -77,9 +81,14 @@ def passes_over(arguments, *skipped):
         assert "train_gpt2: skipped out/" + text in o.err
 
 
-def query(arguments, status=0):
+def on_cpu(arguments):
+    """The argv with which the CPU program runs a command line."""
+    return [cpu_path, *arguments.split(" ")]
+
+
+def query(arguments, status=0, **more):
     """The JSON that a command prints."""
-    o = run(arguments + " --json")
+    o = run(arguments.rstrip(" ") + " --json", **more)
     assert o.status == status and o.err == "", o
     return json.loads(o.out)
 

@@ -102,12 +102,12 @@ def test_gpt2():
 
 def test_own():
     """A model with its own vocabulary of 1,000 tokens trains, samples, saves its tokenizer,
-    resumes with the same bits, and generates from its checkpoint alone, even from a copy of two of its
-    files and the merges."""
+    resumes with the same bits, and generates from its checkpoint alone, even from a copy of two of
+    its files and the merges."""
     texts = write_own_data()
     line = b"".join(texts).decode()
-    options = ("-i mine_train.bin -j mine_val.bin -e l1h2c32t16 -b 4 -l 2e-2 -k constant -n 60 -m 3 "
-               "-v 120 --temperature 0 -g 8 -y 1 ")
+    options = ("-i mine_train.bin -j mine_val.bin -e l1h2c32t16 -b 4 -l 2e-2 -k constant -n 60 -m "
+               "3 -v 120 --temperature 0 -g 8 -y 1 ")
     succeeds(options + "-x 120 -s 120 -o out", "vocabulary 1000 (1024 rows)",
              "\n<|endoftext|>%s<|endoftext|>\n---" % line)
     folder = step(120)

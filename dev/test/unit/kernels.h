@@ -19,14 +19,14 @@ template <class E> static Reals noise_in(size_t n, double scale, uint64_t seed) 
 }
 
 // An array on the device, initially NaN.
-template <class T> struct Device {
+template <class T> struct Array {
     size_t n;
     T *p;
-    explicit Device(size_t count) : n(count) {
+    explicit Array(size_t count) : n(count) {
         cuda_check(cudaMalloc((void **)&p, n * sizeof(T)));
         cuda_check(cudaMemset(p, 0xff, n * sizeof(T)));
     }
-    template <class X> explicit Device(const std::vector<X> &values) : Device(values.size()) {
+    template <class X> explicit Array(const std::vector<X> &values) : Array(values.size()) {
         std::vector<T> host(n);
         for (size_t i = 0; i < n; i++) {
             if constexpr (std::is_same_v<X, T>) {
@@ -37,8 +37,8 @@ template <class T> struct Device {
         }
         cuda_check(cudaMemcpy(p, host.data(), n * sizeof(T), cudaMemcpyHostToDevice));
     }
-    Device(const Device &) = delete;
-    ~Device() { cudaFree(p); }
+    Array(const Array &) = delete;
+    ~Array() { cudaFree(p); }
     std::vector<T> raw() const {
         std::vector<T> host(n);
         cuda_check(cudaMemcpy(host.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
@@ -122,6 +122,8 @@ template <class E> static void compare_in(int line, const Reals &got, Nums want,
 }
 #define compare_as(E, got, want, who) compare_in<E>(__LINE__, got, want, who)
 
+static bool device_lacks_bf16() { return gpu_present()->capability < 80; }
+
 // Runs a test in fp32 and in the 16-bit type that this GPU supports.
 #define in_16_bits(test, ...) \
     (device_lacks_bf16() ? (void)test<__half>(__VA_ARGS__) : (void)test<bf16>(__VA_ARGS__))
@@ -147,9 +149,9 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     Reals dwpe = noise_in<G>(max_T * C, 1, 5);
     Outputs got = every_order(
         [&] {
-            Device<E> d_wte(wte), d_wpe(wpe), d_dout(dout), out(dout.size());
-            Device<G> d_dwte(dwte), d_dwpe(dwpe), written(dwpe.size());
-            Device<int> d_tokens(tokens), d_plan(plan);
+            Array<E> d_wte(wte), d_wpe(wpe), d_dout(dout), out(dout.size());
+            Array<G> d_dwte(dwte), d_dwpe(dwpe), written(dwpe.size());
+            Array<int> d_tokens(tokens), d_plan(plan);
             gpu_embedding_forward(out.p, d_tokens.p, d_wte.p, d_wpe.p, B, T, C, 0);
             gpu_embedding_backward(d_dwte.p, d_dwpe.p, d_dout.p, d_plan.p, segments, B, T, C, max_T,
                                    false, 0);
@@ -215,12 +217,12 @@ template <class E> static void check_layernorm(int N, int C) {
     Reals dw = noise(C, 1, 6), db = noise(C, 1, 7), before = noise(C, 1, 8);
     Outputs got = every_order(
         [&] {
-            Device<E> d_x(x), d_w(w), d_b(b), out(n), dinp(n), d_dout(dout), d_addend(addend);
-            Device<float> mean(N), rstd(N), scratch(gpu_layernorm_backward_bytes(N, C) / 4);
+            Array<E> d_x(x), d_w(w), d_b(b), out(n), dinp(n), d_dout(dout), d_addend(addend);
+            Array<float> mean(N), rstd(N), scratch(gpu_layernorm_backward_bytes(N, C) / 4);
             Outputs all;
             gpu_layernorm_forward(out.p, mean.p, rstd.p, d_x.p, d_w.p, d_b.p, N, C, 0);
-            auto backward = [&](Device<E> &to, const E *add) {
-                Device<float> d_dw(dw), d_db(db), d_before(before);
+            auto backward = [&](Array<E> &to, const E *add) {
+                Array<float> d_dw(dw), d_db(db), d_before(before);
                 gpu_layernorm_backward(to.p, d_dw.p, d_db.p, add ? nullptr : d_before.p, d_dout.p,
                                        d_x.p, d_w.p, mean.p, rstd.p, add, scratch.p, N, C, 0);
                 all = {to.get(), d_dw.get(), d_db.get(), d_before.get()};
@@ -272,12 +274,13 @@ template <class E> static void check_gelu(int N, int OC) {
     }
     Outputs got = every_order(
         [&] {
-            Device<E> d_x(x), d_dout(dout), out(n);
-            Device<float> of_dinp(dbias), of_dout(dbias),
+            Array<E> d_x(x), d_dout(dout), out(n);
+            Array<float> of_dinp(dbias), of_dout(dbias),
                 scratch(gpu_bias_backward_bytes(N, OC) / 4);
             gpu_gelu_forward(out.p, d_x.p, n, 0);
             if constexpr (is_fp32<E>) {  // in 16 bits, other kernels compute this sum
-                gpu_bias_backward(of_dout.p, d_dout.p, scratch.p, N, OC, 0);
+                gpu_gelu_backward<float, false>(nullptr, of_dout.p, d_dout.p, nullptr, scratch.p, N,
+                                                OC, 0);
             }
             gpu_gelu_backward(d_dout.p, of_dinp.p, d_dout.p, d_x.p, scratch.p, N, OC, 0);
             return Outputs{out.get(), d_dout.get(), of_dinp.get(), of_dout.get()};
@@ -319,11 +322,11 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     Reals dw = noise_in<G>(OC * C, 1, 6);
     Outputs got = every_order(
         [&] {
-            Device<char> workspace(4 << 20);
+            Array<char> workspace(4 << 20);
             gpu_matmul_open(workspace.p, workspace.n);
-            Device<E> d_inp(inp), d_w(w), d_b(b), plain(addend.size()), sum(addend), d_dout(dout);
-            Device<E> dinp(inp.size());
-            Device<G> d_dw(dw), written(dw.size());
+            Array<E> d_inp(inp), d_w(w), d_b(b), plain(addend.size()), sum(addend), d_dout(dout);
+            Array<E> dinp(inp.size());
+            Array<G> d_dw(dw), written(dw.size());
             gpu_matmul_forward<E>(plain.p, d_inp.p, d_w.p, nullptr, nullptr, N, C, OC, 0);
             gpu_matmul_forward<E>(sum.p, d_inp.p, d_w.p, d_b.p, sum.p, N, C, OC, 0);
             gpu_matmul_backward<E, G>(dinp.p, d_dw.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, false, 0);
@@ -391,9 +394,9 @@ template <class E> static Outputs check_attention(int B, int T, int HS, int NH, 
     Reals dbias = noise(3 * C, 1, 3);
     Outputs got = every_order(
         [&] {
-            Device<E> d_qkv(qkv), d_dout(dout), out(n), dqkv(3 * n);
-            Device<float> lse(B * NH * T), drow(B * NH * T), d_dbias(dbias);
-            Device<float> scratch(gpu_attention_backward_bytes<E>(B, T, C, NH) / 4);
+            Array<E> d_qkv(qkv), d_dout(dout), out(n), dqkv(3 * n);
+            Array<float> lse(B * NH * T), drow(B * NH * T), d_dbias(dbias);
+            Array<float> scratch(gpu_attention_backward_bytes<E>(B, T, C, NH) / 4);
             gpu_attention_forward<E>(out.p, lse.p, d_qkv.p, B, T, C, NH, 0);
             gpu_attention_backward<E>(dqkv.p, d_dbias.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p,
                                       scratch.p, B, T, C, NH, 0);
@@ -442,50 +445,6 @@ static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
 #endif
 }
 
-// Attention with a KV cache, for a sequence in two chunks, whatever the cache contained before.
-template <class E> static void check_cached(int positions, int first, int rows, int HS, int NH) {
-    const int C = NH * HS, T = first + rows;
-    const Text who = text("%d after %d of %d heads %d of %d", rows, first, positions, NH, HS);
-    Reals qkv = noise_in<E>(3 * T * C, 1, 1), dout(T * C);
-    Outputs got = every_order(
-        [&] {
-            Device<E> d_qkv(qkv), cache(2 * positions * C), out(T * C);
-            if (first) {
-                gpu_attention_cached<E>(out.p, cache.p, d_qkv.p, positions, 0, first, C, NH, 0);
-            }
-            gpu_attention_cached<E>(out.p + first * C, cache.p, d_qkv.p + 3 * first * C, positions,
-                                    first, rows, C, NH, 0);
-            return Outputs{out.get()};
-        },
-        who);
-    Nums want[2], lse(NH * T), dqkv(3 * T * C);
-    for (int k = 0; k < 2; k++) {
-        want[k] = Nums(T * C);
-        for (int head = 0; head < NH && (k == 0 || !is_fp32<E>); head++) {
-            naive_attention(&want[k], &lse, &dqkv, qkv, dout, 0, head, T, C, NH,
-                           k ? num_in<E> : as_it_is);
-        }
-    }
-    if (is_fp32<E>) {
-        compare_as(E, got[0], want[0], who + " out");
-    } else {
-        expect_naive_at(__LINE__, got[0], want[0], want[1], who + " out " + traits<E>.name);
-    }
-}
-
-TEST(gpu_cached, CUDA_ALL) {
-    static const int shapes[][5] = {{1, 0, 1, 16, 2},   {70, 0, 66, 64, 1}, {200, 191, 1, 40, 3},
-                                    {66, 1, 65, 128, 1}, {90, 31, 5, 8, 5},  {300, 255, 3, 80, 1}};
-    for (auto &s : shapes) {
-        if (!sampled(s[0] == 90)) {
-            continue;
-        }
-        in_both_types(check_cached, s[0], s[1], s[2], s[3], s[4]);
-    }
-    check_cached<float>(70, 66, 4, 200, 1);
-    check_cached<float>(70, 60, 2, 5, 8);
-}
-
 // Attention with lengths around the tile size, heads of 8 to 128 channels, and flat and sharp
 // scores.
 TEST(gpu_attention, CUDA_ALL) {
@@ -510,16 +469,6 @@ TEST(gpu_attention, CUDA_ALL) {
         in_both_types(check_attention, 1, 130, 64, 2, 4);
         in_both_types(check_attention, 1, 100, 16, 1, 8);
     }
-    // Sections of one head, of two heads with a remainder of one, and with heads of two sequences.
-    for (int heads : {1, 2, 4}) {
-        attention_cache_bytes = 2 * heads * 130 * 64 * 4;
-        if (!sampled(heads == 2)) {
-            continue;
-        }
-        in_16_bits(check_attention, 2, 130, 64, 3, 1);
-        in_16_bits(check_attention, 1, 130, 64, 5, 1);
-    }
-    attention_cache_bytes = 0;
 }
 
 static void need_wgmma() {
@@ -534,7 +483,7 @@ static void need_wgmma() {
 // shared memory; 1: a in registers, b (n,k); 2: a in registers, b (k,n).
 template <int FORM>
 static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
-    DYN_TILES(bf16, tile_a);
+    DYN_SHARED(bf16, tile_a);
     bf16 *tile_b = tile_a + 64 * 64;
     (void)warpgroup_index(tile_a);
     tile_load<64, 64, 4>(tile_a, a, 64, 0, 64, 64);
@@ -582,8 +531,8 @@ template <int FORM> static void check_wgmma(bool of_a) {
         numbers[1][i] = i % 64;
     }
     for (int k = 0; k < 2; k++) {
-        Device<bf16> a(of_a ? numbers[k] : one), b(of_a ? one : numbers[k]);
-        Device<float> out(4096);
+        Array<bf16> a(of_a ? numbers[k] : one), b(of_a ? one : numbers[k]);
+        Array<float> out(4096);
         launch(wgmma_kernel<FORM>, 1, 128, 16384, 0, out.p, a.p, b.p);
         got[k] = out.get();
     }
@@ -606,27 +555,16 @@ TEST(gpu_wgmma, CUDA_ALL) {
     check_wgmma<2>(false);
 }
 
-// Selects the wgmma variant of the kernels whose bit is set in `kernels`, and row 0 of the others,
-// both for launches and, by verdicts, for an engine that is opened later.
+// Selects the wgmma variant of the kernels whose bit is set in `kernels`.
 static void choose_wgmma(int kernels) {
-    KernelVerdicts verdicts = {};
     for (int k = 0; k < ATTENTION_KERNELS; k++) {
-        attention_choice[k] = 0;
-        for (int i = 0; i < ATTENTION_VARIANTS && kernels >> k & 1; i++) {
-            if (strcmp(attention_variants[i].name, "wgmma") == 0) {
-                attention_choice[k] = i;
-                snprintf(verdicts[k][i].s, sizeof verdicts[k][i].s, "right 2");
-            }
-        }
-        expect((attention_choice[k] > 0) == (kernels >> k & 1), "%s has no wgmma",
-               attention_names[k]);
+        attention_fast[k] = kernels >> k & 1;
     }
-    memcpy(rank_info.kernels, &verdicts, sizeof verdicts);
 }
 
-// The wgmma variants, with lengths around the tile sizes, flat and sharp scores, and sections. Also
-// wgmma forward with mma.sync backward and the reverse, because LSE2 and D mean the same in both. A
-// shape that they do not support is computed by row 0.
+// The wgmma variants, with lengths around the tile sizes, and flat and sharp scores. Also wgmma
+// forward with mma.sync backward and the reverse, because LSE2 and D mean the same in both. A shape
+// that they do not support is computed by the default kernels.
 TEST(gpu_attention_wgmma, CUDA_ALL) {
     need_wgmma();
     enum { FORWARD = 1, DQ = 2, DKV = 4, EVERY = 7 };
@@ -640,32 +578,6 @@ TEST(gpu_attention_wgmma, CUDA_ALL) {
         if (sampled(r[2] == 65)) {
             check_attention<bf16>(r[1], r[2], r[3], r[4], r[5]);
         }
-    }
-    choose_wgmma(EVERY);
-    attention_cache_bytes = 2 * 2 * 130 * 64 * 4;  // sections of two of three heads
-    if (sampled(false)) {
-        check_attention<bf16>(1, 130, 64, 3, 1);
-    }
-    attention_cache_bytes = 0;
-}
-
-// The number of words in which two arrays differ, more than the grid has threads.
-TEST(gpu_differ, CUDA_ALL) {
-    const int n = 300000;
-    Reals x(n);
-    Device<unsigned> count(1);
-    Device<float> a(x);
-    for (int i : {0, 255, 256, 70000, n - 1}) {
-        x[i] = 1;
-    }
-    Device<float> b(x);
-    static const unsigned table[][2] = {{1, 1}, {257, 3}, {n - 1, 4}, {n, 5}};
-    for (auto &row : table) {
-        unsigned got;
-        cuda_check(cudaMemset(count.p, 0, 4));
-        gpu_differ(count.p, a.p, b.p, row[0] * 4, 0);
-        cuda_check(cudaMemcpy(&got, count.p, 4, cudaMemcpyDeviceToHost));
-        expect(got == row[1], "%u words: %u differ, not %u", row[0], got, row[1]);
     }
 }
 
@@ -681,10 +593,10 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
     }
     Outputs got = every_order(
         [&] {
-            Device<E> d_logits(logits);
-            Device<float> losses(rows), again(rows);
-            Device<int> d_targets(targets);
-            Device<float> d_scale(Reals{traits<E>.narrow ? scale : (real)NAN});
+            Array<E> d_logits(logits);
+            Array<float> losses(rows), again(rows);
+            Array<int> d_targets(targets);
+            Array<float> d_scale(Reals{traits<E>.narrow ? scale : (real)NAN});
             gpu_classifier(losses.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, false,
                            0);
             expect(same_bits(d_logits.get(), logits), "%s: evaluation keeps them", who.c_str());
@@ -716,135 +628,107 @@ TEST(gpu_classifier, CUDA_ALL) {
     check_classifier<__half>(1, 50257, 20);
 }
 
-// Two matrices and a vector of odd sizes with gaps between them, as a table of ranges. The offsets
-// of a rank's states differ from those of the weights.
-static std::vector<ParamRange> three_ranges(int *chunks) {
-    std::vector<ParamRange> ranges = {{64, 128, 0, 0, 24008, 130, 1, 0, 0},
-                                      {24136, 24200, 0, 0, 72, 131, 0, 0, 0},
-                                      {24272, 24328, 24072, 800, 48, 132, 1, 0, 0}};
-    *chunks = param_ranges_chunk(ranges.data(), 3);
-    return ranges;
-}
-
-// Copies all ranges from their offsets `a` in `from` to their offsets `b` in `to`.
-template <class T>
-static std::vector<T> moved(const std::vector<T> &from, std::vector<T> to,
-                            const std::vector<ParamRange> &ranges, size_t ParamRange::*a,
-                            size_t ParamRange::*b) {
-    for (const ParamRange &r : ranges) {
-        std::copy_n(&from[r.*a], r.count, &to[r.*b]);
-    }
-    return to;
-}
-
-// Returns the fp32 weights given by master and device weights. In fp16 the master is complete, and
-// the device weights, `rounded`, must be the master rounded to fp16.
-template <class E>
-static Reals master_weights(const Reals &rounded, const Device<E> &params,
-                            const std::vector<Master<E>> &master,
-                            const std::vector<ParamRange> &ranges) {
-    Device<Master<E>> low(master);
-    Reals weights(master.size());
-    const StateView whole = {TYPE_FP32, (char *)low.p, nullptr, false};
-    const StateView halves = {TYPE_BF16, (char *)params.p, (uint16_t *)(void *)low.p, true};
-    state_read(weights.data(), traits<E>.narrow ? whole : halves, (int64_t)weights.size(), 0);
-    for (const ParamRange &r : ranges) {
-        for (size_t i = r.param; traits<E>.narrow && i < r.param + r.count; i++) {
-            expect(rounded[i] == rounded_to<E>(weights[i]), "weight %zu", i);
+// Array weights and, with SPLIT, their master, as the host writes and reads them.
+template <class E, bool SPLIT> struct Weights {
+    Array<E> p;
+    Array<Master<E>> low;
+    explicit Weights(const Reals &values) : p(values), low(values.size()) {
+        std::vector<Master<E>> rest(values.size());
+        std::vector<uint16_t> high;
+        for (size_t i = 0; i < values.size(); i++) {
+            memcpy(&rest[i], &values[i], sizeof rest[i]);  // the low half, or the whole number
+            high.push_back(master_high(values[i]));
+        }
+        cuda_check(cudaMemcpy(low.p, rest.data(), low.n * sizeof rest[0], cudaMemcpyHostToDevice));
+        if (SPLIT && !traits<E>.narrow) {
+            cuda_check(cudaMemcpy(p.p, high.data(), p.n * 2, cudaMemcpyHostToDevice));
         }
     }
-    return weights;
+    Master<E> *master() const { return SPLIT ? low.p : nullptr; }
+    // The fp32 weights. In fp16 the master is complete, and the weights are its rounding.
+    Reals get() const {
+        Reals weights = p.get();
+        const std::vector<Master<E>> rest = low.raw();
+        for (size_t i = 0; SPLIT && i < weights.size(); i++) {
+            const real rounded = weights[i];
+            weights[i] = traits<E>.narrow ? (real)rest[i] : master_join(rounded, (uint16_t)rest[i]);
+            expect(!traits<E>.narrow || isnan(rounded) || rounded == rounded_to<E>(weights[i]),
+                   "weight %zu", i);
+        }
+        return weights;
+    }
+};
+
+static AdamW adamw_of(int step, float rate) {
+    return {rate, 0.9f, 0.95f, 1 - powf(0.9f, (float)step), 1 - powf(0.95f, (float)step), 1e-8f,
+            0.1f, 1.0f};
+}
+
+template <class E, class G, class M, bool SPLIT>
+static void update_with(E *p, Master<E> *low, M *m, M *v, const G *g, size_t count, size_t index,
+                        int step, const UpdateState *state, float rate = 1e-3f) {
+    launch((adamw_kernel<E, G, M, SPLIT>), (unsigned)ceil_div_i64((int64_t)count, UPDATE_CHUNK),
+           UPDATE_THREADS, 0, 0, p, low, m, v, g, count, index, adamw_of(step, rate),
+           UpdateRandom{1234, (uint32_t)step}, state);
 }
 
 // Three steps (clipped, not clipped, skipped) compared with the AdamW of chapter Optimizer and
-// schedules. States stored exactly must be bitwise equal. States stored only in 16 bits are rounded
-// stochastically: to one of the two neighbours, without bias (the mean within four standard
-// deviations); these runs end after one step.
+// schedules; what lies before and after the updated elements is not touched. States stored exactly
+// must be bitwise equal. States stored only in 16 bits are rounded stochastically: to one of the
+// two neighbours, without bias (the mean within four standard deviations); these runs end after one
+// step.
 template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
-    enum { N = 24384, N2 = 24120, N1 = 72 };
+    enum { FIRST = 64, N = 24008, EVERY = FIRST + N + 64 };
     const bool exact_p = SPLIT || is_fp32<E>, exact_m = is_fp32<M>;
-    int chunks, steps = exact_p && exact_m ? 3 : 1;
-    std::vector<ParamRange> ranges = three_ranges(&chunks);
-    Reals p = noise(N, 0.02, 1), m(N), v(N);
-    std::vector<Master<E>> low(N), none(N);
-    std::vector<uint16_t> high(N);
-    for (int i = 0; i < N; i++) {
+    Reals p = noise(EVERY, 0.02, 1), m(EVERY), v(EVERY);
+    for (int i = 0; i < EVERY; i++) {
         p[i] = i % 97 ? exact_p ? p[i] : rounded_to<E>(p[i]) : 0;
-        uint32_t bits;
-        memcpy(&bits, &p[i], 4);
-        high[i] = (uint16_t)((bits + 0x8000) >> 16);
-        memcpy(&low[i], &p[i], sizeof low[i]);  // the low half, or the whole number
     }
-    Device<E> d_p(p);
-    if (SPLIT && !traits<E>.narrow) {
-        cuda_check(cudaMemcpy(d_p.p, high.data(), N * 2, cudaMemcpyHostToDevice));
-    }
-    Device<Master<E>> d_low(moved(low, none, ranges, &ParamRange::param, &ParamRange::state));
-    Device<M> d_m(m), d_v(v);
-    Device<ParamRange> d_ranges(ranges);
-    Device<float> scratch(gpu_grad_square_sum_bytes() / 4);
-    Device<UpdateState> state(std::vector<UpdateState>(1));
-    for (uint32_t step = 1; step <= (uint32_t)steps; step++) {
-        Reals g2 = noise_in<G>(N2, 0.01, 10 + step), g1 = noise(N1, 0.01, 20 + step);
+    Weights<E, SPLIT> weights(p);
+    Array<M> d_m(m), d_v(v);
+    Array<float> scratch(gpu_grad_square_sum_bytes() / 4);
+    Array<UpdateState> state(std::vector<UpdateState>(1));
+    for (int step = 1; step <= (exact_p && exact_m ? 3 : 1); step++) {
+        const Reals g = noise_in<G>(EVERY, 0.01, 10 + (uint64_t)step);
+        Array<G> d_g(g);
         double squares = 0;
-        for (const ParamRange &r : ranges) {
-            for (size_t i = 0; i < r.count; i++) {
-                double x = (double)(r.two_dimensional ? g2[r.grad + i] : g1[i]);
-                squares += x * x;
-            }
+        for (int i = FIRST; i < FIRST + N; i++) {
+            squares += (double)g[i] * (double)g[i];
         }
-        Device<G> d_g2(g2);
-        Device<float> d_g1(g1);
-        float clip = step == 2 ? 0.0f : 1e-3f;
-        G *g = d_g2.p;
-        gpu_grad_square_sum(state.p, scratch.p, g, d_g1.p, g, d_ranges.p, 3, chunks, 0);
+        const float clip = step == 2 ? 0.0f : 1e-3f;
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p + FIRST, N, true, 0);
         gpu_update_decide(state.p, clip, step == 3 ? 1e-9f : INFINITY, 0);
-        AdamW a = {1e-2f, 0.9f, 0.95f, 1 - powf(0.9f, (float)step), 1 - powf(0.95f, (float)step),
-                   1e-8f, 0.1f, 1.0f};
-        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? d_low.p : nullptr, d_m.p, d_v.p, g, d_g1.p, d_p.p,
-                                  g, d_ranges.p, 3, chunks, a, {1234, step}, state.p, 0);
-        UpdateState now = state.raw()[0];
+        update_with<E, G, M, SPLIT>(weights.p.p + FIRST,
+                                    SPLIT ? weights.master() + FIRST : nullptr, d_m.p + FIRST,
+                                    d_v.p + FIRST, d_g.p + FIRST, N, 0, step, state.p, 1e-2f);
+        const UpdateState now = state.raw()[0];
         expect_near(now.norm, (wide)sqrt(squares), sum_error(N) * sqrt(squares), "%s: norm", who);
         expect(now.scale == (clip > 0 && now.norm > clip ? clip / now.norm : 1), "%s: clip", who);
         expect(now.skip == (step == 3) && now.skipped == (step == 3), "%s: skip", who);
-        for (const ParamRange &r : ranges) {
-            a.grad_scale = now.scale;
-            if (!now.skip) {
-                adamw_update(&p[r.param], &m[r.state], &v[r.state],
-                             r.two_dimensional ? &g2[r.grad] : g1.data(), &a,
-                             r.two_dimensional ? a.weight_decay : 0, (int64_t)r.count);
-            }
-        }
+        AdamW a = adamw_of(step, 1e-2f);
+        a.grad_scale = now.scale;
+        adamw_update(&p[FIRST], &m[FIRST], &v[FIRST], &g[FIRST], &a, a.weight_decay,
+                     now.skip ? 0 : N);
     }
-    Reals got_p = d_p.get(), got_m = d_m.get(), got_v = d_v.get();
-    if (SPLIT) {
-        got_p = master_weights(got_p, d_p, moved(d_low.raw(), low, ranges, &ParamRange::state,
-                                                 &ParamRange::param), ranges);
-    }
-    expect(!exact_p || same_bits(got_p, p), "%s: weights, and what lies between them", who);
-    expect(!exact_m || (same_bits(got_m, m) && same_bits(got_v, v)), "%s: moments", who);
-    auto unbiased = [&](const Reals &got, const Reals &want, const char *name, auto place) {
+    auto compare_state = [&](const Reals &got, const Reals &want, bool exact, const char *name) {
         double bias = 0, count = 0;
-        for (const ParamRange &r : ranges) {
-            for (size_t i = r.*place; i < r.*place + r.count; i++) {
-                if (want[i] != 0) {
-                    double error = ((double)got[i] - (double)want[i]) / fabs((double)want[i]);
-                    expect_near((wide)error, 0, 2 * traits<bf16>.unit, "%s: %s %zu", who, name, i);
-                    bias += error;
-                    count++;
-                }
+        expect(!exact || same_bits(got, want), "%s: %s", who, name);
+        for (size_t i = 0; i < want.size() && !exact; i++) {
+            if (want[i] != 0) {
+                double error = ((double)got[i] - (double)want[i]) / fabs((double)want[i]);
+                expect_near((wide)error, 0, 2 * traits<bf16>.unit, "%s: %s %zu", who, name, i);
+                bias += error;
+                count++;
             }
         }
-        expect_near((wide)(bias / count), 0, 4 * traits<bf16>.unit / sqrt(count), "%s: %s, bias",
-                    who, name);
+        if (!exact) {
+            expect_near((wide)(bias / count), 0, 4 * traits<bf16>.unit / sqrt(count), "%s: %s, bias",
+                        who, name);
+        }
     };
-    if (!exact_p) {
-        unbiased(got_p, p, "p", &ParamRange::param);
-    }
-    if (!exact_m) {
-        unbiased(got_m, m, "m", &ParamRange::state);
-        unbiased(got_v, v, "v", &ParamRange::state);
-    }
+    compare_state(weights.get(), p, exact_p, "weights");
+    compare_state(d_m.get(), m, exact_m, "first moment");
+    compare_state(d_v.get(), v, exact_m, "second moment");
 }
 
 TEST(gpu_adamw, CUDA_ALL) {
@@ -863,39 +747,24 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(con
     enum { N = 4096 };
     static const uint32_t nan_bits[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff807fff,
                                         0x7f808000, 0x7fc00000, 0xffc00000, 0x7fff8000};
-    std::vector<ParamRange> ranges = {{0, 0, 0, 0, N, 130, 1, 0, 0}};
-    const int chunks = param_ranges_chunk(ranges.data(), 1);
     Reals p = noise_in<E>(N, 0.02, 1), zero(N), want = p;
     for (int i = 0; i < N; i += 8) {
         memcpy(&p[i], &nan_bits[i / 8 % 8], 4);
     }
-    Device<E> d_p(N);
-    Device<Master<E>> low(std::vector<Master<E>>((size_t)N));
-    Device<M> m(zero), v(zero);
-    Device<G> g(zero);
-    Device<ParamRange> d_ranges(ranges);
-    Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
-    StateView view = {traits<E>.type, (char *)d_p.p, nullptr, SPLIT && !traits<E>.narrow};
-    view.low = view.split ? (uint16_t *)(void *)low.p : nullptr;
-    const StateView whole = {TYPE_FP32, (char *)low.p, nullptr, false};
-    state_write(view, p.data(), N, 0);
-    if (traits<E>.narrow) {
-        state_write(whole, p.data(), N, 0);
-    }
-    const AdamW a = {0.0f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};  // rate 0: p unchanged
+    Weights<E, SPLIT> weights(p);
+    Array<M> m(zero), v(zero);
+    Array<G> g(zero);
+    Array<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
     for (int turn = 0; turn < 2; turn++) {
-        Reals saved(N);
-        const Reals got = d_p.get();
-        state_read(saved.data(), traits<E>.narrow ? whole : view, N, 0);
-        for (int i = 0; i < N; i++) {
-            const real is = got[(size_t)i], kept = saved[(size_t)i];
-            expect(i % 8 == 0 ? isnan(is) && isnan(kept) : is == want[i] && kept == want[i],
-                   "%s: weight %d is %g, saved %g, turn %d", who, i, (double)is, (double)kept,
-                   turn);
+        const Reals got = weights.p.get(), saved = weights.get();
+        for (size_t i = 0; i < N; i++) {
+            expect(i % 8 == 0 ? isnan(got[i]) && isnan(saved[i])
+                              : got[i] == want[i] && saved[i] == want[i],
+                   "%s: weight %zu is %g, saved %g, turn %d", who, i, (double)got[i],
+                   (double)saved[i], turn);
         }
-        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? low.p : nullptr, m.p, v.p, g.p, nullptr, nullptr,
-                                  nullptr, d_ranges.p, 1, chunks, a, UpdateRandom{7, 1}, state.p,
-                                  0);
+        update_with<E, G, M, SPLIT>(weights.p.p, weights.master(), m.p, v.p, g.p, N, 0, 1, state.p,
+                                    0);
     }
 }
 
@@ -906,196 +775,157 @@ TEST(gpu_adamw_nan, CUDA_ALL) {
     check_adamw_nan<bf16, bf16, bf16, false>("no master");
 }
 
-// A newly opened engine starts with zero moments without writing them, for every placement; a
-// second start of the same engine clears them. In both cases previous values are gone.
-static int64_t moments_written;
-static void (*real_write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
-static void counted_write(Engine *e, int state, int64_t offset, const real *values,
-                          int64_t count) {
-    moments_written += state == STATE_WEIGHTS ? 0 : count;
-    real_write(e, state, offset, values, count);
-}
-TEST(gpu_zero_states, EMULATED_ALL) {
-    const Model m = shape("l2h1c16t8", 257);
-    for (const char *options : {"-b 1 -t 8", "-b 1 -t 8 --offload weights,moments,master",
-                                "-b 1 -t 8 --dtype fp16"}) {
-        Options o;
-        Settings s;
-        Plan plan;
-        Engine e;
-        parse(&o, options);
-        o.tune = 0;
-        o.dtype = device_lacks_bf16() ? (int64_t)DTYPE_FP16 : o.dtype;
-        settings_from_options(&s, &o, &m, 1);
-        plan_build(&plan, &s);
-        gpu_engine_open(&e, &plan);
-        real_write = e.write;
-        e.write = counted_write;
-        const int64_t all = tensor_offset(&m, TENSORS, 0);
-        Reals first[STATES], again((size_t)all);
-        for (int turn = 0; turn < 2; turn++) {
-            moments_written = 0;
-            engine_initialise(&e, &m, 42);
-            expect(moments_written == (turn ? 2 * all : 0), "%s, turn %d: %g of %g moments written",
-                   options, turn, (double)moments_written, (double)all);
-            for (int state = 0; state < STATES; state++) {
-                e.read(&e, state, 0, again.data(), all);
-                expect(state == STATE_WEIGHTS ||
-                           std::count(again.begin(), again.end(), (real)0) == all,
-                       "%s, turn %d: moments", options, turn);
-                expect(turn == 0 || same_bits(first[state], again), "%s: another start", options);
-                first[state] = again;
-                std::fill(again.begin(), again.end(), (real)0.5);
-                e.write(&e, state, 0, again.data(), turn ? 0 : all);
-            }
-        }
-        e.close(&e);
-        plan_free(&plan);
-    }
-}
-
-// If moments were written after opening, the first start clears them too.
-TEST(gpu_written_states, EMULATED_ALL) {
-    const Model m = shape("l1h1c16t8", 257);
-    const int64_t all = tensor_offset(&m, TENSORS, 0);
-    Options o;
-    Settings s;
-    Plan plan;
-    Engine e;
-    parse(&o, "-b 1 -t 8 --tune 0");
-    o.dtype = device_lacks_bf16() ? (int64_t)DTYPE_FP16 : o.dtype;
-    settings_from_options(&s, &o, &m, 1);
-    plan_build(&plan, &s);
-    gpu_engine_open(&e, &plan);
-    Reals values((size_t)all, (real)0.5);
-    for (int state : {STATE_M, STATE_V}) {
-        e.write(&e, state, 0, values.data(), all);
-    }
-    engine_initialise(&e, &m, 42);
-    for (int state : {STATE_M, STATE_V}) {
-        e.read(&e, state, 0, values.data(), all);
-        expect(std::count(values.begin(), values.end(), (real)0) == all, "state %d", state);
-    }
-    e.close(&e);
-    plan_free(&plan);
-}
-
-// A tensor in two shards, as on two ranks, is rounded like an undivided one, in any order of thread
+// A state in two parts, as on two ranks, is rounded like an undivided one, in any order of thread
 // blocks.
 TEST(gpu_rounding, CUDA_ALL) {
     enum { N = 20000, CUT = 8816 };
     Reals p = noise_in<bf16>(N, 1, 1), g = noise_in<bf16>(N, 1, 2), zero(N);
-    auto update = [&](int parts) {
+    auto update = [&](size_t cut) {
         return every_order(
             [&] {
-                size_t first = parts == 1 ? N : CUT;
-                std::vector<ParamRange> ranges = {{0, 0, 0, 0, first, 130, 1, 0, 0}};
-                if (parts == 2) {
-                    ranges.push_back({CUT, CUT, CUT, CUT, N - CUT, 130, 1, 0, 0});
+                Array<bf16> d_p(p), m(zero), v(zero), d_g(g);
+                Array<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
+                for (size_t from : {(size_t)0, cut}) {
+                    const size_t count = from == 0 ? cut : N - from;
+                    if (count > 0) {
+                        update_with<bf16, bf16, bf16, false>(
+                            d_p.p + from, nullptr, m.p + from, v.p + from, d_g.p + from, count,
+                            from, 1, state.p);
+                    }
                 }
-                int chunks = param_ranges_chunk(ranges.data(), parts);
-                Device<bf16> d_p(p), m(zero), v(zero), d_g(g);
-                Device<ParamRange> d_ranges(ranges);
-                Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
-                AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
-                gpu_adamw<bf16, bf16, bf16, false>(d_p.p, nullptr, m.p, v.p, d_g.p,
-                                                   nullptr, nullptr, nullptr, d_ranges.p, parts,
-                                                   chunks, a, UpdateRandom{7, 1}, state.p, 0);
                 return Outputs{d_p.get(), m.get(), v.get()};
             },
             "rounding");
     };
-    Outputs whole = update(1), two = update(2);
+    const Outputs whole = update(N), two = update(CUT);
     for (size_t k = 0; k < 3; k++) {
         expect(same_bits(whole[k], two[k]), "state %zu", k);
     }
 }
 
-// A gradient that is NaN, infinite or too large to be squared skips the step.
-TEST(gpu_norm, CUDA_ALL) {
-    for (real bad : {(real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
-        std::vector<ParamRange> ranges = {{0, 0, 0, 0, 20000, 0, 1, 0, 0}};
-        int chunks = param_ranges_chunk(ranges.data(), 1);
-        Reals g(20000, 1);
-        g[17001] = bad;
-        Device<float> d_g(g), scratch(gpu_grad_square_sum_bytes() / 4);
-        Device<ParamRange> d_ranges(ranges);
-        Device<UpdateState> state(std::vector<UpdateState>(1));
-        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_g.p, d_ranges.p, 1, chunks, 0);
-        gpu_update_decide(state.p, 1.0f, INFINITY, 0);
-        UpdateState now = state.raw()[0];
-        expect(now.skip == 1 && now.skipped == 1, "%g", (double)bad);
-        // A rank may hold no gradients of a small model.
-        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_g.p, d_ranges.p, 0, 0, 0);
-        expect(state.raw()[0].square_sum == 0, "no gradients");
+// A weight and its two moments, two ranges of elements and two steps all use independent random
+// numbers: two states are both rounded up as often as by chance, within four standard deviations.
+TEST(gpu_rounding_streams, CUDA_ALL) {
+    enum { N = 16384 };
+    // Both moments and the weight lie between two bf16 numbers, each at some distance from both.
+    const Reals ones(N, (real)1.5), zero(N), g(N, (real)(1 + 0x1p-9));
+    std::vector<std::vector<bool>> all;  // for each state: whether its elements were rounded up
+    for (int step : {1, 2}) {
+        for (size_t index : {0, 1 << 20}) {
+            Array<bf16> p(ones), m(zero), v(zero);
+            Array<float> d_g(g);
+            Array<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
+            launch((adamw_kernel<bf16, float, bf16, false>), 2, UPDATE_THREADS, 0, 0, p.p,
+                   (uint16_t *)nullptr, m.p, v.p, d_g.p, (size_t)N, index,
+                   AdamW{0x1p-8f, 0, 0, 1, 1, 1e-8f, 0, 1}, UpdateRandom{7, (uint32_t)step},
+                   state.p);
+            for (const Reals &got : {p.get(), m.get(), v.get()}) {
+                const real low = *std::min_element(got.begin(), got.end());
+                all.emplace_back();
+                for (real x : got) {
+                    all.back().push_back(x > low);
+                }
+            }
+        }
+    }
+    auto share = [](const std::vector<bool> &x) {
+        return (double)std::count(x.begin(), x.end(), true) / N;
+    };
+    for (size_t i = 0; i < all.size(); i++) {
+        const double a = share(all[i]);
+        expect(a > 0.2 && a < 0.8, "state %zu: %.2f round up", i, a);
+        for (size_t j = 0; j < i; j++) {
+            std::vector<bool> both(N);
+            for (size_t x = 0; x < N; x++) {
+                both[x] = all[i][x] && all[j][x];
+            }
+            const double b = share(all[j]), deviation = sqrt(a * (1 - a) * b * (1 - b) / N);
+            expect_near((wide)share(both), (wide)(a * b), 4 * deviation, "states %zu, %zu", i, j);
+        }
     }
 }
 
-// Rank `rank`'s sum of the parts of a bucket from `ranks` ranks is bitwise equal to adding the
-// parts in rank order in fp32 and rounding once, with chunks of any size. Every other number is
-// 1e8, 1, -1e8 or 1, by rank, so that another order of summation would lose a 1.
-template <class G> static void check_rank_sum(int ranks, int rank, size_t budget) {
-    enum { PART = 4160 };  // more than one block handles
-    static const real pattern[] = {(real)1e8, 1, (real)-1e8, 1};
-    std::vector<Reals> parts;
-    for (int q = 0; q < ranks; q++) {
-        parts.push_back(noise_in<G>(PART, 1, 5 + (uint64_t)q));
-        for (int i = 0; i < PART; i += 2) {
-            parts.back()[(size_t)i] = rounded_to<G>(pattern[q % 4]);
-        }
+// The squares of several buckets are added; a rank may hold no gradients. A gradient that is NaN,
+// infinite or too large to be squared skips the step.
+TEST(gpu_norm, CUDA_ALL) {
+    enum { N = 20000 };
+    for (real bad : {(real)2, (real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
+        Reals g(N, 1);
+        g[N - 1] = bad;
+        Array<float> d_g(g), scratch(gpu_grad_square_sum_bytes() / 4);
+        Array<UpdateState> state(std::vector<UpdateState>(1));
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p, 0, true, 0);
+        expect(state.raw()[0].square_sum == 0, "no gradients");
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p, N, true, 0);
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p, 8, false, 0);
+        gpu_update_decide(state.p, 1.0f, INFINITY, 0);
+        const UpdateState now = state.raw()[0];
+        expect(bad == 2 ? now.square_sum == N + 3 + 8 && !now.skip : now.skip == 1 && now.skipped,
+               "%g: %g", (double)bad, (double)now.square_sum);
     }
-    // All chunks from the other ranks are in the staging buffer at once; on a GPU they are
-    // received.
-    const size_t piece = budget / (size_t)(ranks - 1) / 8 * 8;
-    Reals bucket((size_t)ranks * PART, 7), want(PART), got(PART), twice(PART);
-    std::copy(parts[(size_t)rank].begin(), parts[(size_t)rank].end(), &bucket[(size_t)rank * PART]);
-    for (int i = 0; i < PART; i++) {
-        float sum = (float)parts[0][(size_t)i];
-        for (int q = 1; q < ranks; q++) {
-            sum += (float)parts[(size_t)q][(size_t)i];
-        }
-        want[(size_t)i] = rounded_to<G>(sum);
-        twice[(size_t)i] = rounded_to<G>((float)want[(size_t)i] + sum);
+}
+
+// The gradients' factor is clip / norm if the norm is above the limit, otherwise 1; a loss scale is
+// divided out of both. A step changes the loss scale as PyTorch's amp_update_scale_ does in its
+// last lines; the smallest is 2, the largest the last power of two in fp32.
+TEST(gpu_clip, CUDA_ALL) {
+    const float inf = INFINITY, last = 0x1p127f;
+    static const struct {
+        float norm, clip, factor, scale;  // scale 0: no loss scale
+        int good_steps;
+        float next;
+        int next_steps, moved;
+    } table[] = {{4, 1, 0.25f, 0, 0, 0, 0, 0},
+                 {0.5f, 1, 1, 0, 0, 0, 0, 0},
+                 {1, 1, 1, 0, 0, 0, 0, 0},
+                 {4, 0, 1, 0, 0, 0, 0, 0},
+                 {0, 1, 1, 0, 0, 0, 0, 0},
+                 {1.25f, 1, 0.8f, 0, 0, 0, 0, 0},
+                 {inf, 1, 0, 0, 0, 0, 0, 0},
+                 {NAN, 1, 0, 0, 0, 0, 0, 0},
+                 {4, 1, 0.25f, 65536, 0, 65536, 1, 0},
+                 {1, 1, 1, 65536, 3, 65536, 4, 0},
+                 {1, 0, 1, 65536, 4, 131072, 0, 1},
+                 {inf, 1, 0, 65536, 4, 32768, 0, -1},
+                 {NAN, 1, 0, 65536, 1, 32768, 0, -1},
+                 {inf, 1, 0, 4, 0, 2, 0, -1},
+                 {inf, 1, 0, 2, 3, 2, 0, 0},
+                 {0, 1, 1, last, 3, last, 4, 0},
+                 {0, 1, 1, last, 4, last, 0, 0},
+                 {inf, 1, 0, last, 4, last / 2, 0, -1}};
+    for (auto &row : table) {
+        const float unit_of = row.scale ? row.scale : 1, norm = row.norm * unit_of;
+        const bool skips = !isfinite(row.norm);
+        Array<UpdateState> state(std::vector<UpdateState>{
+            {norm * norm, 0, 0, 7, 3, row.scale, row.good_steps, row.scale ? 5 : 0, 0}});
+        gpu_update_decide(state.p, row.clip, INFINITY, 0);
+        const UpdateState now = state.raw()[0];
+        const Text who = text("norm %g, clip %g, scale %g", (double)row.norm, (double)row.clip,
+                              (double)row.scale);
+        expect(now.skip == skips && now.skipped == 3u + skips, "%s: skip %u", who.c_str(),
+               now.skip);
+        expect(skips || (now.norm == row.norm && now.scale == row.factor / unit_of),
+               "%s: norm %g, factor %g", who.c_str(), (double)now.norm, (double)now.scale);
+        expect(now.loss_scale == row.next && now.good_steps == row.next_steps &&
+                   now.scale_moved == row.moved,
+               "%s: %g after %d, moved %d", who.c_str(), (double)now.loss_scale, now.good_steps,
+               now.scale_moved);
     }
-    // In place, and twice into a separate buffer, where the second sum is added.
-    Device<G> d_bucket(bucket), d_store(Reals(PART, NAN));
-    int adds = 0;
-    for (size_t from = 0; from < PART; from += piece) {
-        const size_t n = std::min(piece, PART - from);
-        Reals staging;
-        for (int q = 0; q < ranks; q++) {
-            if (q != rank) {
-                staging.insert(staging.end(), &parts[(size_t)q][from], &parts[(size_t)q][from] + n);
-            }
-        }
-        Device<G> d_staging(staging);
-        G *own = d_bucket.p + (size_t)rank * PART + from;
-        for (G *sum : {d_store.p + from, d_store.p + from, own}) {
-            rank_sum(sum, own, 0, d_staging.p, rank, ranks, n, 1, adds++ % 3 == 1, 0);
-        }
-    }
-    expect(same_bits(d_store.get(), twice), "%s, rank %d of %d, added", traits<G>.name, rank,
-           ranks);
-    const Reals all = d_bucket.get();
-    std::copy_n(&all[(size_t)rank * PART], PART, got.begin());
-    expect(same_bits(got, want), "%s, rank %d of %d", traits<G>.name, rank, ranks);
-    const size_t other = rank == 0 ? PART : 0;
-    expect(all[other] == 7 && all[other + PART - 1] == 7, "another rank's part was written");
 }
 
 // Combining the statuses of four ranks: losses are added in rank order; a stop of one rank stops
 // all; the first of two faults is reported; with a fault the norm is NaN on all ranks.
-static void check_step_statuses() {
+TEST(gpu_exchange, CUDA_ALL) {
     enum { RANKS = 4 };
     const float losses[RANKS] = {1e8f, 1, -1e8f, 1};
     std::vector<char> words(RANKS * RANK_STATUS_BYTES);
     for (int fault : {0, 1}) {
-        Device<char> d_words(words);
-        Device<UpdateState> update(std::vector<UpdateState>(1));
-        Device<StepStatus> total(std::vector<StepStatus>(1));
+        Array<char> d_words(words);
+        Array<UpdateState> update(std::vector<UpdateState>(1));
+        Array<StepStatus> total(std::vector<StepStatus>(1));
         for (int r = 0; r < RANKS; r++) {
-            Device<float> loss(Reals{losses[r]});
-            Device<UpdateState> mine(std::vector<UpdateState>{{(float)(r + 1), 0, 0, 0, 0}});
+            Array<float> loss(Reals{losses[r]});
+            Array<UpdateState> mine(std::vector<UpdateState>{{(float)(r + 1), 0, 0, 0, 0}});
             launch(step_status_kernel, 1, 1, 0, 0,
                    (StepStatus *)(void *)(d_words.p + r * RANK_STATUS_BYTES), mine.p, loss.p,
                    r == 2, fault && r % 2 ? r + 1 : 0);
@@ -1110,187 +940,6 @@ static void check_step_statuses() {
     }
 }
 
-// A hash of states changes if a bit changes or two words are swapped, and is otherwise
-// reproducible.
-static void check_replica_hash() {
-    std::vector<uint64_t> words(10000);
-    for (size_t i = 0; i < words.size(); i++) {
-        words[i] = hash_u64(i);
-    }
-    auto hash = [&](unsigned blocks) {
-        Device<uint64_t> d_words(words);
-        Device<unsigned long long> sum(std::vector<unsigned long long>(1));
-        launch(replica_hash_kernel, blocks, 256, 0, 0, sum.p, d_words.p, words.size());
-        return sum.raw()[0];
-    };
-    const unsigned long long before = hash(7);
-    expect(hash(1) == before && hash(64) == before, "depends on the number of blocks");
-    words[9999] ^= 1;
-    expect(hash(7) != before, "a changed bit has no effect");
-    words[9999] ^= 1;
-    std::swap(words[5], words[600]);
-    expect(hash(7) != before, "the order has no effect");
-}
-
-TEST(gpu_exchange, CUDA_ALL) {
-    for (int ranks : {2, 3, 4, 7}) {
-        if (!sampled(ranks == 3)) {
-            continue;
-        }
-        for (int rank = 0; rank < ranks; rank++) {
-            check_rank_sum<float>(ranks, rank, 1 << 20);
-            check_rank_sum<bf16>(ranks, rank, 8192);
-        }
-    }
-    check_step_statuses();
-    check_replica_hash();
-}
-
-// The gradients' factor is clip / norm if the norm is above the limit, otherwise 1.
-TEST(gpu_clip, CUDA_ALL) {
-    static const struct {
-        float norm, clip, scale;
-    } table[] = {{4, 1, 0.25f}, {0.5f, 1, 1}, {1, 1, 1}, {4, 0, 1}, {0.5f, 0, 1}, {0, 1, 1},
-                 {1.25f, 1, 0.8f}};
-    static const float power = 0x1p20f;  // a loss scale, which norm and clip do not include
-    for (auto &row : table) {
-        UpdateState before = {row.norm * row.norm, 0, 0, 7, 3};
-        Device<UpdateState> state(std::vector<UpdateState>{before});
-        gpu_update_decide(state.p, row.clip, INFINITY, 0);
-        UpdateState now = state.raw()[0];
-        expect(now.norm == row.norm && now.scale == row.scale && now.skip == 0 && now.skipped == 3,
-               "norm %g, clip %g: factor %g", (double)row.norm, (double)row.clip,
-               (double)now.scale);
-        before = {row.norm * row.norm * power * power, 0, 0, 7, 3, power, 0, 9, 0};
-        Device<UpdateState> scaled(std::vector<UpdateState>{before});
-        gpu_update_decide(scaled.p, row.clip, INFINITY, 0);
-        now = scaled.raw()[0];
-        expect(now.norm == row.norm && now.scale == row.scale / power && now.skip == 0,
-               "scaled norm %g, clip %g: factor %g", (double)row.norm, (double)row.clip,
-               (double)now.scale);
-    }
-    for (const float norm : {NAN, INFINITY}) {
-        Device<UpdateState> state(std::vector<UpdateState>{{norm, 0, 0, 0, 3}});
-        gpu_update_decide(state.p, 1, INFINITY, 0);
-        expect(state.raw()[0].skip == 1 && state.raw()[0].skipped == 4, "norm %g", (double)norm);
-    }
-}
-
-// A step changes the loss scale as PyTorch's amp_update_scale_ does in its last lines. The smallest
-// scale is 2, the largest is the last power of two in fp32.
-TEST(gpu_loss_scale, CUDA_ALL) {
-    const float inf = INFINITY, last = 0x1p127f;
-    static const struct {
-        float norm, scale;
-        int good_steps;
-        float next;
-        int next_steps, moved;
-    } table[] = {
-        {1, 65536, 0, 65536, 1, 0},  {1, 65536, 3, 65536, 4, 0},   {1, 65536, 4, 131072, 0, 1},
-        {inf, 65536, 4, 32768, 0, -1}, {NAN, 65536, 1, 32768, 0, -1}, {inf, 4, 0, 2, 0, -1},
-        {inf, 2, 3, 2, 0, 0},        {0, last, 3, last, 4, 0},     {0, last, 4, last, 0, 0},
-        {inf, last, 4, last / 2, 0, -1}};
-    for (auto &row : table) {
-        const float norm = row.norm * row.scale;
-        Device<UpdateState> state(std::vector<UpdateState>{
-            {norm * norm, 0, 0, 0, 0, row.scale, row.good_steps, 5, 9}});
-        gpu_update_decide(state.p, 1, INFINITY, 0);
-        const UpdateState now = state.raw()[0];
-        expect(now.loss_scale == row.next && now.good_steps == row.next_steps &&
-                   now.scale_moved == row.moved && now.skip == !isfinite(row.norm),
-               "norm %g, scale %g after %d: %g after %d, moved %d", (double)row.norm,
-               (double)row.scale, row.good_steps, (double)now.loss_scale, now.good_steps,
-               now.scale_moved);
-        // The gradients of the step were computed with the previous scale.
-        expect(!isfinite(row.norm) || now.scale == 1 / row.scale, "norm %g, scale %g: factor %g",
-               (double)row.norm, (double)row.scale, (double)now.scale);
-    }
-}
-
-// For n numbers stored to a 16-bit state: whether each was rounded up.
-typedef std::vector<bool> Ups;
-
-// A parameter, its two moments, two layers of its tensor, another tensor and two steps all use
-// independent random numbers: two states are both rounded up as often as by chance, within four
-// standard deviations.
-TEST(gpu_rounding_streams, CUDA_ALL) {
-    enum { N = 16384, RANGES = 3 };
-    std::vector<ParamRange> ranges = {{0, 0, 0, 0, N, RNG_ROUND, 1, 0, 0},
-                                      {N, N, N, N, N, RNG_ROUND, 1, 0, 0},
-                                      {2 * N, 2 * N, 2 * N, 0, N, RNG_ROUND + 1, 1, 0, 0}};
-    int chunks = param_ranges_chunk(ranges.data(), RANGES);
-    // m = g = 1 + a quarter of bf16's spacing; v = g^2, nearly a half; p = 1.5 minus nearly a half.
-    const Reals ones(RANGES * N, (real)1.5), zero(RANGES * N), g(RANGES * N, (real)(1 + 0x1p-9));
-    std::vector<Ups> all;
-    Words names;
-    for (uint32_t step = 1; step <= 2; step++) {
-        Device<bf16> p(ones), m(zero), v(zero);
-        Device<float> d_g(g);
-        Device<ParamRange> d_ranges(ranges);
-        Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
-        AdamW a = {0x1p-8f, 0, 0, 1, 1, 1e-8f, 0, 1};
-        gpu_adamw<bf16, float, bf16, false>(p.p, nullptr, m.p, v.p, d_g.p, nullptr, nullptr,
-                                            nullptr, d_ranges.p, RANGES, chunks, a,
-                                            UpdateRandom{7, step}, state.p, 0);
-        const Outputs got = {p.get(), m.get(), v.get()};
-        for (size_t k = 0; k < 3; k++) {
-            const real low = *std::min_element(got[k].begin(), got[k].end());
-            for (int r = 0; r < RANGES; r++) {
-                Ups ups;
-                for (int i = 0; i < N; i++) {
-                    ups.push_back(got[k][(size_t)(r * N + i)] > low);
-                }
-                all.push_back(ups);
-                names.push_back(text("%c of range %d, step %u", "pmv"[k], r, step));
-            }
-        }
-    }
-    auto share = [](const Ups &x) { return (double)std::count(x.begin(), x.end(), true) / N; };
-    for (size_t i = 0; i < all.size(); i++) {
-        const double a = share(all[i]);
-        expect(a > 0.2 && a < 0.8, "%s: %.2f round up", names[i].c_str(), a);
-        for (size_t j = 0; j < i; j++) {
-            Ups both(N);
-            for (size_t x = 0; x < N; x++) {
-                both[x] = all[i][x] && all[j][x];
-            }
-            const double b = share(all[j]), deviation = sqrt(a * (1 - a) * b * (1 - b) / N);
-            expect_near((wide)share(both), (wide)(a * b), 4 * deviation, "%s and %s",
-                        names[i].c_str(), names[j].c_str());
-        }
-    }
-}
-
-// In AdamW's tables, the elements of a tensor, over all layers and ranks, have distinct indices in
-// the tensor's random stream, and every element has one: each shard of a matrix on one rank,
-// vectors on every rank.
-TEST(gpu_rounding_places, CUDA_ALL) {
-    Settings s = planned("-e l3h3c96t16 -t 12 -b 2 --gpus 3 -z 1 -w 0");
-    std::vector<ParamRange> ranges((size_t)model_tensors(&s.model));
-    std::map<uint32_t, std::vector<std::pair<size_t, size_t>>> places;  // by stream: [first, end)
-    for (s.rank = 0; s.rank < s.ranks; s.rank++) {
-        const int count = ranges_fill(ranges.data(), &s, false, -1);
-        for (int i = 0; i < count; i++) {
-            const ParamRange &r = ranges[(size_t)i];
-            if (r.two_dimensional || s.rank == 0) {
-                places[r.stream].push_back({r.index, r.index + r.count});
-            }
-        }
-    }
-    for (int tensor = 0; tensor < TENSORS; tensor++) {
-        auto &parts = places[(uint32_t)(RNG_ROUND + tensor)];
-        size_t end = 0;
-        std::sort(parts.begin(), parts.end());
-        for (const auto &part : parts) {
-            expect(part.first == end, "%s: %zu follows %zu", tensor_table[tensor].name, part.first,
-                   end);
-            end = part.second;
-        }
-        expect((int64_t)end == tensor_size(&s.model, tensor) * tensor_copies(&s.model, tensor),
-               "%s: %zu places", tensor_table[tensor].name, end);
-    }
-}
-
 // For each launcher, misaligns by one element a pointer that its kernel accesses in packs, and
 // expects a message that names the launcher. Nothing is launched, so the addresses need no memory.
 template <class E, class G> static void check_misaligned() {
@@ -1299,7 +948,6 @@ template <class E, class G> static void check_misaligned() {
     float *f = (float *)(void *)ints;
     E *p = (E *)(void *)ints, *odd = p + 1;
     G *g = (G *)(void *)ints;
-    ParamRange *ranges = (ParamRange *)(void *)ints;
     UpdateState *state = (UpdateState *)(void *)ints;
     auto refuses = [](const char *launcher, const std::function<void()> &launch) {
         expect_refused(outcome(spawn(launch)), "is not a multiple of 16 bytes", launcher);
@@ -1313,21 +961,16 @@ template <class E, class G> static void check_misaligned() {
     refuses("gpu_layernorm_backward",
             [&] { gpu_layernorm_backward<E>(p, f, f, f, p, p, p, f, f, odd, f, N, C, 0); });
     refuses("gpu_gelu_forward", [&] { gpu_gelu_forward(p, odd, N * C, 0); });
-    refuses("column_sums", [&] { gpu_gelu_backward(p, f, p, odd, f, N, C, 0); });
+    refuses("gpu_gelu_backward", [&] { gpu_gelu_backward(p, f, p, odd, f, N, C, 0); });
     refuses("matmul_run",
-            [&] { matmul_run<E, G>(g, p, odd, g, g, 1, false, false, C, C, C, 0); });
+            [&] { matmul_run<E, G>(g, p, odd, g, g, true, false, false, C, C, C, 0); });
     if constexpr (!is_fp32<E>) {
         refuses("gpu_attention_forward", [&] { gpu_attention_forward(p, f, odd, 1, N, C, 1, 0); });
         refuses("gpu_attention_backward",
                 [&] { gpu_attention_backward(p, f, f, p, p, odd, f, f, 1, N, C, 1, 0); });
     }
     refuses("gpu_classifier", [&] { gpu_classifier(f, odd, ints, 1, f, N, C, C, true, 0); });
-    refuses("gpu_grad_square_sum",
-            [&] { gpu_grad_square_sum(state, f, g, f, g + 1, ranges, 1, 1, 0); });
-    refuses("gpu_adamw", [&] {
-        gpu_adamw<E, G, float, false>(p, (uint16_t *)(void *)f, f, f, g, f, odd, nullptr, ranges, 1,
-                                      1, AdamW(), UpdateRandom(), state, 0);
-    });
+    refuses("gpu_grad_square_sum", [&] { gpu_grad_square_sum(state, f, g + 1, 64, true, 0); });
 }
 
 // Refused are a misaligned pointer of each launcher, rows that are not a multiple of 16 bytes, and
@@ -1363,8 +1006,8 @@ static int algorithm_of(const MatmulPlan &plan) {
 // that gives its sizes.
 TEST(gpu_algorithms, EMULATED_ALL) {
     const int N = 8, C = 16, OC = 24;
-    Device<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
-    Device<float> out(N * OC), workspace(1 << 18);
+    Array<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
+    Array<float> out(N * OC), workspace(1 << 18);
     auto chosen = [&](int plan) { return algorithm_of(matmul_library.plan[plan]); };
     for (int in_place : {0, 1, 2, 3}) {  // number of the three algorithms that only work in place
         emu::set.lt_in_place = in_place;
@@ -1417,31 +1060,6 @@ TEST(gpu_algorithms, EMULATED_ALL) {
     }
 }
 
-// A run whose first algorithms fail trains with the next ones; a later failure ends it.
-TEST(gpu_refused_algorithm, EMULATED_ALL) {
-    for (bool later : {false, true}) {
-        const Outcome o = outcome(spawn([&] {
-            emu::set.lt_refuse = 1;
-            Net n(shape("l1h1c16t8", 257), "-b 1 -t 8");
-            for (int i = 0; i < matmul_library.plans; i++) {
-                if (algorithm_of(matmul_library.plan[i]) != 1) {
-                    _exit(9);
-                }
-            }
-            emu::set.lt_refuse = later ? 2 : 1;
-            trace(&n, 1);
-            fprintf(stderr, "trained\n");
-            fflush(NULL);
-            _exit(0);
-        }));
-        const bool trained = has(o.err, "\ntrained\n");
-        expect(o.status == later && trained != later, "later %d: %d, ... %s", later, o.status,
-               o.err.substr(o.err.size() - std::min<size_t>(o.err.size(), 400)).c_str());
-    }
-}
-#endif
-
-#if CUDA_CPU
 // Zeroed device memory that allocates only the pages that are accessed.
 template <class T> struct Huge {
     T *p;
@@ -1590,18 +1208,11 @@ static void check_huge_update() {
              Huge<bf16> p(count, x), g(count, d);
              Huge<uint16_t> low(count);
              Huge<float> m(count), v(count), scratch(gpu_grad_square_sum_bytes() / 4);
-             Huge<ParamRange> range(1);
              Huge<UpdateState> state(1);
-             *range.p = {0, 0, 0, 0, count, RNG_ROUND, 1, 0, 0};
-             expect((size_t)param_ranges_chunk(range.p, 1) == chunks, "chunks");
-             gpu_grad_square_sum(state.p, scratch.p, g.p, (float *)nullptr, g.p, range.p, 1,
-                                 (int)chunks, 0);
+             gpu_grad_square_sum(state.p, scratch.p, g.p, count, true, 0);
              gpu_update_decide(state.p, 1, INFINITY, 0);
-             AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
-             float *none = nullptr;
-             gpu_adamw<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, none, nullptr,
-                                                nullptr, range.p, 1, (int)chunks, a,
-                                                UpdateRandom{1, 1}, state.p, 0);
+             update_with<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, count, 0, 1,
+                                                  state.p);
              return Outputs{p.last(UPDATE_CHUNK), m.last(UPDATE_CHUNK), {state.p->norm}};
          },
          1024, (1 << 18) + 1024);
@@ -1617,58 +1228,3 @@ TEST(gpu_huge, EMULATED) {
     check_huge_update();
 }
 #endif
-
-// Ranks agree on a stop of any of them, on the first one that failed and, in the handshake, on the
-// minimum of their available memory. The ranks of a machine share its threads.
-TEST(rank_agreement, CUDA_ALL) {
-    enum { RANKS = 4, THREADS = 8 };
-    this_rank = {0, RANKS, 0, RANKS, 0, 0, 0, 0};
-    for (int who = 0; who < RANKS; who++) {
-        RankStatus words[RANKS] = {};
-        words[who].stop = 1;
-        ranks_agree(words);
-        expect(this_rank.stop == 1 && this_rank.fault == 0, "rank %d stops", who);
-        words[who].failed = words[RANKS - 1].failed = 1;
-        ranks_agree(words);
-        expect(this_rank.fault == who + 1, "rank %d fails, not %d", who, this_rank.fault - 1);
-    }
-    ranks_share(RANKS);
-    heartbeat = heartbeat_at(0);
-    for (int least = 0; least < RANKS; least++) {
-        rank_links = (int *)alloc_zero(RANKS, sizeof(int));
-        int others[RANKS];  // the other ends of rank 0's connections
-        for (int r = 0; r < RANKS; r++) {
-            RankInfo card = {};
-            card.program = fingerprint_program();
-            card.device = 1000 + (r != least);
-            card.host = 2000 + ((r + 1) % RANKS != least);
-            snprintf(card.gpu, sizeof card.gpu, "GPU %d", r);
-            int ends[2] = {-1, -1};
-            if (r == 0) {
-                rank_info = card;
-            } else if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0 ||
-                       !socket_move(ends[1], &card, sizeof card, 1)) {
-                give_up("no socket");
-            }
-            rank_links[r] = ends[0];
-            others[r] = ends[1];
-        }
-        ranks_handshake();
-        expect(rank_info.device == 1000 && rank_info.host == 2000, "rank %d has least: %d, %d",
-               least, (int)rank_info.device, (int)rank_info.host);
-        for (int r = 1; r < RANKS; r++) {
-            close(others[r]);
-        }
-    }
-#ifdef _OPENMP
-    unsetenv("OMP_NUM_THREADS");
-    for (const int launched : {0, 1}) {  // with a launcher, ranks do not share
-        const int cores = launched ? (int)sysconf(_SC_NPROCESSORS_ONLN) : (int)THREADS;
-        omp_set_num_threads(launched ? RANKS * cores : (int)THREADS);
-        ranks_begin({0, RANKS, 0, RANKS, launched, 0, 0, 0}, heartbeat_at(0));
-        ranks_share_cores();
-        expect(omp_get_max_threads() == std::max(1, cores / RANKS), "%d threads of %d",
-               omp_get_max_threads(), cores);
-    }
-#endif
-}

@@ -1,0 +1,307 @@
+"""Invalid and unsupported models, which the program must refuse with one line that names the file
+and the error, and with little memory, whatever the file claims."""
+
+import os
+import re
+import resource
+import struct
+from pathlib import Path
+
+import pytest
+from files import *
+from program import *
+
+SHAPE = 2, 2, 4, 3, 5
+INT32_MAX, INT32_MIN = 2**31 - 1, -2**31
+
+
+def little_memory():
+    """For `before`: sizes that a file claims must not cost memory."""
+    if not has_sanitizers():
+        resource.setrlimit(resource.RLIMIT_AS, (48 << 20, 48 << 20))
+
+
+def model_refused(path, expected):
+    refused("--plan -e " + path, expected, before=little_memory)
+
+
+def refuse(data, expected):
+    """Expects a message for a model file next to the right config.json."""
+    write_model("model", data, config_text(SHAPE))
+    model_refused("model", expected)
+
+
+def good():
+    return safetensors({}, hugging_face(SHAPE))
+
+
+def llmc(shape, version):
+    """An llm.c file: all numbers are 0.5; wte's rows are padded to a multiple of 128."""
+    layers, heads, C, positions, vocabulary = shape
+    padded = -(-vocabulary // 128) * 128
+    header = struct.pack("<8i", 20240326, version, positions, vocabulary, layers, heads, C, padded)
+    count = (padded + positions + 2) * C + layers * (12 * C + 13) * C
+    return header.ljust(HEADER, b"\0") + count * (b"\0\0\0\x3f" if version == 3 else b"\0\x3f")
+
+
+# Header words of an llm.c file, the value, and the message; version 3 is fp32 and 5 bf16.
+LLMC = [
+    (1, 4, "bad.bin: an llm.c model of version 4"), (1, 1, "version 1"),
+    (7, 257, "with 257 padded rows"), (7, -1, "padded"), (2, 0, "0 positions"), (3, 0, "0 tokens"),
+    (3, 70000, "70000 tokens"), (3, INT32_MAX, "tokens"), (4, -2, "-2 layers"),
+    (4, 400, "its shape requires"), (4, 401, "401 layers"), (5, 0, "0 heads"), (5, 3, "3 heads"),
+    (6, 65536, "its shape requires"), (6, INT32_MIN, "channels")]
+
+
+@pytest.mark.parametrize("version", [3, 5])
+def test_llmc(version):
+    """llm.c files that are cut, or have one changed word in the header, are refused."""
+    file, bad = llmc((2, 2, 20, 7, 257), version), Path("bad.bin")
+    bad.write_bytes(file)
+    succeeds("--plan -e bad.bin", before=little_memory)
+    changes = [(with_ints(file, word, value), expected) for word, value, expected in LLMC]
+    changes += [(file + b"x", "bad.bin: "), (file[:-1], "its shape requires"),
+                (with_ints(file, 1, 8 - version), "its shape requires")]
+    changes += [(file[:n], "cannot open config.json" if n < 4 else "too short for an llm.c model")
+                for n in (0, 3, 4, 12, 39, 1023)]
+    for data, expected in changes:
+        bad.write_bytes(data)
+        model_refused("bad.bin", expected)
+
+
+NOT_ONE = "model/model.safetensors: not a safetensors file"
+JSON = "model/model.safetensors: invalid JSON: "
+WTE = "model/model.safetensors: tensor wte.weight: "
+METADATA = "model/model.safetensors: __metadata__, an object of strings: "
+
+
+def length(number):
+    return struct.pack("<Q", number)
+
+
+def header(was, now):
+    return lambda file: with_header(file, was, now)
+
+
+FILES = [
+    (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 135\n",
+     "model/model.safetensors: a Git LFS pointer"),
+    (lambda _: b"", NOT_ONE), (lambda _: b"{}", NOT_ONE), (lambda _: bytes(7), NOT_ONE),
+    (lambda _: bytes(8), NOT_ONE), (lambda _: length(1) + b"{}", NOT_ONE),
+    (lambda file: length(2**63) + file[8:], NOT_ONE),
+    (lambda file: length(2**64 - 1) + file[8:], NOT_ONE),
+    (lambda _: length(2**64 - 7) + b"{}", NOT_ONE),
+    (lambda file: length(2**50) + file[8:], NOT_ONE),
+    (lambda file: length(len(file) - 7) + file[8:], NOT_ONE),
+    (lambda file: length(100000001) + file, NOT_ONE),
+    (lambda _: with_length(b"{}", b""), "wte.weight: missing"),
+    (lambda _: with_length(b"{}", b"x"), "overlap"), (lambda _: with_length(b"[]", b""), JSON),
+    (lambda _: with_length(b'{"a', b""), JSON),
+    (lambda _: with_length(b'{"a":' + b"[" * (5 << 20), b""), "expected an object"),
+    (lambda _: with_length(b'{"wte.weight":{"shape":' + b"[" * (5 << 20), b""), WTE),
+    (header("{", '{"__metadata__":{},'), "duplicate __metadata__"),
+    (lambda file: file + b"x", "do not cover its"),
+    (lambda file: file[:-1], "outside the file"), (lambda file: file[:400], NOT_ONE),
+    (header('"dtype":"F32",', ""), WTE + "dtype, shape and two data_offsets"),
+    (header('"F32"', '"F32","dtype":"F32"'), WTE + "duplicate or unknown"),
+    (header('"dtype"', '"Dtype"'), WTE + "duplicate or unknown key"),
+    (header('"F32"', "5"), WTE), (header("F32", "F32\\u0000"), WTE), (header("[5,4]", "5"), WTE),
+    (header("[5,4]", "[5,4"), WTE), (header("[0,80]", "[0]"), WTE),
+    (header("[0,80]", "[0,80,80]"), WTE), (header("[0,80]", "[-80,0]"), WTE),
+    (header("[0,80]", "[0,8e1]"), WTE),
+    (header("[0,80]", "[80,0]"), WTE + "data_offsets are outside"),
+    (header("[0,80]", "[0,18446744073709551615]"), WTE),
+    (header("[0,80]", "[9007199254740912,9007199254740992]"), WTE + "data_offsets"),
+    (header("{", "x"), JSON), (header("}}", "}"), JSON),
+    *((header("{}", value), METADATA)
+      for value in ('"pt"', "null", '["format"]', '{"format":2}', '{"format":{}}', "{")),
+    *((lambda _, deep=deep: with_length(b'{"__metadata__":' + b"[" * deep, b""),
+       METADATA + "expected an object") for deep in (65, 5 << 20)),
+]
+
+
+@pytest.mark.parametrize("change, expected", FILES)
+def test_file(change, expected):
+    """Malformed files and headers are refused with the file's name, with little memory, at once."""
+    refuse(change(good()), expected)
+
+
+# Changes to one tensor of a good file: its name, the field (or `name`), the new value, the message.
+TENSORS = [
+    ("wpe.weight", "dtype", '"Q4"', "wpe.weight: unknown dtype"),
+    ("wpe.weight", "dtype", '""', "wpe.weight: unknown dtype"),
+    ("wpe.weight", "dtype", '"F64"', "wpe.weight: data_offsets do not match"),
+    ("wpe.weight", "dtype", '"I32"', "wpe.weight: dtype must be F32, BF16 or F16"),
+    ("wpe.weight", "shape", "[4,3]", "wpe.weight: shape is not (3, 4)"),
+    ("wpe.weight", "shape", "[12]", "wpe.weight: shape is not (3, 4)"),
+    ("wpe.weight", "shape", "[3,4,1]", "wpe.weight: shape is not (3, 4)"),
+    ("wpe.weight", "shape", "[3,5]", "wpe.weight: data_offsets do not match"),
+    ("wpe.weight", "shape", "[-3,-4]", "wpe.weight: expected an integer"),
+    ("wpe.weight", "shape", "[0,4]", "wpe.weight: data_offsets do not match"),
+    ("wpe.weight", "shape", "[]", "wpe.weight: data_offsets do not match"),
+    ("wpe.weight", "shape", "[1099511627776,1099511627776]", "wpe.weight: shape has more"),
+    ("wpe.weight", "shape", "[0,1099511627776,1099511627776]", "wpe.weight: data_offsets"),
+    ("wpe.weight", "shape", "[4294967299,4294967296]", "wpe.weight: shape has more"),
+    ("h.1.attn.c_attn.weight", "shape", "[12,4]", "weight: shape is not (4, 12)"),
+    ("h.1.mlp.c_proj.weight", "shape", "[4,16]", "weight: shape is not (16, 4)"),
+    ("ln_f.bias", "shape", "[4,1]", "ln_f.bias: shape is not"),
+    ("ln_f.bias", "shape", "[1,4]", "ln_f.bias: shape is not"),
+    ("h.0.ln_1.weight", "data_offsets", "[160,176]", "overlap"),
+    ("h.0.ln_1.weight", "data_offsets", "[132,148]", "overlap"),
+    ("wpe.weight", "name", "wte.weight", "wte.weight: appears twice"),
+    ("h.0.ln_1.bias", "name", "h.2.ln_1.bias", "h.2.ln_1.bias: not a tensor of a GPT-2"),
+    ("h.0.ln_1.bias", "name", "h.99.ln_1.bias", "h.99.ln_1.bias: not a tensor of a GPT-2"),
+    ("ln_f.bias", "name", "ln_f.bias\\n\\u001b[2J", "tensor ln_f.bias??[2J: "),
+    ("ln_f.bias", "name", "", "tensor : not a tensor of a GPT-2"),
+    *(("h.0.ln_1.bias", "name", name, "not a tensor of a GPT-2") for name in (
+        "h.01.ln_1.bias", "h.-1.ln_1.bias", "h.4294967296.ln_1.bias", "h.0.wte.weight",
+        "h.18446744073709551616.ln_1.bias", "h..ln_1.bias", "ln_1.bias", "h.0.ln_f.bias",
+        "transformer.transformer.ln_f.bias")),
+]
+
+
+@pytest.mark.parametrize("name, field, value, expected", TENSORS)
+def test_tensor(name, field, value, expected):
+    """Files in which one tensor is changed are refused."""
+    text, data = header_and_data(good())
+    before, entry, after = re.fullmatch(r'(.*)("%s":\{.*?\})(.*)' % re.escape(name),
+                                        text.decode()).groups()
+    entry = (entry.replace(name, value) if field == "name" else
+             re.sub(r'("%s":)("\w+"|\[.*?\])' % field, lambda m: m[1] + value, entry))
+    refuse(with_length((before + entry + after).encode(), data), expected)
+
+
+def test_tensors():
+    """Files in which a tensor is missing, duplicated or unknown are refused."""
+    members = hugging_face(SHAPE)
+    for name in "wte.weight", "h.0.attn.c_attn.bias", "h.1.mlp.c_proj.weight", "ln_f.bias":
+        less = {key: value for key, value in members.items() if key != name}
+        refuse(safetensors({}, less), "tensor " + name + ": missing")
+        refuse(safetensors({}, {**members, "transformer." + name: members[name]}),
+               "transformer." + name + ": appears twice")
+    dtype, shape, values = members["wte.weight"]
+    refuse(safetensors({}, {**members, "lm_head.weight": [dtype, shape, flipped(values, 79)]}),
+           "lm_head.weight: differs from wte.weight")
+    refuse(safetensors({}, {**members, "lm_head.weight": ["U32", shape, values]}),
+           "lm_head.weight: dtype must be F32")
+    text, data = header_and_data(good())  # a gap
+    refuse(with_length(text, data[:128] + b"gap!" + data[128:]), "do not cover its")
+
+
+# One unsupported or invalid entry of config.json.
+CONFIGS = [
+    ('"n_layer"', '"layers"', "n_layer is missing or 0"),
+    ('"n_head"', '"heads"', "n_head is missing or 0"),
+    ('"n_embd"', '"embd"', "n_embd is missing or 0"),
+    ('"n_positions"', '"positions"', "n_positions is missing or 0"),
+    ('"vocab_size"', '"vocab"', "vocab_size is missing or 0"),
+    ('"n_layer": 2', '"n_layer": 0', "n_layer is missing or 0"),
+    ('"n_layer": 2', '"n_layer": -2', "expected an integer"),
+    ('"n_layer": 2', '"n_layer": 2, "n_layer": 2', "duplicate size"),
+    ('"n_layer": 2', '"n_layer": 401', "401 layers"),
+    ('"n_layer": 2', '"n_layer": 1048577', "n_layer is too large"),
+    ('"n_layer": 2', '"n_layer": 4294967298', "n_layer is too large"),
+    ('"n_layer": 2', '"n_layer": 99999999999999999999', "expected an integer"),
+    ('"n_layer": 2', '"n_layer": "2"', "config.json: "),
+    ('"n_layer": 2', '"n_layer": 1', "h.1.ln_1.weight: not a tensor of a GPT-2"),
+    ('"n_layer": 2', '"n_layer": 3', "h.2.ln_1.weight: missing"),
+    ('"n_head": 2', '"n_head": 3', "3 heads, 4 channels"),
+    ('"n_embd": 4', '"n_embd": 8', "wte.weight: shape is not (5, 8)"),
+    ('"n_embd": 4', '"n_embd": 65538', "65538 channels"),
+    ('"vocab_size": 5', '"vocab_size": 70000', "70000 tokens"),
+    ('"n_positions": 3', '"n_positions": 4', "wpe.weight: shape is not (4, 4)"),
+    ("gelu_new", "relu", "activation_function is 'relu'"),
+    ("gelu_new", "gelu_new|gelu_pytorch_tanh", "activation_function is"),
+    ("gelu_new", "", "activation_function is ''"),
+    ('"gelu_new"', '["gelu_new"]', "config.json: "),
+    ('"n_inner": null', '"n_inner": 17', "n_inner is 17"),
+    ('"n_inner": null', '"n_inner": nil', "config.json: "),
+    ('embeddings": true', 'embeddings": false', "tie_word_embeddings is 'false'"),
+    ('weights": true', 'weights": false', "scale_attn_weights is 'false'"),
+    ("{\n", '{"scale_attn_by_inverse_layer_idx": true,', "inverse_layer_idx is 'true'"),
+    ("1e-05", "1e-06", "layer_norm_epsilon is '1e-06'"),
+    ('"gpt2"', '"gpt_neo"', "model_type is 'gpt_neo'"),
+    ("\n}\n", "\n}\n{", "unexpected text after the end"),
+    ("\n}\n", "", "config.json: invalid JSON"),
+    (None, "", "model/config.json: invalid JSON"),
+]
+
+
+@pytest.mark.parametrize("was, now, expected", CONFIGS)
+def test_config(was, now, expected):
+    config = config_text(SHAPE)
+    write_model("model", good(), replaced(config.encode(), was, now).decode() if was else now)
+    model_refused("model", expected)
+
+
+def test_no_config():
+    write_model("model", good(), "")
+    os.unlink("model/config.json")
+    model_refused("model", "cannot open model/config.json: No such file")
+    model_refused("model/none", "'model/none' is neither a preset")
+    os.mkfifo("model/config.json")
+    model_refused("model", "cannot open model/config.json: ")
+
+
+@pytest.mark.parametrize("dtype, name, element, values, shown", [
+    ("F32", "wte.weight", 9, b"\x00\x00\xc0\x7f", "nan"),
+    ("F32", "h.1.attn.c_attn.weight", 13, b"\x00\x00\x80\xff", "-inf"),
+    ("F32", "ln_f.bias", 3, b"\x01\x00\x80\x7f", "nan"),
+    ("BF16", "h.0.mlp.c_fc.bias", 0, b"\x80\x7f", "inf"),
+    ("F16", "wpe.weight", 11, b"\x00\xfc", "-inf"), ("F16", "wpe.weight", 0, b"\x01\x7c", "nan")])
+def test_not_finite(dtype, name, element, values, shown):
+    """A non-finite number is reported with its tensor and its index in the file's order."""
+    shape = 2, 2, 4, 3, 257
+    members = hugging_face(shape, [dtype])
+    data, at = members[name][2], element * len(values)
+    members[name][2] = data[:at] + values + data[at + len(values):]
+    write_model("model", safetensors({}, members), config_text(shape))
+    # A refused run frees nothing, which a sanitizer would report.
+    refused("-i train.bin -e model -b 2 -x 1", "tensor %s: element %d is %s: "
+            % (name, element, shown), env={"ASAN_OPTIONS": "detect_leaks=0"})
+
+
+def test_parts():
+    """A model split into several files loads the same weights as a single one; contradictions are
+    refused with the names of the tensor and file."""
+    shape = 2, 2, 4, 16, 257
+    members = hugging_face(shape, ["F32", "BF16"], "transformer.")
+    write_model("whole", safetensors({}, members), config_text(shape))
+    write_model("parts", b"", config_text(shape))
+    Path("parts", MODEL).unlink()
+    parts = [dict(list(members.items())[i::2]) for i in range(2)]
+
+    def put(parts):
+        for i, part in enumerate(parts):
+            name = "model-%05d-of-00002.safetensors" % (i + 1)
+            Path("parts", name).write_bytes(safetensors({}, part))
+
+    put(parts)
+    for model in "whole", "parts":
+        succeeds("-i train.bin -b 2 -x 1 -l 0 --quiet -v 0 -e %s -o from-%s" % (model, model))
+    assert training_state(1, "from-whole") == training_state(1, "from-parts")
+    name = "transformer.ln_f.bias"
+    put([parts[0], {key: value for key, value in parts[1].items() if key != name}])
+    model_refused("parts", "ln_f.bias: missing")
+    put([{**parts[0], name: members[name]}, parts[1]])
+    model_refused("parts", name + ": appears twice")
+    Path("parts/model-00002-of-00002.safetensors").unlink()
+    model_refused("parts", "")
+
+
+def test_padded_vocabulary():
+    """A model whose vocabulary is padded to 50304 rows, like nanoGPT's, accepts GPT-2 tokens. The
+    rows without a token are part of the softmax and are kept. Other paddings are refused."""
+    Path("train.bin").write_bytes(shard([7] * 400, GPT2))
+    options = "-i train.bin -e model -b 2 "
+    for rows in 50305, 50304:
+        shape = 1, 1, 4, 8, rows
+        members = {name: [dtype, sizes, bytes(len(values))]
+                   for name, (dtype, sizes, values) in hugging_face(shape).items()}
+        write_model("model", safetensors({}, members), config_text(shape))
+        if rows == 50305:
+            refused(options, "has a vocabulary of 50305 tokens, the data")
+    succeeds(options + "-x 1 -s 1 -g 40 --temperature 100 -o out", "loss 10.8258 ")  # ln 50304
+    config = json.loads((step(1) / CONFIG).read_text())
+    assert config["vocab_size"] == 50304 and config["eos_token_id"] == 50256
+    succeeds(options + "-o out -y 1 -x 2 --quiet")

@@ -1,0 +1,259 @@
+"""Scripts and tools around the programs: make train, make install, dev/report.py, the notebook,
+dev/gpu_check.sh on the emulated GPU, and a machine that has only a compiler."""
+
+import html
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+from files import *
+from program import *
+
+
+def shell(command, status=0, **more):
+    """Runs a command line; returns what it has printed."""
+    o = subprocess.run(command, shell=isinstance(command, str), text=True, timeout=LIMIT_S,
+                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more)
+    assert o.returncode == status, o.stdout
+    return o.stdout
+
+
+def write_stories(folder):
+    """stories_bpe_*: what data/prepare.sh makes without a network."""
+    folder.mkdir(parents=True)
+    (folder / "stories").write_text(stories_text())
+    shell([TOP / "data/tokenize", "--train-bpe", "1024", "--documents", "-o", "stories_bpe",
+           "stories"], cwd=folder)
+    (folder / "stories").unlink()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """The CPU program next to data and to dev/train.sh, whose model is made to take a second."""
+    write_stories(tmp_path / "repo/data")
+    (tmp_path / "repo/dev").mkdir()
+    shutil.copy(words("")[0], "repo/train_gpt2")
+    recipe = (TOP / "dev/train.sh").read_text().replace("l4h4c128t64", "l1h1c32t64")
+    recipe = re.sub(r"loss=[\d.]+", "loss=8", re.sub(r"steps=\d+", "steps=399", recipe))
+    Path("repo/dev/train.sh").write_text(recipe)
+    return tmp_path / "repo"
+
+
+def test_default_data(repository):
+    """Without -i the program uses data/; -i alone validates on the files next to it."""
+    train = lambda more="": shell("./train_gpt2 -e l1h1c16t16 -b 2 -x 1 -m 1 " + more, cwd="repo")
+    out = train()
+    assert re.search(r"data +data/stories_bpe_train\*.bin: 478,", out)
+    assert "validation loss" in out and "no validation" not in out
+    given = "-i data/stories_bpe_train.bin"
+    assert "validation loss" in train(given)
+    os.rename("repo/data/stories_bpe_val.bin", "val.bin")
+    assert "no validation: --val-data (-j) is not given\n" in train(given)
+
+
+def test_make_train(repository):
+    """Ctrl-C keeps the model, another call resumes, and the printed command generates."""
+    train = ["bash", repository / "dev/train.sh", "train_gpt2"]
+    with open("said", "w") as said:  # in a group of its own, like a job of a terminal
+        process = subprocess.Popen(train, stdout=said, stderr=said, start_new_session=True,
+                                   preexec_fn=default_signal())
+    events = repository / "runs/first/log.jsonl"
+    wait_until(lambda: events.exists() and '"step":9,' in events.read_text())
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 0
+    saved = "runs/first/" + names(repository / "runs/first", "step")[0]
+    said = Path("said").read_text()
+    assert "saved " + saved in said
+    assert "Interrupted: make train resumes from %s; rm -r runs/first starts" % saved in said
+    said = shell(train)
+    assert re.search("resumed from %s(.|\n)*finished after step 399(.|\n)*Expected: a val" % saved,
+                     said)
+    command = re.search(r"^ *(\./train_gpt2 .*--generate .*)$", said, re.M)[1]
+    assert "Once upon a time" in shell(command, cwd=repository)
+    for name in "train.bin", "val.bin", "merges.txt":
+        shutil.copy(repository / "data" / ("stories_bpe_" + name),
+                    repository / "data" / ("tinyshakespeare_bpe_" + name))
+    said = shell(train)
+    assert " -i data/stories_bpe_train.bin " in said, "not the data of the first call"
+    assert re.search("nothing to do: .* step 399,(.|\n)*rm -r runs/first && make train", said)
+    shutil.rmtree(repository / "runs")
+    (repository / "data/tinyshakespeare_bpe_train.bin").write_text("\n")
+    assert shell(train, 1).split("\n")[-2].startswith("train_gpt2: data/tinysha")
+
+
+def test_install(tmp_path):
+    """The manual page made from --help lists every option, without warnings of groff; completion
+    offers options and values; all places name the same version."""
+    shell(["make", "-s", "install", "PROGRAM=train_gpt2", "DESTDIR=%s/root" % tmp_path,
+           "PREFIX=/usr"], cwd=TOP)
+    page = Path("root/usr/share/man/man1/train_gpt2.1")
+    options = re.findall(r"^  (?:-\w,|   ) (--[a-z0-9-]+)", shell("root/usr/bin/train_gpt2 --help"),
+                         re.M)
+    text = page.read_text().replace("\\-", "-")
+    assert re.findall(r"^(?:\\fB-.\\fR, )?\\fB(--[a-z0-9-]+)", text, re.M) == options
+    completed = shell(["bash", "-c", """. root/usr/share/bash-completion/completions/train_gpt2
+        COMP_WORDS=(train_gpt2 --) COMP_CWORD=1 && _train_gpt2 && printf '%s\\n' "${COMPREPLY[@]}"
+        COMP_WORDS=(train_gpt2 -r mlp -k w) COMP_CWORD=4 && _train_gpt2 && echo "${COMPREPLY[@]}"
+        COMP_WORDS=(train_gpt2 -r n) COMP_CWORD=2 && _train_gpt2 && echo "${COMPREPLY[@]}" """])
+    assert completed.splitlines() == [*options, "wsd", "none norm"]
+    if shutil.which("groff"):
+        assert shell("groff -man -ww -Tutf8 %s > /dev/null" % page) == ""
+    version = re.match(r"train_gpt2 (\S+)", shell("root/usr/bin/train_gpt2 --version"))[1]
+    for path, pattern in ((page, r'^.TH .*train_gpt2 (.*)"'),
+                          (TOP / "README.md", r"To cite:.*train_gpt2 ([\d.]*\d)"),
+                          (TOP / "dev/CHANGELOG.md", r"^## ([\d.]+)")):
+        assert re.search(pattern, path.read_text(), re.M)[1] == version
+    succeeds(TINY + "-x 1 -o out")
+    assert log()[0]["version"] == version
+
+
+def report(arguments, status=0, **more):
+    return shell([sys.executable, TOP / "dev/report.py", *arguments.split()], status, **more)
+
+
+@pytest.fixture
+def reported():
+    """A run with validations and samples."""
+    pytest.importorskip("matplotlib")
+    succeeds("-i train.bin -j val.bin -e l2h2c32t32 -b 2 -x 5 -v 2 -m 1 -s 5 -g 4 --quiet -o run")
+
+
+def test_report_run(reported):
+    """The page has the log's numbers, as text; what a log may contain is harmless in it."""
+    last = log("run")
+    report("run")
+    page = Path("run/report.html").read_text()
+    for key, text in ("loss", "%.4f"), ("val_loss", "%.4f at step"):
+        values = [e[key] for e in last if key in e]
+        assert text % (values[-1] if key == "loss" else min(values)) in page
+    assert "5 of 5" in page and not re.search("<(script|img|link|iframe)|https?://(?!www.w3)", page)
+    with open("run/log.jsonl", "a") as file:
+        file.write('{"step":6,"loss":null,"grad_norm":null,"lr":1e400,"skipped":1}\n'
+                   '{"step":6,"sample":"</pre><script>alert(1)</script>\\u001b[1m&amp;"}\n'
+                   '{"step":7,"lo')
+    report("run")
+    page = Path("run/report.html").read_text()
+    assert "not finite" in page and "<script>" not in page and "&lt;script&gt;alert(1)" in page
+    report("run --svg run.svg")
+    xml.etree.ElementTree.parse("run.svg")
+
+
+def test_report_plans(reported):
+    """Pictures of plans and of what fits are valid SVG; the tables have every way."""
+    ways = {name: succeeds(query + " --json") for name, query in {
+        "plan": "--plan -e d12 -b 4 -r block:5 --offload moments,master --gpu-mem 16GiB",
+        "fit": "--fit all -e d12 --gpu 3070",
+        "none": "--minimum -e d12",
+        "cards": "--plan --gpu all -e d36 -b 8 -r none --offload none"}.items()}
+    for name, text in ways.items():
+        Path(name + ".json").write_text(text)
+    report("--plan plan.json --svg plan.svg")
+    report("--fit fit.json --svg fit.svg")
+    for name in "plan.svg", "fit.svg":
+        xml.etree.ElementTree.parse(name)
+    report("--fit fit.json cards.json -o fit.html")
+    page = Path("fit.html").read_text()
+    for name, key in ("fit", "ways"), ("cards", "cards"):
+        for way in json.loads(ways[name])[key]:
+            assert html.escape("%s %s" % (way["note"], way["options"])) in page
+            assert not way["tokens_per_s"] or "{:,}".format(way["tokens_per_s"]) in page
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ("--fit plan.json", "plan.json is not the output of --fit --json or of"),
+    ("absent", "cannot read absent: No such file"), ("broken.jsonl", "broken.jsonl:1: not a JSON"),
+    ("--plan train.bin", "train.bin is not the output of --plan")])
+def test_report_refused(reported, arguments, expected):
+    Path("plan.json").write_text('{"plan":[]}')
+    Path("broken.jsonl").write_text("\n" + Path("run/log.jsonl").read_text())
+    said = report(arguments + " -o bad", 1)
+    assert expected in said and said.count("\n") == 1 and not Path("bad").exists()
+
+
+def test_notebook():
+    """The notebook has no fault, and each of the planted ones is found."""
+    check = [sys.executable, TOP / "dev/check/notebook.py"]
+    assert shell(check) == ""
+    wrong = (TOP / "dev/train_gpt2.ipynb").read_text()
+    for was, now in (("--fit bits", "--fitt bits"), ('"import array', '"import (array'),
+                     ("-g 60 ", "--sampels "), ("-e d24 -b", "-e d24 -B"),
+                     ("make -s", "make -s al"), ("--train-bpe", "--train-bp"),
+                     ("against_torch.py`", "against.py`"),
+                     ('"outputs": []', '"outputs": [1]'),
+                     ('"source": [', '"source": ["","","","",')):
+        assert was in wrong, was
+        wrong = wrong.replace(was, now)
+    Path("wrong.ipynb").write_text(wrong)
+    said = shell([*check, "wrong.ipynb"], 1)
+    for fault in ("option --fitt", "option --sampels", "option -B", "option --train-bp ",
+                  "target al", r"line \d+: ", r"no file dev/\w+/against.py", "has outputs",
+                  "lines, more than 200"):
+        assert re.search(fault, said), fault
+
+
+@pytest.mark.all
+@pytest.mark.gpu
+@pytest.mark.emulated
+def test_gpu_check(tmp_path):
+    """dev/gpu_check.sh on the emulated GPU: every stage that can run is ok, and one archive has its
+    logs; a failing program fails."""
+    check = {**os.environ, "GPT2CU": words("")[0], "BENCH": "true", "MODELS": "l2h2c64t64",
+             "STEPS": "4", "LARGEST_BATCH": "1", "GPUS": "2", "LOGS": str(tmp_path / "logs")}
+    stages = "check bits speed test offload gpus bench"
+    said = shell([TOP / "dev/gpu_check.sh"], env={**check, "TEST": "true", "STAGES": stages})
+    for stage in "check", "bits", "test", "offload", "gpus":
+        assert re.search(r"^%s .* ok\b" % stage, said, re.M), said
+    assert "FAILED" not in said
+    listed = shell(["tar", "-tzf", tmp_path / "logs.tar.gz"])
+    assert "summary.md" in listed and "gpus" in listed
+    said = shell([TOP / "dev/gpu_check.sh"], 1, env={**check, "TEST": "false", "STAGES": "test"})
+    assert re.search(r"^test .*FAILED", said, re.M)
+    said = shell([TOP / "dev/gpu_check.sh"], 1, env={**check, "STAGES": "speed tests"})
+    assert "STAGES has no stage 'tests'" in said
+
+
+@pytest.mark.full
+def test_bare_machine(tmp_path):
+    """With only a compiler, make and a shell, everything that can be built is, and `make test`
+    runs the unit programs and names what it skips."""
+    bin, clone = tmp_path / "bin", tmp_path / "clone"
+    bin.mkdir()
+    hidden = re.compile("python|clang|cpp?check|shellcheck|curl|wget|nv|mpi|apt|sudo|strace")
+    for folder in os.environ["PATH"].split(":")[::-1]:
+        for path in Path(folder).glob("*"):
+            if not hidden.match(path.name):
+                (bin / path.name).unlink(missing_ok=True)
+                (bin / path.name).symlink_to(path)
+    files = shell("git ls-files -z", cwd=TOP).split("\0")[:-1]
+    for name in files:
+        if (TOP / name).exists():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(TOP / name, clone / name)
+    env = {"PATH": str(bin), "HOME": str(tmp_path), "PYTHON": "none"}
+    said = shell("git init -q . && git add -A && make test NVCC=", cwd=clone, env=env)
+    assert re.search(r"skipped \(no pytest", said) and re.search(
+        r"\n[1-9]\d* passed, 0 failed, [1-9]\d* skipped\n$", said)
+
+
+@pytest.mark.full
+def test_own_text_recipe(tmp_path):
+    """dev/recipes/own_text.sh on tinyshakespeare reaches 1.6 nats per byte, in ten minutes."""
+    text = TOP / os.environ.get("DATA_MIRROR", "data") / "tinyshakespeare.txt"
+    if not text.exists():
+        pytest.skip("neither DATA_MIRROR nor data/ has tinyshakespeare.txt")
+    for folder in "data", "dev":
+        Path(folder).mkdir()
+    shutil.copy(words("")[0], "train_gpt2")
+    shutil.copy(TOP / "data/tokenize", "data/tokenize")
+    shutil.copytree(TOP / "dev/recipes", "dev/recipes")
+    shutil.copy(text, "play.txt")
+    said = shell("dev/recipes/own_text.sh play.txt train")
+    loss = float(re.findall(r"validation loss ([\d.]+)", said)[-1])
+    tokens, = struct.unpack_from("<i", Path("data/play_4096_val.bin").read_bytes(), 8)
+    assert loss * tokens / (text.stat().st_size // 10) <= 1.6
