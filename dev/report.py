@@ -150,7 +150,7 @@ def pyplot():
 def picture(figure):
     """The figure as an SVG element."""
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
+    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return out.getvalue().split("?>", 1)[1].split(".dtd\">", 1)[1].strip() + "\n"
 
 
