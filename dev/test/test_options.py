@@ -88,7 +88,7 @@ BAD_OPTIONS = [
     ("--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"),
     ("--plan --gpus 2 -e d12 --offload gradients", "works on one GPU only"),
     ("--fit bits -e d12 --gpus 4", "no memory is known or left for a plan: name a card"),
-    ("--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"),
+    ("--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "B x T = 1 x 1024 times the number of ranks, 4"),
     ("--minimum -e d12 -z 1", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"),
     ("--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"),
     ("--minimum -e d12 -b 2", "finds the least memory by itself: leave --batch out"),
