@@ -994,11 +994,10 @@ TEST(gpu_misaligned, CUDA) {
 }
 
 #if CUDA_CPU
-// Returns the index of a plan's algorithm in the emulated library: 0 to 2, or 3 to 8 if k is split.
 static int algorithm_of(const MatmulPlan &plan) {
     emu::Algo algo;
     memcpy(&algo, &plan.algorithm, sizeof algo);
-    return emu::number_of(algo) - 1;
+    return algo.id;
 }
 
 // A matmul uses the heuristic's first algorithm; out of place (D is not C), the first one that
