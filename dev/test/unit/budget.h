@@ -437,7 +437,7 @@ TEST(auto_batch, FLOAT) {
     int found = 0;
     auto chosen = [](const Text &options, uint64_t total, int64_t most) {
         Planned run(options);
-        settings_auto_batch(&run.s, &run.o, total, most);
+        settings_auto_batch(&run.s, &run.o, total, most, 0);
         return (int64_t)run.s.B == run.o.batch ? run.s.B : -1;
     };
     for (int n = 0; n < 30; n++) {
