@@ -160,11 +160,6 @@ build/bench_cuda_cpu: dev/bench/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
-# The benchmark with a count of each kernel's bytes: dev/cuda_cpu/emu_profile.h.
-build/bench_profile: dev/bench/bench.cu build/flags
-	$(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CXX) -std=c++17 -O1 -fsanitize=thread -w \
-	-ffp-contract=off -Idev/cuda_cpu $(CUDA_INCLUDE) -x c++ $(DEPEND) -c $< -o $@.o
-	$(CXX) $@.o -o $@ -lm
 BOOK := train_gpt2.c $(addprefix data/,files.c tokens.c weights.c checkpoint.c)
 build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
 	@$(NVCC) --version | tail -n 2 > $@

@@ -188,12 +188,13 @@ static void config_save(const Model *m, const Bpe *bpe, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// Returns the contents, of *size bytes, of vocab.json or tokenizer_config.json (special tokens), as
-// transformers expects them next to the weights. The caller frees them.
-static char *tokenizer_json(const Bpe *bpe, const Model *m, int file, size_t *size) {
+// Writes merges.txt, vocab.json or tokenizer_config.json (special tokens), as transformers expects
+// them next to the weights.
+static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
-    FILE *f = open_memstream(&text, size);
+    size_t size;
+    FILE *f = open_memstream(&text, &size);
     check(f, "no memory for a vocabulary");
     fputs("{", f);
     for (int id = 0; file == FILE_VOCABULARY && id < bpe->count; id++) {
@@ -210,14 +211,10 @@ static char *tokenizer_json(const Bpe *bpe, const Model *m, int file, size_t *si
     }
     fputs("}\n", f);
     check(fclose(f) == 0, "no memory for a vocabulary");
-    return text;
-}
-
-// Writes merges.txt, vocab.json or tokenizer_config.json.
-static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
-    size_t size;
-    char *text = file == FILE_MERGES ? bpe_merges_text(bpe, &size)
-                                     : tokenizer_json(bpe, m, file, &size);
+    if (file == FILE_MERGES) {
+        free(text);
+        text = bpe_merges_text(bpe, &size);
+    }
     writer_put(w, text, size);
     free(text);
 }

@@ -14,8 +14,6 @@
 //         build/bench -e d24 -b 8 attention matmul    cases whose names start with these words
 // Attention is timed with the default kernels and, below them, with each variant for this GPU
 // ("attention_forward wgmma"), which the sum leaves out.
-// With EMU_PROFILE=1 and a build for it (dev/cuda_cpu/emu_profile.h) it measures no times but
-// compares the bytes that each kernel accesses with those it needs.
 
 #define GPT2_NO_MAIN 1
 #include "../../train_gpt2.cu"
@@ -49,7 +47,7 @@ struct Case {
 
 static struct {
     const char *model;
-    int batch, length, rounds, tsv, greedy;  // greedy: kernels that accessed too many bytes
+    int batch, length, rounds, tsv;
     std::vector<const char *> what;
     double peak_flops, bytes_per_ms, ms_sum;
     size_t cache_bytes, arena_bytes;
@@ -130,47 +128,6 @@ static double case_bytes(const Case &c) {
     return bytes;
 }
 
-#if CUDA_CPU && EMU_PROFILING
-// Kernels that access more than 1.2 times the bytes they need, the limit of that factor at 12 heads
-// of 64 channels and two sequences of 128 tokens, and the reason: the repeated accesses hit a
-// cache, or are one address for a whole warp.
-static const struct {
-    const char *name;
-    double most;
-    const char *why;
-} asks_more[] = {
-    {"embedding_forward", 1.6, "each pack reads its token, each sequence the positions"},
-    {"embedding_backward", 1.3, "each pack reads the rows of its token"},
-    {"layernorm_forward", 2.0, "each row reads weight and bias"},
-    {"layernorm_backward", 1.8, "each row reads the weight; a few rows give as many parts"},
-    {"attention_backward", 1.7, "two kernels read Q, K, V and dO"},
-    {"attention_backward wgmma", 1.7, "likewise"},
-    {"grad_norm", 1.5, "each thread looks up its block's tensor"},
-};
-
-// Runs a case once and prints, in thousands of bytes, what its kernels accessed and what they need;
-// a kernel that accesses too much makes the program fail.
-static void profile_case(const Case &c, const Buffers &buffers) {
-    double asked = 0, most = 1.2;
-    const char *why = "";
-    emu::profile_clear();
-    c.run(buffers);
-    cuda_check(cudaStreamSynchronize(bench.stream));
-    for (const emu::Profile &p : emu::profiles) {
-        asked += (double)(p.read + p.written);
-    }
-    for (const auto &row : asks_more) {
-        most = c.name == row.name ? row.most : most;
-        why = c.name == row.name ? row.why : why;
-    }
-    const double needed = case_bytes(c), times = asked / needed;
-    bench.greedy += !(times <= most);
-    printf("profile  %-20s asked %9.1f KB  needed %9.1f KB  %.2f x of at most %.2f %s  %s\n",
-           c.name.c_str(), asked / 1e3, needed / 1e3, times, most, times <= most ? " ok" : "FAILED",
-           why);
-}
-#endif
-
 // Prints one line; "-" if a limit is not known.
 static void print_line(const Case &c, double ms) {
     const double bytes = case_bytes(c);
@@ -208,6 +165,9 @@ static void print_algorithms(const Case &c, const std::vector<Buffers> &buffers,
         int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
         printf(bench.tsv ? "%s, %zu MiB" : "  %-25s %4zu MiB", c.name.c_str(), mib);
         for (int i = 0; i < found; i++) {
+            if (plan->key.out_of_place && !matmul_writes_out_of_place(results[i])) {
+                continue;
+            }
             plan->algorithm = results[i].algo;
             printf(bench.tsv ? "\t%.5f" : " %8.4f", case_ms(c, buffers));
         }
@@ -226,14 +186,6 @@ static void bench_case(const Case &c, bool matmul) {
     if (buffers.empty()) {
         return;
     }
-#if CUDA_CPU && EMU_PROFILING
-    if (emu::set.profile) {
-        if (!matmul) {  // matmuls are library code
-            profile_case(c, buffers[0]);
-        }
-        return;
-    }
-#endif
     const size_t all = matmul_library.workspace_bytes;
     if (!matmul) {
         print_line(c, case_ms(c, buffers));
@@ -373,39 +325,29 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
                                     B, T, C, NH, stream);
          }},
     };
-    // The rows above are row 0; these are the other variants for this GPU and head size.
-    cudaDeviceProp gpu;
-    cuda_check(cudaGetDeviceProperties(&gpu, 0));
-    for (int row = 1; row < ATTENTION_VARIANTS && std::is_same_v<E, __nv_bfloat16>; row++) {
-        const AttentionVariant &v = attention_variants[row];
-        for (int i = 0; i < 2; i++) {
-            Case c = cases[(size_t)i];
-            c.name += std::string(" ") + v.name;
-            c.launches = 0;
-            c.run = [run = c.run, row](const Buffers &p) {
-                std::fill(attention_choice, std::end(attention_choice), row);
-                run(p);
-                std::fill(attention_choice, std::end(attention_choice), 0);
-            };
-            if (v.capability == 10 * gpu.major + gpu.minor && v.HS == C / NH) {
-                cases.push_back(c);
-            }
-        }
+    // These are the default kernels; now those with wgmma, if this GPU has them.
+    for (int i = 0; i < 2 && gpu_present()->capability == 90 && C / NH == 64 &&
+                    std::is_same_v<E, __nv_bfloat16>; i++) {
+        Case c = cases[(size_t)i];
+        c.name += " wgmma";
+        c.launches = 0;
+        c.run = [run = c.run](const Buffers &p) {
+            std::fill(attention_fast, std::end(attention_fast), true);
+            run(p);
+            std::fill(attention_fast, std::end(attention_fast), false);
+        };
+        cases.push_back(c);
     }
     return cases;
 }
 
-// Returns the norm and AdamW over all parameters as one matrix; in 16 bits, with a master copy and
+// Returns the norm and AdamW over all parameters as one bucket; in 16 bits, with a master copy and
 // fp32 moments.
 template <class E> static std::vector<Case> update_cases(const Settings *s) {
     using G = Grad<E>;
     constexpr bool SPLIT = sizeof(E) == 2;
-    const size_t count = (size_t)tensor_offset(&s->model, TENSORS, 0);
-    static ParamRange range[1];
-    range[0] = {0, 0, 0, 0, count, RNG_ROUND, 1, 0, 0};
-    const int chunks = param_ranges_chunk(range, 1);
+    const size_t count = (size_t)(model_parameters(&s->model) / 8 * 8);
     static const UpdateState state = {1, 1, 1, 0, 0};
-    const Array table = {sizeof range, READ, INTS, (const int *)(const void *)range};
     const Array decided = {sizeof state, READ, INTS, (const int *)(const void *)&state};
     const Array grads = {count * sizeof(G), READ, NOISE, nullptr};
     const Array partials = {gpu_grad_square_sum_bytes(), SCRATCH, NOISE, nullptr};
@@ -415,20 +357,19 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     cudaStream_t stream = bench.stream;
     auto of = [](char *p) { return (void *)p; };
     return {
-        {"grad_norm", 0, 0, {decided, partials, grads, table},
+        {"grad_norm", 0, 0, {decided, partials, grads},
          [=](const Buffers &p) {
-             gpu_grad_square_sum((UpdateState *)of(p[0]), (float *)of(p[1]), (G *)of(p[2]),
-                                 (float *)nullptr, (G *)nullptr, (ParamRange *)of(p[3]), 1, chunks,
-                                 stream);
+             gpu_grad_square_sum((UpdateState *)of(p[0]), (float *)of(p[1]), (G *)of(p[2]), count,
+                                 true, stream);
          }},
-        {"adamw", 0, 0, {weights, low, moment, moment, grads, table, decided},
+        {"adamw", 0, 0, {weights, low, moment, moment, grads, decided},
          [=](const Buffers &p) {
-             const AdamW a = {1e-4f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
-             gpu_adamw<E, G, float, SPLIT>((E *)of(p[0]), SPLIT ? (Master<E> *)of(p[1]) : nullptr,
-                                           (float *)of(p[2]), (float *)of(p[3]), (G *)of(p[4]),
-                                           nullptr, nullptr, nullptr, (ParamRange *)of(p[5]), 1,
-                                           chunks, a, UpdateRandom{1, 1}, (UpdateState *)of(p[6]),
-                                           stream);
+             launch((adamw_kernel<E, G, float, SPLIT>),
+                    (unsigned)((count + UPDATE_CHUNK - 1) / UPDATE_CHUNK), UPDATE_THREADS, 0,
+                    stream, (E *)of(p[0]), SPLIT ? (Master<E> *)of(p[1]) : nullptr,
+                    (float *)of(p[2]), (float *)of(p[3]), (G *)of(p[4]), count, (size_t)0,
+                    AdamW{1e-4f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f}, UpdateRandom{1, 1},
+                    (UpdateState *)of(p[5]));
          }},
     };
 }
@@ -516,17 +457,11 @@ template <class E> static void bench_model(const Settings *s) {
 
 // Sets the GPU's peak, copy bandwidth and arena in `bench`.
 static void bench_open(const Settings *s) {
-    Engine e;
-    cudaDeviceProp properties;
-    int device = 0;
     const size_t workspace_bytes = CUDA_CPU ? 1 << 20 : 256 << 20;
     size_t free_bytes = device_available();
-    memset(&e, 0, sizeof e);
-    device_describe(&e, s);
-    cuda_check(cudaGetDevice(&device));
-    cuda_check(cudaGetDeviceProperties(&properties, device));
-    bench.peak_flops = e.peak_flops;
-    bench.cache_bytes = (size_t)properties.l2CacheSize;
+    const Gpu *gpu = gpu_present();
+    bench.peak_flops = gpu->card && s->dtype != TYPE_FP32 ? 1e12 * gpu->card->tflops : 0;
+    bench.cache_bytes = (size_t)gpu->cache_bytes;
     cuda_check(cudaStreamCreateWithFlags(&bench.stream, cudaStreamNonBlocking));
     char *workspace;
     cuda_check(cudaMalloc((void **)&workspace, workspace_bytes));
@@ -542,13 +477,13 @@ static void bench_open(const Settings *s) {
     bench.bytes_per_ms = 2.0 * (double)half / ms;
     printf(bench.tsv ? "# %s; copies %.3f TB/s; peak %.1f TFLOP/s; cuBLASLt %zu\n"
                      : "\n%s\ncopies %.3f TB/s; peak %.1f TFLOP/s; cuBLASLt %zu\n",
-           e.device, bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
+           gpu->name, bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
 }
 
 // Measures how fast host memory is pinned, and copied to and from the arena, for `bytes`.
 static void bench_host(size_t bytes) {
     const double start = now_ms();
-    char *host = pinned_open(bytes, device_node(""));
+    char *host = pinned_open(bytes);
     const double pin_ms = now_ms() - start, size = (double)bytes;
     auto copy_ms = [&](bool up) {
         return gpu_time_ms(bench.rounds, bench.stream, [&](int) {
@@ -559,7 +494,7 @@ static void bench_host(size_t bytes) {
     printf("%shost memory: pinned at %.2f s/GiB; copies up %.1f GB/s, down %.1f GB/s\n",
            bench.tsv ? "# " : "", pin_ms * 1e-3 * 0x1p30 / size, size / copy_ms(true) * 1e-6,
            size / copy_ms(false) * 1e-6);
-    pinned_close(host, bytes);
+    cuda_check(cudaFreeHost(host));
 }
 
 static void bench_run(const char *dtype) {
@@ -603,7 +538,7 @@ static int whole_number(const char *option, const char *text, int most) {
 }
 
 int main(int argc, char **argv) {
-    const char *dtype = device_lacks_bf16() ? "fp16" : "bf16";
+    const char *dtype = gpu_present()->capability < 80 ? "fp16" : "bf16";
     program_name = "bench";
     bench.rounds = 9;
     for (int i = 1; i < argc; i++) {
@@ -631,7 +566,7 @@ int main(int argc, char **argv) {
     if (bench.model) {
         bench.batch = bench.batch ? bench.batch : 16;
         bench_run(dtype);
-        return bench.greedy > 0;
+        return 0;
     }
     const int batch = bench.batch;
     for (const char *model : {"d12", "d48"}) {

@@ -407,7 +407,7 @@ TEST(fit_ranks, FLOAT) {
     static const struct {
         int ranks, zero;
         int64_t nccl;
-    } table[] = {{2, 0, 48}, {4, 1, 96}, {8, 2, 192}, {8, 3, 192}, {64, 3, 192}};
+    } table[] = {{2, 0, 112}, {4, 1, 112}, {8, 2, 112}, {8, 3, 112}, {64, 3, 136}};
     for (const auto &row : table) {
         const Text options = text("-e d24 --gpu-mem 14GiB -r block --gpus %d -z %d -b ", row.ranks,
                                   row.zero);
@@ -437,7 +437,7 @@ TEST(auto_batch, FLOAT) {
     int found = 0;
     auto chosen = [](const Text &options, uint64_t total, int64_t most) {
         Planned run(options);
-        settings_auto_batch(&run.s, &run.o, total, most);
+        settings_auto_batch(&run.s, &run.o, total, most, 0);
         return (int64_t)run.s.B == run.o.batch ? run.s.B : -1;
     };
     for (int n = 0; n < 30; n++) {
@@ -471,13 +471,13 @@ TEST(nccl_blocks, FLOAT) {
         const char *options, *limit;
         size_t mib;
         double rate;
-    } table[] = {{"--gpu h100 --gpus 8", "", 8 * 16 * 12 + 64, 16 * 10.3e9},
+    } table[] = {{"--gpu h100 --gpus 8", "", 2 * 16 * 12 + 64, 16 * 10.3e9},
                  {"--gpu a100 --gpus 2", "", 2 * 16 * 12 + 64, 16 * 10.3e9},
-                 {"--gpu h100 --gpus 512", "4", 8 * 4 * 12 + 64, 4 * 10.3e9},
-                 {"--gpu h200 --gpus 8", "64", 8 * 64 * 12 + 64, 370e9},
-                 {"--gpu 4090 --gpus 8", "", 8 * 2 * 12, 0.79 * 31.5e9},
-                 {"--gpu 4090 --gpus 3", "8", 3 * 8 * 12, 0.79 * 31.5e9},
-                 {"--gpu-mem 24GiB --gpus 2", "", 2 * 2 * 12, 0.79 * 31.5e9},
+                 {"--gpu h100 --gpus 512", "4", 3 * 4 * 12 + 64, 4 * 10.3e9},
+                 {"--gpu h200 --gpus 8", "64", 2 * 64 * 12 + 64, 370e9},
+                 {"--gpu 4090 --gpus 8", "", 2 * 2 * 12 + 64, 0.79 * 31.5e9},
+                 {"--gpu 4090 --gpus 3", "8", 2 * 8 * 12 + 64, 0.79 * 31.5e9},
+                 {"--gpu-mem 24GiB --gpus 2", "", 2 * 2 * 12 + 64, 0.79 * 31.5e9},
                  {"--gpu h100", "", 0, 0}};
     for (const auto &row : table) {
         row.limit[0] ? setenv("NCCL_MAX_CTAS", row.limit, 1) : unsetenv("NCCL_MAX_CTAS");

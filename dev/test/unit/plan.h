@@ -113,7 +113,8 @@ static Settings draw_placements() {
     for (int state = 0; state < KINDS; state++) {
         const int from = shard_stage[state];
         const int sharded = s.ranks > 1 && from && from <= stage;
-        const int hosted = draw(0, 1) && !(state == KIND_GRADIENTS && s.ranks > 1);
+        const int needs_one = state == KIND_GRADIENTS || (state == KIND_WEIGHTS && stage < 3);
+        const int hosted = draw(0, 1) && !(needs_one && s.ranks > 1);
         s.placement[state] = (uint8_t)((sharded ? PLACE_SHARD : 0) | (hosted ? PLACE_HOST : 0));
     }
     return s;
@@ -428,7 +429,6 @@ TEST(traffic, FLOAT) {
         const double x = hosted(KIND_RESIDUALS) * w * NC * k * std::max(L - 2, 0);
         const double weights = hosted(KIND_WEIGHTS) * w * P / (z == 3 ? N : 1);
         const double updated = hosted(KIND_WEIGHTS) * w * P * share;
-        const double gather = z == 1 || z == 2 ? hosted(KIND_WEIGHTS) * w * P : 0;
         const double grads = hosted(KIND_GRADIENTS) * g * P;
         const Traffic t = step_traffic(&s, k);
         auto same = [&](double got, double want) { return fabs(got - want) <= 1e-9 * want; };
@@ -436,8 +436,8 @@ TEST(traffic, FLOAT) {
         expect(same(t.gathered, gathered), "%s: %.17g, not %.17g", who.c_str(), t.gathered,
                gathered);
         const double down = (moments + master) * own + x + updated + grads * k;
-        expect(same(t.up, down + weights * transfers_w + gather / N + grads), "%s", who.c_str());
-        expect(same(t.down, down + gather), "%s", who.c_str());
+        expect(same(t.up, down + weights * transfers_w + grads), "%s", who.c_str());
+        expect(same(t.down, down), "%s", who.c_str());
     }
     detail = "500 random settings";
 }

@@ -1,0 +1,699 @@
+"""Runs on several ranks, as processes on the emulated device: the same numbers as one rank, the
+same bits at every ZeRO stage and in every stream order, checkpoints that any number of ranks can
+resume, and clean ends."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import files
+import program
+from files import log, log_steps, names, training_state
+from program import TINY, refused, run, start, succeeds, wait_until
+
+pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
+
+# A small model whose shards are cut at odd offsets: C = 96 with 3 ranks, T below the model's 16.
+ODD = "-i train.bin -j val.bin -e l3h3c96t16 -t 12 -b 2 "
+PORT = 10000 + os.getpid() % 10000  # not one that the system gives away
+
+
+def train(arguments, folder, **env):
+    shutil.rmtree(folder, ignore_errors=True)
+    succeeds("--quiet -o %s %s" % (folder, arguments), env=env)
+
+
+def numbers(folder):
+    keys = ["loss", "grad_norm", "val_loss"]
+    return [event[key] for key in keys for event in log(folder) if key in event]
+
+
+def same(a, b, steps):
+    """Two runs have the same bits: numbers, weights and moments."""
+    assert numbers(a) and numbers(a) == numbers(b), (a, b)
+    assert training_state(steps, a) == training_state(steps, b), (a, b)
+
+
+def start_ranks(arguments, variables, more=("", "", ""), under=("", "", "")):
+    """Starts one process for each dictionary of variables, as a launcher would."""
+    return [start(arguments + " " + more[i], env=env, under=under[i])
+            for i, env in enumerate(variables)]
+
+
+def outcomes(processes):
+    ended = [(*p.communicate(timeout=program.LIMIT_S), p.returncode) for p in processes]
+    return [program.Outcome(status, out, err) for out, err, status in ended]
+
+
+def torchrun(rank, ranks, **more):
+    return {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks), **more}
+
+
+def children(process):
+    text = Path("/proc/%d/task/%d/children" % (process.pid, process.pid)).read_text()
+    return [int(pid) for pid in text.split()]
+
+
+def start_long(more="", ranks=3, **env):
+    """Starts a long run that hangs like a GPU, and waits until it trains. Returns its ranks, too."""
+    process = start(ODD + "-d %d --gpus %d -z 1 -k constant -x 100000 --quiet -o out %s"
+                    % (24 * ranks, ranks, more), env={"EMU_NCCL_HANG": "1", **env})
+    wait_until(lambda: Path("out/log.jsonl").exists() and len(log_steps()) >= 2)
+    pids = children(process)
+    assert len(pids) == ranks
+    return process, pids
+
+
+def ends(process, *expected):
+    """The run fails, and says why."""
+    err = process.communicate(timeout=program.LIMIT_S)[1]
+    assert process.returncode == 1, err
+    for text in expected:
+        assert text in err
+    return err
+
+
+def gone(pid):
+    try:
+        return Path("/proc/%d/stat" % pid).read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def none_left(pids):
+    wait_until(lambda: all(gone(pid) for pid in pids))
+
+
+# Numbers.
+
+@pytest.mark.parametrize("options,tolerance", [
+    ("--dtype fp32 -x 3 -l 3e-3", 1e-6), ("-x 2 -l 3e-3", 5e-3), ("--dtype fp16 -x 2 -l 0", 5e-3)])
+def test_numbers(options, tolerance):
+    """Ranks have the numbers of one rank up to rounding, 1e-6 in fp32, and with a learning rate of
+    0 the same bits in the validation. In fp16 each rank scales its loss."""
+    for ranks in range(1, 5):
+        train(ODD + "-d 288 -v 1 -m 7 %s --gpus %d" % (options, ranks), "out%d" % ranks)
+        want, got = numbers("out1"), numbers("out%d" % ranks)
+        assert len(want) == len(got) >= 5
+        assert all(abs(a - b) <= tolerance * a for a, b in zip(want, got)), ranks
+        if "-l 0" in options:
+            assert want[-1] == got[-1]
+
+
+STAGES = [(3, 1, ""), (2, 3, "--moments bf16 -w none"), (2, 1, "--grad-dtype fp32 -l 100 -c 1"),
+          (3, 3, "--dtype fp32 -r block"), (3, 1, "--dtype fp16")]
+
+
+@pytest.mark.parametrize("ranks,micros,options", STAGES)
+def test_stages(ranks, micros, options):
+    """All stages give the same bits with one micro-step. With more, stages 2 and 3 round gradients
+    once per micro-step. Tested with clipping, skipped steps, all types and stream orders."""
+    line = ODD + "-x 3 --clip 0.5 -v 3 -m 2 --gpus %d -d %d %s -z " % (
+        ranks, 24 * ranks * micros, options)
+    for stage in range(4):
+        train(line + str(stage), "z%d" % stage)
+        like = "z2" if micros > 1 and stage >= 2 else "z0"
+        same(like, "z%d" % stage, 3)
+        for a, b in zip(numbers("z0"), numbers("z%d" % stage)):
+            assert a == b or abs(a - b) <= 5e-3 * a  # the norm of a skipped step is None
+    for order in ["late", "early", "3", "8"] if program.FULL or not options else ["5"]:
+        train(line + "3", "order", EMU_ORDER=order)
+        same("z3", "order", 3)
+    assert any(event.get("skipped") for event in log("z0")) == ("-l 100" in options)
+
+
+@pytest.mark.parametrize("options", [
+    "--gpus 3 -d 72 -r block -z 3 --offload weights,moments,master,residuals",
+    "--gpus 2 -d 144 --moments bf16 -w none -z 3 --offload weights,residuals",
+    "--gpus 3 -d 72 -z 1 --offload moments,master,residuals",
+    "--gpus 2 -d 144 -z 2 --offload moments,master"])
+def test_offload(options):
+    """Offloading changes no bit."""
+    line = ODD + "-x 3 --clip 0.5 -v 3 -m 2 "
+    train(line + options.split(" --offload")[0], "device")
+    train(line + options, "host", EMU_ORDER="late")
+    same("device", "host", 3)
+
+
+def test_late():
+    """Ranks that are late for collectives at random get the same bits."""
+    line = ODD + "-d 72 --gpus 3 -z 1 -x 3 -v 1 -m 4 -s 3 -g 4 --clip 0.5"
+    train(line, "undisturbed")
+    for seed in "12":
+        train(line, "late", EMU_NCCL_SLEEP=seed)
+        same("undisturbed", "late", 3)
+
+
+def test_eval():
+    """The score equals that of one rank to the last digit."""
+    Path("e.bin").write_bytes(files.eval_file(files.questions(7, 50257, 2)))
+    line = "-e l1h1c16t16 --eval e.bin --json -b 3 --gpus "
+    one = succeeds(line + "1")
+    assert all(succeeds(line + n) == one for n in "23")
+
+
+# Starting.
+
+HYDRA = lambda r, n: {"PMI_SIZE": str(n), "PMI_RANK": str(r), "MPI_LOCALRANKID": str(r),
+                      "MPI_LOCALNRANKS": str(n)}
+OPEN_MPI = lambda r, n: {"OMPI_COMM_WORLD_SIZE": str(n), "OMPI_COMM_WORLD_RANK": str(r),
+                         "OMPI_COMM_WORLD_LOCAL_RANK": str(r),
+                         "OMPI_COMM_WORLD_LOCAL_SIZE": str(n), "PMIX_NAMESPACE": "job%d" % PORT}
+SRUN = lambda r, n: {"SLURM_STEP_NUM_TASKS": str(n), "SLURM_PROCID": str(r),
+                     "SLURM_LOCALID": str(r), "SLURM_NNODES": "1", "SLURM_NTASKS": "7",
+                     "SLURM_JOB_ID": str(PORT), "SLURM_STEP_ID": "3"}
+# Its own store listens on MASTER_PORT; a surrounding launcher's variables have no effect.
+TORCHRUN = lambda r, n: torchrun(r, n, MASTER_ADDR="localhost", MASTER_PORT=str(PORT),
+                                 TORCHELASTIC_USE_AGENT_STORE="True", SLURM_STEP_NUM_TASKS="1",
+                                 SLURM_PROCID="0", SLURM_LOCALID="0")
+
+
+def test_launchers():
+    """Ranks started by launchers give the same bits as --gpus."""
+    line = TINY + "-x 2 --clip 0.5 -z 1 "
+    train(line + "--gpus 3", "gpus")
+    for i, variables in enumerate([TORCHRUN, OPEN_MPI, HYDRA, SRUN]):
+        with socket.socket() as store:
+            if variables is TORCHRUN:
+                store.bind(("localhost", PORT))
+                store.listen()
+            ranks = start_ranks(line + "--quiet -o by%d" % i, [variables(r, 3) for r in range(3)])
+            assert all(o.status == 0 and o.err == "" for o in outcomes(ranks))
+        same("gpus", "by%d" % i, 2)
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mpirun(ranks):
+    """Under mpirun, which gives ranks a pseudo-terminal, lines are whole and never rewritten."""
+    line = ODD + "-d 48 -x 3 -v 1 -m 1 "
+    train(line + "--gpus %d" % ranks, "gpus")
+    o = run(line + "-o mpi", under="mpirun --oversubscribe --bind-to none -np %d" % ranks,
+            env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    assert o.status == 0, o
+    assert "\033" not in o.out and "\nstep    2/3  " in o.out and "\nstep    3/3  " in o.out
+    same("gpus", "mpi", 3)
+
+
+def test_two_jobs():
+    """Two jobs on one machine do not meet: not by default, and not on one MASTER_PORT."""
+    line = TINY + "-x 2 --quiet "
+    jobs = [{**OPEN_MPI(r, 2), "PMIX_NAMESPACE": job} for job in "ab" for r in range(2)]
+    assert all(o.status == 0 for o in outcomes(start_ranks(line, jobs, [""] * 4, [""] * 4)))
+    port = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(PORT)}
+    stranger = start(line + "--timeout 30", env=torchrun(1, 2, TORCHELASTIC_RUN_ID="b", **port))
+    ranks = [torchrun(r, 2, TORCHELASTIC_RUN_ID="a", **port) for r in range(2)]
+    assert all(o.status == 0 for o in outcomes(start_ranks(line, ranks)))
+    assert stranger.wait(timeout=60) == 1
+
+
+@pytest.mark.parametrize("variables,expected", [
+    ("WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0", "but MASTER_PORT is not set: "),
+    ("WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0 MASTER_PORT=65535 "
+     "TORCHELASTIC_USE_AGENT_STORE=True", "but MASTER_PORT is too high: "),
+    ("WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9", "is 2, but RANK is not set: "),
+    ("WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9 RANK=2", "has a higher rank: "),
+    ("WORLD_SIZE=2 RANK=0", "set MASTER_ADDR to the machine of rank 0"),
+    ("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2",
+     "set MASTER_ADDR to the machine of rank 0"),
+    ("SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 SLURM_NNODES=2", "set MASTER_ADDR to the machine"),
+    ("WORLD_SIZE=two", "WORLD_SIZE is 'two', expected a number from 0 to "),
+    ("WORLD_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3",
+     "WORLD_SIZE is 2, but SLURM_STEP_NUM_TASKS is 3: both count the processes of this run")])
+def test_variables(variables, expected):
+    refused(TINY + "-x 1", expected, env=dict(word.split("=") for word in variables.split()))
+
+
+@pytest.mark.parametrize("arguments,variables", [
+    ("--gpus 2", {}), ("", {"WORLD_SIZE": "2"}), ("", {"OMPI_COMM_WORLD_SIZE": "3"}),
+    ("", {"PMI_SIZE": "2"}), ("", {"SLURM_STEP_NUM_TASKS": "2"})])
+def test_cpu_program(arguments, variables, monkeypatch):
+    """The CPU program refuses to run as one of several copies."""
+    monkeypatch.setattr(program, "path", program.cpu_path)
+    expected = "--gpus is 2" if arguments else "%s is %s" % next(iter(variables.items()))
+    refused(TINY + arguments, expected + ": several ranks are not supported: this program runs on",
+            env=variables)
+    succeeds(TINY + "-x 1 --quiet", env={name: "1" for name in variables})
+
+
+def port_of(rank, ranks=2, **more):
+    return torchrun(rank, ranks, MASTER_ADDR="localhost", MASTER_PORT=str(PORT), **more)
+
+
+def test_meeting_refused():
+    """Each failure to connect the ranks ends in one line that names it."""
+    line = TINY + "-x 1 --quiet --timeout 1"
+    with socket.socket() as taken:  # another process has the port
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("localhost", PORT))
+        taken.listen()
+        refused(line, "rank 0 cannot listen on port %d (MASTER_PORT): Address already in use" % PORT,
+                env=port_of(0))
+
+        def answer():
+            peer = taken.accept()[0]
+            peer.recv(4096)
+            peer.sendall(b"x" * 4096)
+
+        threading.Thread(target=answer).start()
+        refused(line, "rank 1: the process that answers at localhost, port ", env=port_of(1))
+    refused(line, "rank 1: cannot connect to rank 0 at localhost, port %d (MASTER_ADDR, "
+            "MASTER_PORT), within 1 s (--timeout): Connection refused" % PORT, env=port_of(1))
+    refused(line, "only 1 of 2 ranks connected to port %d within 1 s (--timeout)" % PORT,
+            env=port_of(0))
+
+
+@pytest.mark.parametrize("ranks,more,expected", [
+    ([(0, 3), (1, 3), (1, 3)], "", "or two processes have that rank"),
+    ([(0, 2), (1, 3)], "", "rank 1 of 3 has connected to rank 0 of 2 (WORLD_SIZE)"),
+    ([(0, 2), (1, 2)], "-j nothing.bin", "rank 1 ended before all ranks were connected")])
+def test_ranks_do_not_match(ranks, more, expected):
+    processes = start_ranks(TINY + "-x 1 --quiet --timeout 4", [port_of(*rank) for rank in ranks],
+                            ["", more, ""])
+    all_ended = outcomes(processes)
+    assert [o.status for o in all_ended] == [1] * len(ranks) and expected in all_ended[0].err
+
+
+def fake_rank(rank, ranks):
+    """Connects as a rank and sends its first message. Returns the socket."""
+    def connected():
+        nonlocal peer
+        try:
+            peer = socket.create_connection(("localhost", PORT))
+            return True
+        except OSError:
+            return False
+
+    peer = None
+    wait_until(connected)
+    peer.sendall(struct.pack("<Qii", 0x7472616E6B320000, rank, ranks))
+    assert len(peer.recv(16)) == 16
+    return peer
+
+
+def test_stranger():
+    """A port scanner that connects first is not mistaken for a rank."""
+    zero = start(TINY + "-x 1 --quiet", env=port_of(0))
+    scanner = None
+    while not scanner:
+        try:
+            scanner = socket.create_connection(("localhost", PORT))
+        except OSError:
+            time.sleep(0.01)
+    scanner.sendall(b"x" * 1000)
+    assert all(o.status == 0 for o in outcomes([zero, start(TINY + "-x 1 --quiet",
+                                                            env=port_of(1))]))
+    scanner.close()
+
+
+def test_late_for_handshake():
+    """A rank that opens its data slowly is waited for; one that ends is named."""
+    zero = start(TINY + "-x 1 --quiet", env=port_of(0))
+    peer, began = fake_rank(1, 2), time.monotonic()
+    while time.monotonic() < began + 6:  # longer than a connection may take for the first message
+        assert zero.poll() is None, zero.communicate()
+        time.sleep(0.1)
+    peer.close()
+    ends(zero, "rank 1 ended before all ranks were connected")
+
+
+@pytest.mark.parametrize("change,expected", [
+    ("--seed 7", "rank 1 was given different options from rank 0"),
+    ("-l 1e-5", "rank 1 was given different options from rank 0"),
+    ("train.bin", "rank 1 reads different data from rank 0"),
+    ("val.bin", "rank 1 reads different data from rank 0"),
+    ("program", "rank 1 runs a different build of this program from rank 0")])
+def test_mixed(change, expected, tmp_path):
+    """If ranks differ in options, data or program, rank 0 names the first one, and none trains."""
+    line = ODD + "-x 1 -o out "
+    if change.endswith(".bin"):
+        (tmp_path / "there").mkdir()
+        for name in ["train.bin", "val.bin"]:
+            data = bytearray(Path(name).read_bytes())
+            data[files.HEADER] ^= name == change
+            (tmp_path / "there" / name).write_bytes(data)
+        second = start(line, env=port_of(1), under="env -C there")
+    elif change == "program":
+        Path("program").write_bytes(Path(program.path).read_bytes() + b"x")
+        os.chmod("program", 0o755)
+        second = start(["./program", *line.split()], env=port_of(1))
+    else:
+        second = start(line + change, env=port_of(1))
+    zero, one = outcomes([start(line, env=port_of(0)), second])
+    assert zero.status == one.status == 1 and expected in zero.err, (zero, one)
+    assert zero.err.count("\n") == 1
+    assert "step    1/1" not in zero.out
+
+
+def test_least_memory():
+    """Ranks whose GPUs have different memory all plan for the least, with -b auto, too."""
+    line = "-i train.bin -e l1h1c16t16 -d 512 -x 1 "
+    for small in range(2):
+        env = [port_of(r, EMU_GPU_MEM="1g" if r == small else "2g") for r in range(2)]
+        zero, one = outcomes(start_ranks(line + "-o out%d" % small, env))
+        assert zero.status == one.status == 0, (zero, one)
+        steps = [re.search(r"step .*? x .*tokens", out).group() for out in (
+            zero.out, succeeds(line + "--gpus 2", env={"EMU_GPU_MEM": "1g"}),
+            succeeds(line + "--gpus 2", env={"EMU_GPU_MEM": "2g"}))]
+        assert steps[0] == steps[1] != steps[2]
+
+
+def test_one_gpu():
+    """srun's local ID selects the GPU, not the order of the ranks on the machine."""
+    env = [{**SRUN(r, 2), "SLURM_LOCALID": "0"} for r in range(2)]
+    zero = outcomes(start_ranks(TINY + "-x 1 --timeout 4", env))[0]
+    assert "ranks 0 and 1 would share one GPU, " in zero.err
+    assert "have srun show all of them to each: --gpus-per-node with --gpu-bind=none" in zero.err
+
+
+@pytest.mark.parametrize("arguments,env,expected", [
+    ("--gpus 3 -d 100", {}, "is not a multiple of B x T x GPUs = 2 x 12 x 3 = 72"),
+    ("--gpus 2 -z 4", {}, "--zero (-z): '4'"),
+    ("--gpus 2 -z 3 --eval nothing", {}, "--zero (-z) 3 is for training"),
+    ("--gpus 2 --check", {}, "--gpus 2: --check, --compare and --generate run on one GPU only"),
+    ("--timeout 9", {}, "--timeout needs several ranks"),
+    ("--gpus 2 --offload gradients", {}, "works on one GPU only"),
+    ("--gpus 2 --offload weights", {}, "--offload weights on 2 GPUs needs --zero (-z) 3"),
+    ("--gpus 2 -z 2 --offload weights", {}, "--offload weights on 2 GPUs needs --zero (-z) 3"),
+    ("--gpus 3", {"EMU_GPUS": "2"}, "ranks 0 and 2 would share one GPU, 0000:00:00.0 of "),
+    ("--gpus 2", {**HYDRA(0, 2)}, "a launcher has already started ranks"),
+    ("--gpus 2", {"NCCL_MAX_CTAS": "0"}, "NCCL_MAX_CTAS is '0'; allowed: a number from 1 to 64")])
+def test_refused(arguments, env, expected):
+    refused(ODD + arguments, expected, env=env)
+
+
+# Choices and memory.
+
+def test_choices():
+    """All ranks compute with rank 0's choice, here the third algorithm, and say nothing if the
+    journals of two machines differ. With an unlike GPU all use the defaults."""
+    line = ODD + "-d 48 -x 2 --quiet -o "
+    for name, env in {"all": {}, "one": {"EMU_LT_WRONG": "3"}, "unlike": {"EMU_UNLIKE": "1"}}.items():
+        # Rank 1 has a file of its own, and would choose the first. A wrong third one shows its use.
+        second = {**port_of(1), "XDG_CACHE_HOME": os.getcwd() + "/" + name, "EMU_LT_TIMES": "159"}
+        first = {**port_of(0), "EMU_LT_TIMES": "951"}
+        both = start_ranks(line + name, [{**first, "EMU_UNLIKE": env.get("EMU_UNLIKE", "0")},
+                                         {**second, **env}])
+        assert all(o.status == 0 and o.err == "" for o in outcomes(both))
+    assert numbers("all") == numbers("unlike")
+    assert numbers("all") != numbers("one")
+    choices = [files.tensors((files.step(2, name) / "state-0-of-2.safetensors").read_bytes())[0]
+               ["matmul"] for name in ("all", "unlike")]
+    assert choices[0] != choices[1]
+
+
+MEMORY = [(2, "-z 0", 2, {}), (3, "-z 0", 16, {"EMU_NVLINK": "1"}),
+          (2, "-z 1", 5, {"EMU_NVLINK": "1", "NCCL_MAX_CTAS": "5"}), (3, "-z 2", 2, {}),
+          (3, "-z 3", 1, {"NCCL_MAX_CTAS": "1"}),
+          (3, "-z 3 --offload weights,moments", 2, {})]
+
+
+@pytest.mark.parametrize("ranks,options,ctas,env", MEMORY)
+def test_memory(ranks, options, ctas, env):
+    """The plan and NCCL's reserve fit to the byte: 12 MiB for each of a CTA's two neighbours, and
+    64 MiB. What NCCL then lacks, because another process has taken it, is named."""
+    more = "" if "--offload" in options else " --offload none"
+    line = ODD + "-x 1 -r none -d %d --gpus %d %s" % (24 * ranks, ranks, options + more)
+    plan = json.loads(succeeds(line + " --plan --json"))
+    reserve = (2 * ctas * 12 + 64) << 20
+    env = {**env, "EMU_CONTEXT": "300M", "EMU_LIBRARY": "200M", "EMU_NCCL": "12M",
+           "EMU_GPU_MEM": str(plan["total_bytes"] + reserve + (500 << 20))}
+    succeeds(line, env=env)
+    refused(line, "1 B", status=3, env={**env, "EMU_GPU_MEM": str(int(env["EMU_GPU_MEM"]) - 1)})
+
+
+@pytest.mark.parametrize("card,mib", [("h100", 448), ("", 112)])
+def test_one_visible_gpu(card, mib):
+    """A rank that sees one GPU takes the number of thread blocks for the link of its card."""
+    env = [port_of(r, EMU_GPUS="1", EMU_NAME=card, EMU_SMS="132", EMU_GPU_MEM="80g",
+                   EMU_NCCL="12m", EMU_MACHINE=str(r)) for r in range(2)]
+    small = [{**e, "EMU_CONTEXT": str((80 << 30) - (mib - 1 << 20))} for e in env]
+    zero = outcomes(start_ranks(TINY + "-x 1", small))[0]
+    assert zero.status == 3 and "short" in zero.err, zero
+    zero, one = outcomes(start_ranks(TINY + "-x 1", env))
+    assert zero.status == one.status == 0, (zero, one)
+
+
+# Checkpoints.
+
+def test_resume():
+    """A checkpoint of three ranks is one of any number of ranks: the same number continues with
+    the same bits, another one up to rounding, at every stage."""
+    line, whole = ODD + "--dtype fp32 -d 144 -k constant -n 2 -v 0 ", "--gpus 3 -z 3 "
+    train(line + whole + "-x 4", "whole")
+    train(line + whole + "-x 2", "begun")
+    for more in ["--gpus 3 -z 3", "--gpus 3 -z 1", "--gpus 2 -z 2", "--gpus 1", "--gpus 6 -z 0"]:
+        shutil.rmtree("out", ignore_errors=True)
+        shutil.copytree("begun", "out")
+        succeeds("--quiet -o out -y 1 -x 4 " + line + more)
+        if more == "--gpus 3 -z 3":
+            same("whole", "out", 4)
+        for a, b in zip(numbers("whole"), numbers("out")):
+            assert abs(a - b) <= 2e-6 * a, more
+    assert training_state(2, "begun") == training_state(2, "whole")
+
+
+@pytest.mark.parametrize("name,rank", [
+    ("state-0-of-3.safetensors", ""), ("state-2-of-3.safetensors", "rank 2: "),
+    ("model.safetensors", ""), ("manifest.json", "")])
+def test_full(name, rank):
+    """If one rank cannot write, rank 0 removes what all have written; the last checkpoint stays."""
+    line, part = TINY + "--gpus 3 -z 1 --quiet -o out ", "out/step-00000004.tmp/"
+    succeeds(line + "-x 2")
+    good = files.checkpoint(2)
+    os.makedirs(part + name)
+    refused(line + "-x 4 -y 1", rank + "cannot write " + part + name + ": Is a directory")
+    assert names(part) == [name] and files.checkpoint(2) == good
+    shutil.rmtree(part)
+    succeeds(line + "-x 4 -y 1")
+
+
+def test_slow_save():
+    """Saving may take ten times --timeout, whichever rank is slow: here rank 0 of three."""
+    if not shutil.which("strace"):
+        pytest.skip("no strace")
+    line = TINY + "-x 2 --quiet -o out --timeout 2"
+    slow = "strace -f -qq -o /dev/null -e trace=rename -e inject=rename:delay_enter=3000000:when=1"
+    assert outcomes([start(TINY + "-x 1 --quiet -o try", under=slow)])[0].status == 0
+    ranks = start_ranks(line, [port_of(r, 3, EMU_NCCL_HANG="1") for r in range(3)],
+                        under=[slow, "", ""])
+    all_ended = outcomes(ranks)
+    assert [o.status for o in all_ended] == [0] * 3, all_ended
+    assert names("out", "step") == ["step-00000002"]
+
+
+# Ends.
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_killed(victim):
+    """If a rank is killed, one line names it, although on GPUs the others would wait forever."""
+    process, ranks = start_long()
+    os.kill(ranks[victim], signal.SIGKILL)
+    err = ends(process, "rank %d was ended by signal 9 (Killed): the run ends" % victim)
+    assert err.count("\n") == 1
+    none_left(ranks)
+
+
+def test_killed_parent():
+    process, ranks = start_long()
+    process.kill()
+    none_left(ranks)
+
+
+@pytest.mark.parametrize("fault,expected", [
+    (None, ", while training: this rank or one that it waits for hangs"),
+    ({"EMU_FAULT_RANK": "2", "EMU_FAULT_LAUNCH": "500"}, ", while training: this rank or one"),
+    ({"EMU_FAULT_RANK": "1", "EMU_FAULT_SKIP": "200"}, ", while training: this rank or one")])
+def test_hangs(fault, expected):
+    """A rank that is stopped, hangs or skips a collective ends the run within the timeout."""
+    if fault:
+        process = start(ODD + "-d 72 --gpus 3 -z 1 -x 10000 --quiet --timeout 3",
+                        env={"EMU_NCCL_HANG": "1", **fault})
+        ranks = []
+    else:
+        process, ranks = start_long("--timeout 3")
+        os.kill(ranks[1], signal.SIGSTOP)
+    began = time.monotonic()
+    err = ends(process, "no progress for 3 s (--timeout) after step ", expected)
+    assert time.monotonic() - began < 60, err
+    none_left(ranks)
+
+
+def test_stopped_as_a_whole():
+    """A run that was stopped as a whole, as by Ctrl-Z, continues however long that lasted."""
+    process, ranks = start_long("--timeout 2")
+    for pid in [*ranks, process.pid]:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)  # twice the timeout
+    for pid in [*ranks, process.pid]:
+        os.kill(pid, signal.SIGCONT)
+    steps = len(log_steps())
+    wait_until(lambda: len(log_steps()) > steps + 5)
+    process.terminate()
+    assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("rank,number", [(-1, signal.SIGTERM), (2, signal.SIGUSR1),
+                                         (1, signal.SIGINT), (0, signal.SIGINT)])
+def test_signals(rank, number):
+    """A signal to the parent or to any rank makes all save the same step and end with status 0; the
+    resumed run ends with the bytes of an uninterrupted one."""
+    line = TINY + "-j val.bin --gpus 3 -z 1 -k constant -v 2 -m 3 -s 2 -g 5 --quiet "
+    process = start(line + "-x 1000 -o out")
+    wait_until(lambda: Path("out/log.jsonl").exists() and len(log_steps()) >= 1)
+    os.kill(process.pid if rank < 0 else children(process)[rank], number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and err == "", err
+    last = log_steps()[-1]
+    assert last < 1000 and names("out", "step") == ["step-%08d" % last]
+    succeeds(line + "-x %d -y 1 -o out" % (last + 2))
+    succeeds(line + "-x %d -o plain" % (last + 2))
+    assert training_state(last + 2) == training_state(last + 2, "plain")
+
+
+def test_fault():
+    """A token outside the vocabulary, which one rank reads, stops all ranks at the same step."""
+    line = "-i wrong.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 --quiet -o out"
+    data = bytearray(Path("train.bin").read_bytes())
+    at = files.HEADER + 2 * (16 * 16 + 8)  # step 3 starts at sequence 12; rank 2 reads 16 and 17
+    data[at:at + 2] = b"\xff\xff"
+    Path("wrong.bin").write_bytes(data)
+    err = refused(line, "rank 2: wrong.bin: token ")
+    assert "outside the vocabulary" in err and "ended after step 2, which is saved" in err
+    assert names("out", "step") == ["step-00000002"]
+
+
+def test_nccl_fails():
+    """An error of NCCL ends the run with one line."""
+    env = {"EMU_FAULT_RANK": "1", "EMU_FAULT_INIT": "1", "EMU_NCCL_HANG": "1"}
+    err = refused(TINY + "-x 1 --quiet --gpus 2", "rank 1: ", env=env)
+    assert "unhandled system error" in err
+
+
+# What the emulated device logs.
+
+def logged(arguments):
+    """The log lines of one rank."""
+    lines = run(arguments, env={"EMU_LOG": "1"}).err.split("\n")
+    own = next(line for line in lines if "] AllGather" in line).split("]")[0] + "] "
+    return [line[len(own):].lstrip("(") for line in lines if line.startswith(own)]
+
+
+def stream(line, before=" on stream "):
+    found = re.search(before + r"(\d+)", line)
+    return int(found.group(1)) if found else -1
+
+
+def test_overlap():
+    """Each block's gradients are reduced as soon as its backward pass is queued, and compute waits
+    for none of them before all blocks are done."""
+    lines = logged(ODD + "-d 72 --gpus 3 -x 1 -v 0 -z 1")
+    last = max(i for i, line in enumerate(lines) if line.startswith("adamw_kernel"))
+    step = lines[:last]
+    reduces = [i for i, line in enumerate(step) if line.startswith("ReduceScatter")]
+    reduces = reduces[-6:]  # blocks 2, 1, 0; wte, wpe, vectors
+    compute = stream(next(line for line in reversed(step) if line.startswith("matmul")))
+    exchange = stream(step[reduces[0]])
+    waits = [i for i, line in enumerate(step) if i > reduces[0] and line.startswith(
+        "stream %d waits for stream %d," % (compute, exchange))]
+    assert waits and waits[0] > reduces[-1]
+    for a, b in zip(reduces[:2], reduces[1:3]):
+        assert sum(stream(line) == compute for line in step[a:b]) > 5
+        assert any(line.startswith("stream %d waits for stream %d," % (exchange, compute))
+                   for line in step[a:b])
+
+
+@pytest.mark.parametrize("options", ["-z 1 -d 72", "-z 2 -d 144"])
+def test_gathers(options):
+    """After the update each bucket of weights is gathered as soon as its own AdamW is queued. In
+    the next forward pass, compute waits for it just before it needs it."""
+    lines = logged(ODD + "--gpus 3 -x 3 -v 0 " + options)
+    updates = [i for i, line in enumerate(lines) if line.startswith("adamw_kernel")]
+    assert len(updates) >= 4 * 6  # in the warm-up, too; vectors first, then five buckets
+    begin, end = updates[-12], updates[-6]
+    compute, step, gathers, matmuls, awaited = stream(lines[begin]), lines[begin:end], [], 0, []
+    calls = sum(line.startswith(("AllGather", "ReduceScatter", "Broadcast"))
+                for line in lines[:begin])
+    updated = 0
+    for line in step:
+        updated += line.startswith("adamw_kernel")
+        calls += line.startswith(("AllGather", "ReduceScatter", "Broadcast"))
+        if line.startswith("AllGather") and len(gathers) < 5:
+            assert updated == 2 + len(gathers)
+            gathers.append(calls)
+            exchange = stream(line)
+        matmuls += line.startswith("matmul")
+        if len(gathers) == 5 and line.startswith("stream %d waits for stream %d," % (
+                compute, exchange)) and stream(line, ", after ") in gathers:
+            awaited.append((gathers.index(stream(line, ", after ")), matmuls))
+    assert awaited == [(0, 0), (1, 0), (2, 0), (3, 4), (4, 8)]
+
+
+@pytest.mark.parametrize("ranks,stage", [(n, z) for n in (2, 3) for z in range(4)])
+def test_traffic(ranks, stage):
+    """A step sends exactly the shards of every bucket, once in the reduce-scatter and once in the
+    all-gather; with k micro-steps, blocks' gradients are reduced in each from stage 2 on. The plan
+    has the same number."""
+    C, L, k = 96, 3, 3 if ranks == 2 and stage > 0 else 1
+    padded = lambda count, to: -(-count // to) * to
+    to = 64 * ranks
+    stay = padded(384 * C, to) + padded(16 * C, to)
+    blocks = L * padded(12 * C * C, to)
+    vector = padded(C, 64)
+    vectors = padded(L * (6 * vector + padded(3 * C, 64) + padded(4 * C, 64)) + 2 * vector, to)
+    reduced = 2 * (stay + (k if stage >= 2 else 1) * blocks) + 4 * vectors
+    # At stage 3: in every micro-step's forward and backward pass, except the last two blocks, which
+    # forward keeps for backward, and the first two, which backward keeps for the next micro-step.
+    transfers = 2 * k * L - 4 * k + 2 if stage == 3 else L
+    gathered = 2 * (stay + blocks // L * transfers) + 4 * vectors
+    want = (reduced + gathered) // ranks * (ranks - 1)
+    line = ODD + "-d %d --gpus %d -z %d -k constant --quiet " % (24 * ranks * k, ranks, stage)
+
+    def sent(arguments):  # without the ranks' statuses
+        found = [re.search(r", (\d+) bytes sent$", text) for text in logged(arguments)]
+        return sum(int(f.group(1)) for f in found if f and int(f.group(1)) != 64 * (ranks - 1))
+
+    assert sent(line + "-x 2") - sent(line + "-x 1") == want
+    shown = "%.1f %s" % (want / 2**20, "MiB") if want >= 2**20 else "%.1f KiB" % (want / 2**10)
+    assert "sends %s from each GPU" % shown in " ".join(succeeds(line + "--plan").split())
+
+
+def test_skip():
+    """If one rank sends a NaN, all ranks skip the step, and in fp16 halve their loss scales."""
+    for dtype in ["bf16", "fp16"]:
+        line = ODD + "-d 72 --gpus 3 -k constant --dtype %s -z " % dtype
+        for stage in (0, 1, 3):
+            calls = [text for text in logged(line + "%d -x 2 -o counted%d" % (stage, stage))
+                     if text.startswith(("AllGather", "ReduceScatter", "Broadcast"))]
+            step_2 = max(i for i, text in enumerate(calls) if text.startswith("ReduceScatter")) + 1
+            train(line + "%d -x 4" % stage, "nan%d" % stage, EMU_FAULT_RANK="2",
+                  EMU_FAULT_NAN=str(step_2))
+            events = [event for event in log("nan%d" % stage) if "loss" in event]
+            assert [event.get("skipped", 0) for event in events] == [0, 1, 0, 0]
+            if dtype == "fp16":
+                assert [event["loss_scale_log2"] for event in events] == [16, 15, 15, 15]
+            same("nan0", "nan%d" % stage, 4)
+        for folder in ["counted0", "counted1", "counted3"]:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("stage,tokens", [(0, 48), (3, 144)])
+def test_first(stage, tokens):
+    """No kernel or matmul is called for the first time while a collective may be waiting for
+    another rank: with algorithms that were timed, were read from the journal, or were read from a
+    checkpoint. The emulated device ends a program that violates this."""
+    line = ODD + "-d %d --gpus 2 -z %d -v 1 -m 3 -s 1 -g 2 --logit-rows 9 --quiet -o out -x " % (
+        tokens, stage)
+    succeeds(line + "1", env={"EMU_LT_TIMES": "951"})
+    succeeds(line + "2 -y 1", env={"EMU_LT_TIMES": "951"})
+    succeeds(line + "3 -y 1", env={"EMU_LT_TIMES": "159", "XDG_CACHE_HOME": os.getcwd() + "/other"})
