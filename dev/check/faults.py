@@ -262,27 +262,23 @@ class Disk:
 
     def entry(self, *changes):
         """Changes names at once: (folder, name, node or None)."""
-        for folder, name, node in changes:
-            if node is None:
-                folder.live.pop(name, None)
-            else:
-                folder.live[name] = node
+        self.apply(changes, "live")
         self.pending.append(changes)
 
     @staticmethod
-    def apply(changes):
+    def apply(changes, state):
         for folder, name, node in changes:
-            if node is None:
-                folder.durable.pop(name, None)
-            else:
-                folder.durable[name] = node
+            names = getattr(folder, state)
+            names.pop(name, None)
+            if node:
+                names[name] = node
 
     def sync(self, node):
         if isinstance(node, File):
             node.sync()
         elif node:
             for changes in [c for c in self.pending if any(f is node for f, _, _ in c)]:
-                self.apply(changes)
+                self.apply(changes, "durable")
                 self.pending.remove(changes)
 
     def call(self, name, line, arguments, result):
@@ -313,7 +309,7 @@ class Disk:
     def lose_power(self, draw):
         """Keeps a random prefix of the changes of names that were not synced."""
         for changes in self.pending[:draw.randint(0, len(self.pending))]:
-            self.apply(changes)
+            self.apply(changes, "durable")
 
     def store(self, path, folder=None, durable=None):
         """Writes a tree to a real folder: what is live, or (durable: a Random) what survived."""
