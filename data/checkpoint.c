@@ -839,9 +839,9 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
     }
 }
 
-// Compares the options with those of a checkpoint. `saying` 0: ends the run if an option differs
-// that must be the same; 1: prints the other options that differ, since the new values apply from
-// here on.
+// Compares the options of the command with those of a checkpoint. `saying` 0: ends the run if one
+// differs that must be the same; 1: prints the others that differ: the new values apply from here
+// on.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
@@ -849,7 +849,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
         const OptionRow *row = &option_rows[i];
         const char *now = option_text(text, run->options, row);
         option_was(was, f, row);
-        if (row->on_resume == OWN || strncmp(now, was, sizeof was - 1) == 0) {
+        if (row->on_resume == OWN || !run->options->given[i] ||
+            strncmp(now, was, sizeof was - 1) == 0) {
             continue;
         }
         if (row->on_resume == SAME) {

@@ -183,10 +183,14 @@ static ShortText count_text(int64_t n) {
     return text;
 }
 
-// Formats seconds, rounded to whole ones, as "0:59", "12:03" or "1:02:05".
+// Formats seconds, rounded to whole ones, as "0:59", "12:03" or "1:02:05"; from two days on "7 d".
 static ShortText duration_text(double seconds) {
     ShortText text;
     const int64_t s = (int64_t)(seconds + 0.5), hours = s / 3600;
+    if (hours >= 48) {
+        snprintf(text.s, sizeof text.s, "%" PRId64 " d", (hours + 12) / 24);
+        return text;
+    }
     const int n = hours ? snprintf(text.s, sizeof text.s, "%" PRId64 ":", hours) : 0;
     snprintf(text.s + n, sizeof text.s - (size_t)n, hours ? "%02d:%02d" : "%d:%02d",
              (int)(s / 60 % 60), (int)(s % 60));

@@ -252,23 +252,6 @@ static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, 
     }
 }
 
-// Returns a hint for the error message if the folder, which lacks model.safetensors, has one of
-// these files; otherwise "".
-static const char *model_folder_hint(const char *folder) {
-    static const char *const hints[][2] = {
-        {"pytorch_model.bin", "; pytorch_model.bin is not supported: save_pretrained() of a "
-                              "recent transformers writes model.safetensors"},
-        {"log.jsonl", "; this is a run's output folder: use one of its step-NNNNNNNN folders"}};
-    char path[PATH_BYTES];
-    for (size_t i = 0; i < sizeof hints / sizeof hints[0]; i++) {
-        path_print(path, "%s/%s", folder, hints[i][0]);
-        if (access(path, F_OK) == 0) {
-            return hints[i][1];
-        }
-    }
-    return "";
-}
-
 // Writes the path of the file `name` in the folder of the weights.
 static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const char *name) {
     const char *slash = strrchr(f->name, '/');
@@ -295,9 +278,7 @@ static void model_file_open(ModelFile *f, const char *path) {
     for (; f->files < (int)parts.gl_pathc; f->files++) {
         path_print(f->name, "%s", parts.gl_pathv[f->files]);
         if (mapping_open(&f->maps[f->files], f->name) != 0) {
-            const char *why = file_error();  // model_folder_hint changes errno
-            die("--model (-e): cannot open %s: %s%s", f->name, why,
-                is_folder ? model_folder_hint(path) : "");
+            die("--model (-e): cannot open %s: %s", f->name, file_error());
         }
     }
     globfree(&parts);

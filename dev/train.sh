@@ -28,9 +28,9 @@ if [ "$step" -ge $steps ]; then
     cat << END
 
 Expected: a validation loss of $loss or less. The model is in $folder. To generate text with it:
-  $program -e $saved --generate --temperature 0.7 --prompt "$prompt"
-Next: rm -r $folder && make train starts again; with -x $((step + 2 * steps)) the run goes on;
-      $program --help lists the options; -e d12 --plan shows what GPT-2 needs;
+  $program -e $folder --generate --temperature 0.7 --prompt "$prompt"
+Next: rm -r $folder && make train starts again; $program --help lists the options;
+      $program -e d12 --plan shows what GPT-2 needs;
       dev/recipes/own_text.sh FILE trains on a text of yours.
 END
 else

@@ -49,7 +49,7 @@ TEST(messages) {
     }
     expect(Text(count_text(-1234567).s) == "-1,234,567" && Text(count_text(999).s) == "999");
     expect(Text(duration_text(0.4).s) == "0:00" && Text(duration_text(59.5).s) == "1:00" &&
-           Text(duration_text(3599.5).s) == "1:00:00");
+           Text(duration_text(3599.5).s) == "1:00:00" && Text(duration_text(6e5).s) == "7 d");
 }
 
 // Files are mapped unchanged, including empty ones. Folders and pipes are refused, pipes without
