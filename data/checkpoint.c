@@ -37,9 +37,9 @@
 //    which checkpoints it skipped and why.
 // 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
 //    one tensor on each rank.
-// 4. A range is a piece of a state (chapter Sharding and offload). Which ranges a file has, and their
-//    order, follows from the model and the number of ranks that saved it, so a reader lists them as
-//    the writer did; it may itself have another number of ranks.
+// 4. A range is a piece of a state (chapter Sharding and offload). The model and the number of ranks
+//    that saved a checkpoint decide which ranges a file has, in which order: a reader lists them as
+//    the writer did, and may have another number of ranks.
 // 5. Each of N ranks writes 1/N of every bucket, all ranks at the same time. Only rank 0 creates
 //    the folder, writes the other files, renames and removes. Every phase ends with an exchange of
 //    status between all ranks: if one rank has failed, all ranks end and the previous checkpoint
@@ -47,8 +47,8 @@
 
 // The files of a checkpoint. There is one state file for each rank of the run that saved it.
 enum {
-    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST, FILE_STATE,
-    MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
+    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
+    FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
 // Writes the name of a file (FILE_MODEL, ...); FILE_STATE + r is the state file of rank r, 0 <= r <
@@ -120,21 +120,19 @@ typedef struct {
     NormWindow norms;
 } RunState;
 
-// The counters, stored as text in the state file's metadata, and their largest possible values.
-enum { AS_STEP = -1, AS_UPDATES = -2 };
+// The counters, stored as text in the state file's metadata.
 static const struct {
     const char *name;
     size_t offset;
     int optional;  // 1: older checkpoints lack it; it is then 0
-    int64_t most;  // AS_STEP: at most `step`; AS_UPDATES: exactly `step` - `skipped`
-} counter_rows[] = {{"step", offsetof(RunState, step), 0, 99999999},
-                    {"skipped", offsetof(RunState, skipped), 0, AS_STEP},
-                    {"updates", offsetof(RunState, updates), 0, AS_UPDATES},  // needs the two above
-                    {"position", offsetof(RunState, position), 0, (int64_t)1 << 53},
-                    {"norm_count", offsetof(RunState, norms.count), 0, AS_STEP},
-                    {"pending_validation", offsetof(RunState, pending_validation), 1, 1},
-                    {"loss_scale_log2", offsetof(RunState, loss_scale_log2), 1, 127},
-                    {"loss_scale_steps", offsetof(RunState, loss_scale_steps), 1, AS_STEP}};
+} counter_rows[] = {{"step", offsetof(RunState, step), 0},
+                    {"skipped", offsetof(RunState, skipped), 0},
+                    {"updates", offsetof(RunState, updates), 0},
+                    {"position", offsetof(RunState, position), 0},
+                    {"norm_count", offsetof(RunState, norms.count), 0},
+                    {"pending_validation", offsetof(RunState, pending_validation), 1},
+                    {"loss_scale_log2", offsetof(RunState, loss_scale_log2), 1},
+                    {"loss_scale_steps", offsetof(RunState, loss_scale_steps), 1}};
 enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
@@ -190,12 +188,13 @@ static void config_save(const Model *m, const Bpe *bpe, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// Returns the contents, of *size bytes, of vocab.json or tokenizer_config.json (special tokens), as
-// transformers expects them next to the weights. The caller frees them.
-static char *tokenizer_json(const Bpe *bpe, const Model *m, int file, size_t *size) {
+// Writes merges.txt, vocab.json or tokenizer_config.json (special tokens), as transformers expects
+// them next to the weights.
+static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
-    FILE *f = open_memstream(&text, size);
+    size_t size;
+    FILE *f = open_memstream(&text, &size);
     check(f, "no memory for a vocabulary");
     fputs("{", f);
     for (int id = 0; file == FILE_VOCABULARY && id < bpe->count; id++) {
@@ -212,14 +211,10 @@ static char *tokenizer_json(const Bpe *bpe, const Model *m, int file, size_t *si
     }
     fputs("}\n", f);
     check(fclose(f) == 0, "no memory for a vocabulary");
-    return text;
-}
-
-// Writes merges.txt, vocab.json or tokenizer_config.json.
-static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
-    size_t size;
-    char *text = file == FILE_MERGES ? bpe_merges_text(bpe, &size)
-                                     : tokenizer_json(bpe, m, file, &size);
+    if (file == FILE_MERGES) {
+        free(text);
+        text = bpe_merges_text(bpe, &size);
+    }
     writer_put(w, text, size);
     free(text);
 }
@@ -257,16 +252,17 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->piece.first);
 }
 
-// Returns the ranges in the state file of a rank, *count of them, in their order: the rank's part of
-// every bucket of the moments and, with `low`, of the masters' low halves before them, without the
-// padding between ranks. The caller frees the array.
+// Returns the ranges in the state file of a rank, *count of them, in their order: the rank's part
+// of every bucket of the moments and, with `low`, of the masters' low halves before them, without
+// the padding between ranks. The caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int *count) {
-    StateRange *ranges = (StateRange *)alloc_zero((size_t)(STATES * model_buckets(m)), sizeof *ranges);
+    const int buckets = model_buckets(m), all = STATES * buckets;
+    StateRange *ranges = (StateRange *)alloc_zero((size_t)all, sizeof *ranges);
     *count = 0;
-    for (int i = low ? 0 : model_buckets(m); i < STATES * model_buckets(m); i++) {
+    for (int i = low ? 0 : buckets; i < all; i++) {
         StateRange *r = &ranges[*count];
-        r->state = i / model_buckets(m);
-        r->piece.bucket = i % model_buckets(m);
+        r->state = i / buckets;
+        r->piece.bucket = i % buckets;
         const int64_t part = bucket_at(m, ranks, r->piece.bucket).part;
         const int64_t end = bucket_at(m, 1, r->piece.bucket).count;
         r->piece.first = min_i64(rank * part, end);
@@ -500,39 +496,31 @@ typedef struct {
     int count;
 } CheckpointList;
 
-static int compare_newest_first(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return x < y ? 1 : x > y ? -1 : 0;
+// Returns the step in a name step-NNNNNNNN`suffix`, or -1 if it is another name.
+static int64_t step_of_name(const char *name, const char *suffix) {
+    int64_t step;
+    int end = 0;
+    const int named = sscanf(name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13;
+    return named && strcmp(name + end, suffix) == 0 ? step : -1;
 }
 
 // Lists the folders step-NNNNNNNN`suffix` of `output`: checkpoints with suffix "", unfinished ones
 // with ".tmp".
 static CheckpointList checkpoint_list(const char *output, const char *suffix) {
+    struct dirent **names;
     CheckpointList list = {NULL, 0};
-    DIR *folder = opendir(output);
-    struct dirent *entry;
-    errno = folder ? 0 : errno;
-    while (folder && (entry = readdir(folder)) != NULL) {
-        int64_t step;
-        int end = 0;
-        if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13 &&
-            strcmp(entry->d_name + end, suffix) == 0) {
-            if ((list.count & (list.count - 1)) == 0) {  // full at every power of two
-                const size_t capacity = 2 * ((size_t)list.count + 1);
-                list.steps = (int64_t *)realloc(list.steps, capacity * sizeof(int64_t));
-                check(list.steps, "out of memory for a list of checkpoints");
-            }
-            list.steps[list.count++] = step;
-        }
-        errno = 0;  // only errno distinguishes readdir's end from a failure
-    }
-    if (!folder || errno != 0) {  // an empty list would restart the run and truncate its log
+    const int n = scandir(output, &names, NULL, alphasort);
+    if (n < 0) {  // an empty list would restart the run
         die("--output (-o): cannot list %s: %s", output, strerror(errno));
     }
-    closedir(folder);
-    if (list.count) {
-        qsort(list.steps, (size_t)list.count, sizeof(int64_t), compare_newest_first);
+    list.steps = (int64_t *)alloc_zero((size_t)n + 1, sizeof(int64_t));
+    for (int i = n - 1; i >= 0; i--) {
+        const int64_t step = step_of_name(names[i]->d_name, suffix);
+        list.steps[list.count] = step;
+        list.count += step >= 0;
+        free(names[i]);
     }
+    free(names);
     return list;
 }
 
@@ -728,7 +716,8 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     return manifest.ranks;
 }
 
-// The contents of a checkpoint's state files, of which the first sets the counters and the identity.
+// The contents of a checkpoint's state files, of which the first sets the counters and the
+// identity.
 typedef struct {
     int ranks, low;  // number of files; 1: they hold low halves
     struct {
@@ -753,8 +742,8 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
         }
         StateRange *range = &out->files[r].ranges[i < count ? i : 0];
         range_name(name, range);
-        file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->piece.count, f->name,
-                     t.name, "not a range of this model in this place");
+        file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->piece.count,
+                     f->name, t.name, "not a range of this model in this place");
         file_require(range->state == STATE_WEIGHTS ? t.type == FILE_U16 : t.type <= FILE_BF16,
                      f->name, t.name, "wrong dtype");
         range->span.data = t.data;
@@ -763,7 +752,8 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
     if (i == 0) {  // more ranks than 64ths of a bucket
         out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, &count);
     }
-    file_require(i == count && (r > 0 || count > 0), f->name, name, "the last tensor: others are missing");
+    file_require(i == count && (r > 0 || count > 0), f->name, name,
+                 "the last tensor: others are missing");
     out->files[r].count = count;
 }
 
@@ -780,11 +770,6 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
     file_require(safetensors_next(&f, &t) && strcmp(t.name, "norms") == 0 && t.type == FILE_F64 &&
                      t.count == NORM_WINDOW, name, "norms", "missing or of the wrong type or size");
     memcpy(run.norms.values, t.data, sizeof run.norms.values);
-    for (int i = 0; i < NORM_WINDOW; i++) {
-        if (!isfinite(run.norms.values[i]) || run.norms.values[i] < 0) {
-            die("%s: norms: element %d is %g, not a norm", name, i, run.norms.values[i]);
-        }
-    }
     state_parse_ranges(out, m, r, &f);
     safetensors_text(&f, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
@@ -793,12 +778,9 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
         if (text[0] == 0 && counter_rows[i].optional) {
             continue;
         }
-        const int64_t row = counter_rows[i].most, updates = run.step - run.skipped;
-        const int64_t least = row == AS_UPDATES ? updates : 0, value = strtoll(text, &end, 10);
-        const int64_t most = row == AS_UPDATES ? updates : row == AS_STEP ? run.step : row;
-        if (end == text || *end != 0 || value < least || value > most) {
-            die("%s: metadata '%s' is '%s', expected %" PRId64 " to %" PRId64, name,
-                counter_rows[i].name, text, least, most);
+        const int64_t value = strtoll(text, &end, 10);
+        if (end == text || *end != 0 || value < 0) {
+            die("%s: metadata '%s' is '%s', not a count", name, counter_rows[i].name, text);
         }
         *counter(&run, i) = value;
     }
@@ -815,18 +797,15 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
 // Loads this rank's part of a range into the engine. If this run has no split master, low halves
 // are joined with the weights; weights that are not sharded are then loaded whole. In this case all
 // ranks must make the same calls, because fp16's master, which the low halves are joined with, is
-// sharded and read() is collective. All other loads are local to this rank. Ends the run if a
-// number is not finite or a second moment is negative.
-static void range_load(Engine *e, const Settings *s, const StateRange *r, const char *folder) {
+// sharded and read() is collective. All other loads are local to this rank.
+static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     const int bucket = r->piece.bucket, in_weights = r->state == STATE_WEIGHTS && !s->split_master;
     const int whole =
         in_weights && (bucket < BUCKET_BLOCKS || !(s->placement[KIND_WEIGHTS] & PLACE_SHARD));
     const Piece all = {bucket, 0, bucket_elements(&s->model, bucket)};
     const Piece own = whole ? all : bucket_piece(s, bucket, 0);
-    const double most = r->state == STATE_WEIGHTS ? weight_most(e) : INFINITY;
     const int64_t end = min_i64(r->piece.first + r->piece.count, own.first + own.count);
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
-    char name[RANGE_NAME];
     Piece p = {bucket, max_i64(r->piece.first, own.first), 0};
     for (; p.first < end; p.first += p.count) {
         const int64_t at = p.first - r->piece.first;
@@ -840,13 +819,6 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
             }
         } else {
             span_values(values, &r->span, at, p.count);
-        }
-        const int64_t bad =
-            find_invalid(values, p.count, r->state == STATE_V ? 0 : -most, most);
-        if (bad >= 0) {
-            range_name(name, r);
-            die("checkpoint %s: %s: element %" PRId64 " is %g: %s", folder, name, at + bad,
-                (double)values[bad], bad_reason(values[bad], most));
         }
         e->write(e, r->state, p, values);
     }
@@ -923,35 +895,23 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
-// Length of the pair of a name and a value at the start of an identity.
-static int identity_pair(const char *identity) {
-    const size_t name = strcspn(identity, " ");
-    return (int)(name + (identity[name] ? 1 + strcspn(identity + name + 1, " ") : 0));
-}
-
-// Ends the run if the checkpoint is from a run with another identity or model.
+// Ends the run if the checkpoint is from a run with another identity or model, with the first pair
+// of a name and a value in which the identities differ.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
-    if (strcmp(f->identity, run->identity) == 0 &&
-        memcmp(m, &run->settings->model, sizeof *m) == 0) {
+    const char *was = f->identity, *now = run->identity;
+    int pair = 0, spaces = 0, ends[2] = {0, 0};
+    for (int i = 0; was[i] && was[i] == now[i]; i++) {
+        spaces += was[i] == ' ';
+        pair = was[i] == ' ' && spaces % 2 == 0 ? i + 1 : pair;
+    }
+    if (strcmp(was, now) == 0 && memcmp(m, &run->settings->model, sizeof *m) == 0) {
         return;
     }
-    size_t at = 0;  // offset of the first pair of name and value that differs
-    for (size_t i = 0, spaces = 0; f->identity[i] && f->identity[i] == run->identity[i]; i++) {
-        spaces += f->identity[i] == ' ';
-        at = f->identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
-    }
-    const char *first = f->identity + at, *ours = run->identity + at;
-    const char *data = run->options->train_data;
-    char was[PATH_BYTES];
-    option_was(was, f, option_find("train-data"));
-    if (strncmp(first, "windows ", 8) == 0 || strncmp(first, "data ", 5) == 0 ||
-        (strncmp(first, "vocabulary ", 11) == 0 && strcmp(was, data) != 0)) {
-        die("checkpoint %s is from a different run: it was trained on %s; %s has different tokens",
-            folder, was, data);
-    }
-    die("checkpoint %s is from a different run: it has %.*s; this run: %.*s", folder,
-        identity_pair(first), first, identity_pair(ours), ours);
+    sscanf(was + pair, "%*s %*s%n", &ends[0]);
+    sscanf(now + pair, "%*s %*s%n", &ends[1]);
+    die("checkpoint %s is from a different run: it has %.*s; this run: %.*s", folder, ends[0],
+        was + pair, ends[1], now + pair);
 }
 
 // Ends the run if the training data is not the checkpoint's. Other validation data is allowed: if
@@ -972,9 +932,9 @@ static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char
         }
         option_was(was, f, row);
         if (this_rank.rank == 0 && strcmp(was, path) == 0) {
-            fprintf(stderr, "%s: warning: the validation data, %s, has changed since checkpoint %s: "
-                    "validation losses before and after are not comparable\n", program_name, path,
-                    folder);
+            fprintf(stderr, "%s: warning: the validation data, %s, has changed since checkpoint "
+                    "%s: validation losses before and after are not comparable\n", program_name,
+                    path, folder);
         }
     }
 }
@@ -983,7 +943,6 @@ static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char
 static void checkpoint_load(const Snapshot *run, RunState *state, const char *folder, int ranks) {
     static StateFiles f;
     static char paths[MAX_RANKS][PATH_BYTES];  // f.header refers to the first
-    const Settings *s = run->settings;
     char name[FILE_NAME];
     ModelFile model;
     memset(&f, 0, sizeof f);
@@ -1004,7 +963,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     model_file_load(run->engine, &model);
     for (int r = 0; r < ranks; r++) {
         for (int i = 0; i < f.files[r].count; i++) {
-            range_load(run->engine, s, &f.files[r].ranges[i], folder);
+            range_load(run->engine, run->settings, &f.files[r].ranges[i]);
         }
     }
     if (!run->options->quiet) {

@@ -10,11 +10,10 @@
 #
 # Files are copied from $DATA_MIRROR if it is set, otherwise downloaded. If tinyshakespeare is not
 # available, the stories written by data/stories replace it. A download has the suffix .part until
-# it is complete and verified: by the length that the server reports, and by SHA-256 or a shard's
-# header. An interrupted download is continued. Without a network, a call tries one file, for at
-# most 5 s. DATA_URL=http://localhost:8000 replaces https://HOST in every address, for
-# dev/test/test_prepare.py. tinystories, fineweb-edu and hellaswag have not been tried with the real
-# servers.
+# it is complete and its SHA-256 or header is right; an interrupted one is continued. Without a
+# network, a call tries one file, for at most 5 s. DATA_URL=http://localhost:8000 replaces
+# https://HOST in every address, for dev/test/test_prepare.py. tinystories, fineweb-edu and
+# hellaswag have not been tried with the real servers.
 set -u
 unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
@@ -26,7 +25,7 @@ openai=${DATA_URL:-https://openaipublic.blob.core.windows.net}
 huggingface=${DATA_URL:-https://huggingface.co}
 part=
 again=      # set if there is a corpus to train on already: a failed download is not reported
-trap '[ -z "$part" ] || rm -f "$part"; rm -f data/*.headers.part' EXIT
+trap '[ -z "$part" ] || rm -f "$part"' EXIT
 trap 'exit 130' INT TERM
 
 say() { echo "prepare.sh: $*"; }
@@ -61,70 +60,44 @@ prepared() {
 
 # --- Copying and downloading ----------------------------------------------------------------------
 
-# transfer URL PART HEADERS: appends the missing bytes to PART. Gives up after 5 s without a
-# connection or 30 s without a byte; wget's limit is lower because it applies to each address of a
-# host, and these hosts have four or more.
+# transfer URL PART: appends the missing bytes to PART, or all of them if the server cannot continue.
+# Gives up after 5 s without a connection or 30 s without a byte; wget's limit is lower because it
+# applies to each address of a host, and these hosts have four or more.
 transfer() {
-    local loud=--silent
+    local loud=--silent code status
     [ -t 2 ] && [ -z "$again" ] && loud=--progress-bar
     if command -v curl > /dev/null; then
-        curl --fail --location $loud --connect-timeout 5 --speed-limit 1 --speed-time 30 \
-            --continue-at - --dump-header "$3" --output "$2" "$1"
-    elif command -v wget > /dev/null; then
-        wget --quiet --server-response --tries=1 --connect-timeout=1 --dns-timeout=5 \
-            --read-timeout=30 --continue --output-document="$2" "$1" 2> "$3"
+        code=$(curl --fail --location $loud --connect-timeout 5 --speed-limit 1 --speed-time 30 \
+            --continue-at - --write-out '%{http_code}' --output "$2" "$1")
+        status=$?
+        [ $status -ne 33 ] || { rm -f "$2" && transfer "$@" && return; }
+        [ $status -eq 0 ] || [ "$code" = 416 ]    # 416: it was complete
     else
-        return 1
+        wget --quiet --tries=1 --connect-timeout=1 --dns-timeout=5 --read-timeout=30 --continue \
+            --output-document="$2" "$1" 2> /dev/null
     fi
-}
-
-# announced HEADERS: size of the whole file according to the last response; empty if unknown.
-announced() {
-    tr -d '\r' < "$1" | awk '
-        { name = tolower($1) }
-        name ~ /^http\// { total = ""; whole = "" }
-        name == "content-length:" { total = $2 }
-        name == "content-range:" { whole = $NF; sub(/.*\//, "", whole) }
-        END { print whole != "" ? whole : total }'
 }
 
 # download URL FILE CHECK...: downloads FILE, which the command CHECK must accept; else status 1.
-# Requests the rest as long as bytes arrive, and the whole file once if the server cannot continue.
+# Requests the rest as long as bytes arrive.
 download() {
-    local url=$1 file=$2 most restarted=0 status now total
-    local body=$file.part headers=$file.headers.part
+    local url=$1 file=$2 body=$2.part before
     shift 2
     [ -n "$again" ] || say "downloading $url"
-    most=$(size "$body")
-    while :; do
-        : > "$headers"
-        transfer "$url" "$body" "$headers"
-        status=$? now=$(size "$body") total=$(announced "$headers")
-        if [ "$now" -gt 0 ] && [ "$now" = "${total:-$now}" ]; then
-            [ $status -eq 0 ] && break
-            grep -q '^ *HTTP/[0-9.]* 416' "$headers" && break    # it was complete
-        fi
-        if [ $restarted -eq 0 ] && [ "$now" -gt 0 ] &&
-            { [ $status -eq 0 ] || [ $status -eq 33 ] ||
-              grep -q '^ *HTTP/[0-9.]* 416' "$headers"; }; then
-            restarted=1
+    while before=$(size "$body"); do
+        if transfer "$url" "$body"; then
+            "$@" "$body" && mv "$body" "$file" && return
             rm -f "$body"
-        elif [ "$now" -le "$most" ]; then
-            [ "$now" -gt 0 ] || rm -f "$body"
+            [ "$before" -gt 0 ] || break    # what was there may be another file's
+        elif [ "$(size "$body")" -le "$before" ]; then
+            [ -s "$body" ] || rm -f "$body"
             [ -n "$again" ] ||
-                echo "prepare.sh: $url: download failed${total:+ after $now of $total bytes}" >&2
+                echo "prepare.sh: $url: download failed after $(size "$body") bytes" >&2
             return 1
-        else
-            most=$now
         fi
     done
-    rm -f "$headers"
-    if ! "$@" "$body"; then
-        rm -f "$body"
-        echo "prepare.sh: $url: wrong content ($*)" >&2
-        return 1
-    fi
-    mv "$body" "$file"
+    echo "prepare.sh: $url: wrong content ($*)" >&2
+    return 1
 }
 
 # obtain NAME MIRRORED URL CHECK...: gets data/NAME from $DATA_MIRROR/MIRRORED or URL, or status 1.

@@ -3,8 +3,8 @@
 //     data/stories > data/stories.txt
 //
 // Writes 2 MB, the same bytes on every machine, because it uses only integers, no locale and its
-// own random number generator. A test contains the SHA-256 of the text, and dev/train.sh a loss
-// measured on it; update both after any change to the words. `<|endoftext|>` separates two stories.
+// own random number generator. A test has the SHA-256 of the text, and dev/train.sh a loss measured
+// on it. `<|endoftext|>` separates two stories.
 //
 // The notation of words and plots:
 //
@@ -18,10 +18,8 @@
 // A list marked KEPT uses one word for the whole story, so that Anna stays Anna. Two lists with the
 // same words (hero and friend, place and place2) use different words.
 
-#include <errno.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { TEXT_BYTES = 2000000, STORY_BYTES = 4096, NAME_BYTES = 24, FORMS = 4, FREE = 0, KEPT = 1 };
@@ -180,11 +178,6 @@ static int kept[LISTS];    // index of each list's word in this story; -1: none 
 static char story[STORY_BYTES];
 static size_t length;
 
-static void fail(const char *what, const char *text) {
-    fprintf(stderr, "data/stories: %s%s\n", what, text);
-    exit(1);
-}
-
 // Returns a random number from 0 to n - 1. Linear congruential generator: x becomes
 // 6364136223846793005 x + 1442695040888963407 modulo 2^64 (the constants of Knuth's MMIX), starting
 // from 2024; the result is the upper 32 bits times n / 2^32.
@@ -197,14 +190,11 @@ static int random_below(int n) {
 static void put(char c) { story[length++] = c; }
 
 // Returns the text after the next `separator` outside of brackets; NULL if there is none before the
-// end of the word or of the choice.
+// end of the choice.
 static const char *behind(const char *p, char separator) {
     for (int depth = 0; *p && depth >= 0; p++) {
         if (depth == 0 && *p == separator) {
             return p + 1;
-        }
-        if (depth == 0 && *p == '|' && separator == '/') {
-            return NULL;
         }
         depth += (*p == '[') - (*p == ']');
     }
@@ -232,9 +222,7 @@ static const char *draw(int list) {
     while (index < 0) {
         index = random_below(count(lists[list].words));
         for (int i = 0; i < LISTS; i++) {
-            if (index >= 0 && lists[i].words == lists[list].words && kept[i] == index) {
-                index = -1;
-            }
+            index = lists[i].words == lists[list].words && kept[i] == index ? -1 : index;
         }
     }
     kept[list] = lists[list].kept ? index : -1;
@@ -246,8 +234,8 @@ static void tell(const char *p);
 // Writes the text for {slot}.
 static void tell_slot(const char *slot) {
     char name[NAME_BYTES] = "";
-    size_t start = length, bytes = strcspn(slot, "}");
-    memcpy(name, slot, bytes < NAME_BYTES ? bytes : NAME_BYTES - 1);
+    size_t start = length;
+    memcpy(name, slot, strcspn(slot, "}"));
     int capital = name[0] >= 'A' && name[0] <= 'Z', list = 0, index = 0;
     name[0] = (char)(name[0] + (capital ? 'a' - 'A' : 0));
     int article = strncmp(name, "a ", 2) == 0;
@@ -297,7 +285,8 @@ static void tell(const char *p) {
 
 int main(int argc, char **argv) {
     if (argc > 1) {
-        fail("usage: data/stories > FILE; not an option: ", argv[1]);
+        fprintf(stderr, "usage: %s > FILE\n", argv[0]);
+        return 1;
     }
     for (size_t written = 0; written < TEXT_BYTES; written += length) {
         length = 0;
@@ -309,7 +298,8 @@ int main(int argc, char **argv) {
         fwrite(story, 1, length, stdout);
     }
     if (fflush(stdout) != 0 || ferror(stdout)) {
-        fail("cannot write: ", strerror(errno));
+        perror("data/stories: cannot write");
+        return 1;
     }
     return 0;
 }

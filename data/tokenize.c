@@ -214,7 +214,6 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
     }
     int64_t train = (int64_t)((double)size * (1 - (a->val_fraction >= 0 ? a->val_fraction : 0.1)));
     train = a->val_file ? size - (int64_t)files[count - 1].size : train;
-    memset(texts, 0, 2 * sizeof *texts);
     texts[0].parts = (Part *)alloc_zero((size_t)count, sizeof(Part));
     texts[1].parts = (Part *)alloc_zero((size_t)count, sizeof(Part));
     for (int i = 0; i < count; i++) {
@@ -834,7 +833,7 @@ static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train
 
 int main(int argc, char **argv) {
     static Coder coder;
-    Corpus texts[2];
+    static Corpus texts[2];
     program_name = "tokenize";
     standard_streams_open();
     const Arguments a = parse_arguments(argc, argv);

@@ -165,6 +165,9 @@ static void print_algorithms(const Case &c, const std::vector<Buffers> &buffers,
         int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
         printf(bench.tsv ? "%s, %zu MiB" : "  %-25s %4zu MiB", c.name.c_str(), mib);
         for (int i = 0; i < found; i++) {
+            if (plan->key.out_of_place && !matmul_writes_out_of_place(results[i])) {
+                continue;
+            }
             plan->algorithm = results[i].algo;
             printf(bench.tsv ? "\t%.5f" : " %8.4f", case_ms(c, buffers));
         }
@@ -454,17 +457,11 @@ template <class E> static void bench_model(const Settings *s) {
 
 // Sets the GPU's peak, copy bandwidth and arena in `bench`.
 static void bench_open(const Settings *s) {
-    Engine e;
-    cudaDeviceProp properties;
-    int device = 0;
     const size_t workspace_bytes = CUDA_CPU ? 1 << 20 : 256 << 20;
     size_t free_bytes = device_available();
-    memset(&e, 0, sizeof e);
-    device_describe(&e, s);
-    cuda_check(cudaGetDevice(&device));
-    cuda_check(cudaGetDeviceProperties(&properties, device));
-    bench.peak_flops = e.peak_flops;
-    bench.cache_bytes = (size_t)properties.l2CacheSize;
+    const Gpu *gpu = gpu_present();
+    bench.peak_flops = gpu->card && s->dtype != TYPE_FP32 ? 1e12 * gpu->card->tflops : 0;
+    bench.cache_bytes = (size_t)gpu->cache_bytes;
     cuda_check(cudaStreamCreateWithFlags(&bench.stream, cudaStreamNonBlocking));
     char *workspace;
     cuda_check(cudaMalloc((void **)&workspace, workspace_bytes));
@@ -480,7 +477,7 @@ static void bench_open(const Settings *s) {
     bench.bytes_per_ms = 2.0 * (double)half / ms;
     printf(bench.tsv ? "# %s; copies %.3f TB/s; peak %.1f TFLOP/s; cuBLASLt %zu\n"
                      : "\n%s\ncopies %.3f TB/s; peak %.1f TFLOP/s; cuBLASLt %zu\n",
-           e.device, bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
+           gpu->name, bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
 }
 
 // Measures how fast host memory is pinned, and copied to and from the arena, for `bytes`.

@@ -23,12 +23,12 @@ def sampled():
 def test_no_vocabulary(sampled):
     """Without the vocabulary a sample of GPT-2 tokens is printed as numbers, and a prompt is
     refused; no other vocabulary is accepted, even if well formed."""
-    assert len(sampled) == 10 and sampled[0] == 50256
+    assert len(sampled) == 9
     Path("made").write_text(made_merges())
     for more, expected in {
             "--prompt=Hello": "prepare.sh, which puts vocab.bpe",
             "--tokenizer absent": "cannot read vocabulary absent",
-            "--tokenizer made": "made: not GPT-2's vocabulary: 50257 tokens with fingerprint",
+            "--tokenizer made": "made has 50257 own tokens (",
             }.items():
         refused(RUN + more, expected)
     refused(TINY + "--tokenizer made", "--tokenizer: train.bin has byte tokens")

@@ -1,7 +1,6 @@
 """--generate: reproduces a training run's sample, reads prompts from stdin, stops at the
 end-of-text token, and refuses invalid options."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -27,32 +26,29 @@ def sample():
 def made(arguments, **more):
     """The text that --generate prints; with --quiet nothing else is printed."""
     o = run(arguments, **more)
-    assert o.status == 0 and ("" if "--quiet" in arguments else " tokens/s") in o.err
-    assert "--quiet" not in arguments or not o.err, o
+    assert o.status == 0 and ("--quiet" in arguments) == (o.err == ""), o
     return o.out
 
 
 def test_sample(sample):
-    """The run's own sample up to its end-of-text token: from a checkpoint under any name, or from a
-    copy of weights, config and manifest, with any number of threads. The first of several samples
-    is the same, the others differ."""
+    """The run's own sample up to its end-of-text token: from a checkpoint, or from a copy of weights
+    and config, with any number of threads. The first of several samples is the same, the others
+    differ."""
     text = made(TRAINED + "-g 60 --prompt abc")
     assert len(text) > 30 and sample.startswith(text[:-1])
     err = run(TRAINED + "-g 60 --prompt abc").err
-    assert " prompt tokens, " in err and "untrained" not in err
+    assert "loading out/step-00000300\n" in err and "--seed" not in err
     size = re.search(r"; ([\d.]+ .iB)\n", err)[1]
     plan = succeeds(TRAINED + "-g 60 --plan", size, "KV cache")
     assert "gradients" not in plan and "moments" not in plan
     for threads in "1", "2", "3":
         assert made(TRAINED + "-g 60 --prompt abc --quiet",
                     env={"OMP_NUM_THREADS": threads}) == text
-    # Samples depend on the step, which is read from the manifest, whatever the folder's name.
-    os.symlink("out/step-00000300", "latest")
-    os.symlink("latest", "other-7")
-    shutil.copytree("latest", "hf", ignore=lambda *_: [STATE])
-    for e in "latest", "other-7/", "latest/" + MODEL, "hf":
+    # Samples depend on the step, which is in the folder's name.
+    shutil.copytree("out/step-00000300", "hf/step-00000300", ignore=lambda *_: [STATE])
+    for e in "out/step-00000300/" + MODEL, "hf/step-00000300":
         assert made("--generate -g 60 --prompt abc --quiet %s-e %s" % (SAMPLING, e)) == text
-    three = made("--generate -e hf -g 60 %s--prompt abc --samples 3" % SAMPLING)
+    three = made("--generate -e hf/step-00000300 -g 60 %s--prompt abc --samples 3" % SAMPLING)
     assert three.startswith(text + "---\n") and len(set(three.split("\n---\n"))) == 3
 
 
@@ -68,7 +64,7 @@ def test_stdin(sample):
     assert o.status == 0 and o.out == ""
     o = run(stdin, stdin="abc\n12345678901234567\nd\n")
     assert o.status == 1 and want.startswith(o.out) and o.out
-    assert "--prompt: line 2 of stdin has 17 tokens, more than" in o.err
+    assert "--prompt: '12345678901234567" in o.err and " has 17 tokens, more than" in o.err
     assert made(stdin, stdin="a\0b").startswith("a\0b")
 
 
@@ -78,10 +74,10 @@ def test_end():
     Path("line.bin").write_bytes(shard([*b"abcdefg", 256] * 50, BYTES))
     succeeds("-i line.bin -e l1h2c32t16 -b 4 -x 150 -l 1e-2 --quiet -o out")
     generate = "--generate -e out/step-00000150 --temperature 0 "
-    o = run(generate + "--prompt abc")
-    assert o.out == "abcdefg\n" and "\n3 prompt tokens, " in o.err
+    assert made(generate + "--prompt abc") == "abcdefg\n"
     assert made(generate + "-g 2 --quiet") == "ab\n"
-    assert "untrained: initial weights of --seed 42" in run("--generate -e l1h1c8t16 -g 3").err
+    assert "initialising 3,072 parameters with --seed 42; -e " in run(
+        "--generate -e l1h1c8t16 -g 3").err
     odd = 1, 1, 8, 16, 300
     write_model("odd", safetensors({}, hugging_face(odd)), config_text(odd))
     refused("--generate -e odd", "--generate: odd has a vocabulary of 300 and no merges.txt; give")
@@ -109,7 +105,7 @@ def test_own():
     options = ("-i mine_train.bin -j mine_val.bin -e l1h2c32t16 -b 4 -l 2e-2 -k constant -n 60 -m "
                "3 -v 120 --temperature 0 -g 8 -y 1 ")
     succeeds(options + "-x 120 -s 120 -o out", "vocabulary 1000 (1024 rows)",
-             "\n<|endoftext|>%s<|endoftext|>\n---" % line)
+             line + "<|endoftext|>\n---")
     folder = step(120)
     assert (folder / "merges.txt").read_text() == stories_merges()
     vocabulary = json.loads((folder / "vocab.json").read_text())
@@ -121,8 +117,6 @@ def test_own():
     assert training_state(120, "half") == training_state(120)
     generate = "--generate --temperature 0 --quiet -e "
     assert made(generate + str(folder)) == line + "\n"
-    o = run("--generate -g 2 -e %s --prompt=Can" % folder)  # token 998
-    assert o.status == 0 and "\n1 prompt tokens" in o.err
     write_model("copy", (folder / MODEL).read_bytes(), (folder / CONFIG).read_text())
     refused(generate + "copy", "copy has a vocabulary of 1000 and no merges.txt")
     assert made(generate + "copy --tokenizer mine_merges.txt") == line + "\n"
@@ -150,7 +144,6 @@ def contradictions(tmp_path_factory):
     Path("gpt2.bin").write_bytes(shard([7] * 400, GPT2))
     shape = 1, 1, 8, 16, 1000
     write_model("model", safetensors({}, hugging_face(shape)), config_text(shape))
-    Path("model/merges.txt").write_text(swapped)
     os.chdir(here)
     return folder
 
@@ -166,10 +159,9 @@ def contradictions(tmp_path_factory):
     ("-i wrong_train.bin -o out", "wrong_merges.txt has 1000 own tokens"),
     ("-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 own tokens"),
     ("-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 own tokens"),
-    ("-i gpt2.bin --tokenizer mine_merges.txt", "mine_merges.txt: not GPT-2's vocabulary"),
+    ("-i gpt2.bin --tokenizer mine_merges.txt", "mine_merges.txt has 1000 own tokens (9ffa328f); "),
     ("-i train.bin --tokenizer mine_merges.txt", "--tokenizer: train.bin has byte tokens"),
     ("-i mine_train.bin -e l1h1c8t16v999", "v999 has a vocabulary of 999 tokens, the data, "),
-    ("-i mine_train.bin -e model", "model/merges.txt has the SHA-256 "),
     ("-i train.bin -e model", "model has a vocabulary of 1000 tokens, the data, train.bin, one")])
 def test_own_refused(contradictions, monkeypatch, arguments, expected):
     """Data, tokenizer, weights and shape that disagree are refused with a message that names
@@ -191,8 +183,8 @@ def test_own_more(contradictions, monkeypatch):
     ("-b 2", "leave --batch out"), ("-s 0", "leave --sample-every out"),
     ("--eval e.bin", "leave --eval out"), ("--offload weights", "leave --offload out"),
     ("-t 17", "--seq-len (-t): 17 is more than the model's 16"),
-    ("--prompt=12345678901234567", "--prompt: 17 tokens, more than --seq-len (-t) 16"),
-    ("-t 4 --prompt=12345", "--prompt: 5 tokens, more than --seq-len (-t) 4"),
+    ("--prompt=12345678901234567", "' has 17 tokens, more than --seq-len (-t) 16"),
+    ("-t 4 --prompt=12345", "--prompt: '12345' has 5 tokens, more than --seq-len (-t) 4"),
     ("--tokenizer v", "--tokenizer: l1h1c8t16 has byte tokens")])
 def test_refused(arguments, expected):
     """Options without effect on generation, and a prompt longer than T, are refused."""
@@ -204,40 +196,18 @@ def test_whole_prompt():
     refused("--samples 2", "--samples needs --generate")
 
 
-def starting(arguments, text, **more):
-    """Starts --generate and waits until stderr has a text."""
-    with open("stderr", "w") as err:
-        process = start("--generate " + arguments, stderr=err, before=default_signal(), **more)
-    wait_until(lambda: text in Path("stderr").read_text())
-    return process
-
-
-def sleeps(process):
-    state = Path("/proc/%d/stat" % process.pid).read_text().rsplit(")", 1)[1].split()[0]
-    return state == "S"
-
-
 def test_signal():
-    """A signal ends generation with status 0, even while it waits for stdin."""
+    """A signal ends --generate as it ends any program that has nothing to save, as does a closed
+    pipe; a full disk is an error."""
     with open("stdout", "w") as out:
-        process = starting("-e l2h2c64t64 -g 1000000 --temperature 2", "untrained", stdout=out)
+        process = start("--generate -e l2h2c64t64 -g 1000000 --temperature 2", stdout=out,
+                        before=default_signal())
     wait_until(lambda: os.path.getsize("stdout") > 200)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0 and "stopping; a second signal" in Path("stderr").read_text()
-    reader, writer = os.pipe()
-    process = starting("-e l1h1c8t16 -g 3 --prompt -", "untrained", stdin=reader)
-    wait_until(lambda: sleeps(process))
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0 and process.stdout.read() == ""
-    os.close(reader)
-    os.close(writer)
-
-
-def test_closed_pipe():
-    """A closed pipe ends generation with status 0; a full disk is an error."""
+    assert process.wait(60) == -signal.SIGINT
     reader, writer = os.pipe()
     os.close(reader)
-    assert run("--generate -e l1h1c8t16 -g 100000", stdout=writer).status == 0
+    assert run("--generate -e l1h1c8t16 -g 100000", stdout=writer).status == -signal.SIGPIPE
     os.close(writer)
     with open("/dev/full", "w") as full:
         o = run("--generate -e l1h1c8t16 -g 100000", stdout=full)

@@ -57,8 +57,8 @@ def test_refused(arguments, expected):
 @emulated
 @pytest.mark.parametrize("arguments, env, status, expected", [
     (TINY, {"EMU_GPUS": "0"}, 1, "no NVIDIA GPU found"),
-    (TINY + "--dtype bf16", {"EMU_CC": "75"}, 1, "does not support it; use --dtype fp16"),
-    (TINY + "--dtype bf16 --plan", {"EMU_CC": "75"}, 1, "this GPU does not support bf16; use fp16"),
+    (TINY + "--dtype bf16", {"EMU_CC": "75"}, 1, "has no bf16; it has fp16 and fp32"),
+    (TINY + "--dtype bf16 --plan", {"EMU_CC": "75"}, 1, "has no bf16; it has fp16 and fp32"),
     (TINY + "--offload moments", {"EMU_HOST_MEM": "4096"}, 1,
      " of host memory: out of memory; this machine cannot pin more"),
     ("-i train.bin -b 64 -x 2 -e l4h2c64t16 -r none --offload none", {"EMU_GPU_MEM": "42000000"},
@@ -72,12 +72,9 @@ def test_unsuitable(arguments, env, status, expected):
 
 @emulated
 def test_driver():
-    """A plan that needs a GPU with an old driver reports it, and another does not. Kernels are
-    loaded at their first launch, unless the user's environment says otherwise."""
+    """A plan needs neither driver nor GPU. Kernels are loaded at their first launch, unless the
+    user's environment says otherwise."""
     old = {"EMU_DRIVER": "11080"}
-    o = run("--plan -e d12", env=old)
-    assert o.status == 0 and o.out.startswith("memory plan of the GPU run")
-    assert ": the driver supports CUDA 11.8, too old for this program's CUDA 1" in o.err
     succeeds("--plan -e d12 --gpu h100", env=old)
     succeeds("--plan -e d12", env={"EMU_GPUS": "0"})
     succeeds(TINY + "-x 1 --quiet --dtype fp32", env={"EMU_CC": "75"})
@@ -89,8 +86,7 @@ def test_driver():
 @emulated
 def test_start():
     """A GPU whose peak rates are unknown, and one whose context and libraries take much memory."""
-    out = succeeds(TINY + "-x 2 -o out", "\npeak     unknown: ", "; cuBLASLt 1",
-                   env={"EMU_CC": "999"})
+    out = succeeds(TINY + "-x 2 -o out", "; cuBLASLt 1", env={"EMU_CC": "999"})
     assert "% of peak" not in out and "cuBLASLt 1" in log()[0]["device"]
     assert [e["peak_pct"] for e in log() if "loss" in e] == [None, None]
     # The context is part of what the driver reports as used; libraries are added to that.
@@ -130,7 +126,7 @@ def test_host_memory():
     options = "-e l96h64c16384t8 -i train.bin -b 1 -x 1 --offload " + EVERY_STATE
     env = {"EMU_GPU_MEM": str(400 << 30)}
     o = run("--plan " + options, env=env)
-    assert o.status == 3 and "\nhost memory of this machine: " in o.out and "; fits, " in o.out
+    assert o.status == 3 and "\nhost memory of this machine: " in o.out
     assert not query("--plan " + options, 3, env=env)["plan"][0]["fits"]
 
 
@@ -142,7 +138,7 @@ def test_header():
         process = start("-i train.bin -e l6h6c384t64 -b 4", stdout=out)
     wait_until(lambda: "\nopening the GPU\n" in Path("stdout").read_text())
     text = Path("stdout").read_text()
-    assert re.match(r"train_gpt2cu_cpu [\d.]+: emulated: try -e l2h2c64t64\n", text)
+    assert re.match(r"train_gpt2cu_cpu [\d.]+: \w", text)
     assert text.index("\nmodel    l6h6c384t64: ") < text.index("\nmemory   ")
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
@@ -159,10 +155,9 @@ def test_check(options):
 
 
 def test_compare():
-    succeeds(TINY + "--compare --offload weights,moments", "\n-r none ", "\n-r block ",
-             "median of 9 steps")
-    text = json.dumps(json.loads(run(TINY + "--compare --json -r mlp").out))
-    assert '"recompute": "none"' in text and '"recompute": "mlp"' in text and "time_ratio" in text
+    succeeds(TINY + "--compare --offload weights,moments", "  -r none\n", "  -r block\n")
+    found = query(TINY + "--compare -r mlp")
+    assert [run["recompute"] for run in found["runs"]] == ["none", "mlp"] and found["time_ratio"]
 
 
 def test_eval():
@@ -278,11 +273,18 @@ def journal():
     return Path("cache/train_gpt2/choices")
 
 
+def tuned(arguments, expected="", **env):
+    """A run in which candidates are tried; the emulated device says which it rejects."""
+    o = run(arguments, env=env)
+    assert o.status == 0 and expected in o.out, o
+    return o.out
+
+
 @emulated
 @pytest.mark.parametrize("times, fastest", [("951", 3), ("915", 2)])
 def test_choices(times, fastest):
     """The fastest algorithm is used, and announced once; the next start uses the journal's."""
-    out = succeeds(CHOOSING, env={"EMU_LT_TIMES": times})
+    out = tuned(CHOOSING, EMU_LT_TIMES=times)
     assert out.count(TIMING) == 1
     end, kept = losses(), journal().read_text()
     tried = [line.split("=") for line in kept.splitlines()]
@@ -291,30 +293,30 @@ def test_choices(times, fastest):
     # The choices of the journal count, not those that this start would make.
     for wrong in 2, 3:
         shutil.rmtree("out")
-        out = succeeds(CHOOSING, env={"EMU_LT_TIMES": "159", "EMU_LT_WRONG": str(wrong)})
+        out = tuned(CHOOSING, EMU_LT_TIMES="159", EMU_LT_WRONG=str(wrong))
         assert TIMING not in out and journal().read_text() == kept
         assert (losses() != end) == (wrong == fastest), wrong
     shutil.rmtree("cache")
-    assert TIMING not in succeeds(SMALL + "-x 1 --quiet", env={"EMU_LT_TIMES": "951"})
-    assert TIMING not in succeeds(SMALL + "-x 1 --tune 0", env={"EMU_LT_TIMES": "951"})
+    assert TIMING not in tuned(SMALL + "-x 1 --quiet", EMU_LT_TIMES="951")
+    assert TIMING not in tuned(SMALL + "-x 1 --tune 0", EMU_LT_TIMES="951")
 
 
 @emulated
 def test_choices_not_used():
     """An algorithm that is slower, 1 % faster, wrong or not reproducible is not used."""
-    succeeds(CHOOSING, env={"EMU_LT_TIMES": "199"})
+    tuned(CHOOSING, EMU_LT_TIMES="199")
     plain = losses()
     for name, env, expected in (
             ("1 %", {"EMU_LT_TIMES": "951"}, "=9.000"),
             ("wrong", {"EMU_LT_TIMES": "951", "EMU_LT_WRONG": "3"}, "=wrong: far from the refer"),
             ("odd", {"EMU_LT_TIMES": "951", "EMU_LT_UNSTABLE": "3"}, "=wrong: not the same bits")):
         shutil.rmtree("cache")
-        succeeds(SMALL + "-x 1", env=env)
+        tuned(SMALL + "-x 1", **env)
         text = journal().read_text()
         assert expected in text, name
         journal().write_text(re.sub(r"=[\d.]+\n", "=1.010\n", text))
         shutil.rmtree("out")
-        succeeds(CHOOSING, env={"EMU_LT_TIMES": "951", "EMU_LT_WRONG": "3"})
+        tuned(CHOOSING, EMU_LT_TIMES="951", EMU_LT_WRONG="3")
         assert losses() == plain, name
 
 
@@ -323,13 +325,13 @@ def test_choices_resume():
     """A run resumes with the choices of its checkpoint, whatever it would choose itself; on
     another GPU, or with another workspace, it says that it uses its own."""
     differ = " differ from those of out/step-00000002: losses may differ by rounding\n"
-    succeeds(CHOOSING, env={"EMU_LT_TIMES": "951"})
+    tuned(CHOOSING, EMU_LT_TIMES="951")
     end = training_state(4)
 
     def again(more="", **env):
         shutil.rmtree(step(4))
         shutil.rmtree("cache", ignore_errors=True)
-        return succeeds(CHOOSING + more, env={"EMU_LT_TIMES": "159", **env})
+        return tuned(CHOOSING + more, EMU_LT_TIMES="159", **env)
 
     assert differ not in again() and training_state(4) == end
     again("--quiet", EMU_LT_WRONG="3")
@@ -342,10 +344,10 @@ def test_choices_resume():
 @emulated
 def test_choices_workspace():
     """Choices for a workspace whose size begins with the digits of another are not taken for it."""
-    succeeds(CHOOSING + "--workspace 12345678", env={"EMU_LT_TIMES": "951"})
+    tuned(CHOOSING + "--workspace 12345678", EMU_LT_TIMES="951")
     shutil.rmtree(step(4))
     shutil.rmtree("cache")
-    succeeds(CHOOSING + "--workspace 1234567", " differ from those of out/step-00000002: losses")
+    tuned(CHOOSING + "--workspace 1234567", " differ from those of out/step-00000002: losses")
 
 
 # Candidates for attention kernels, with wgmma, are for heads of 64 channels in bf16. EMU_KERNELS
@@ -363,18 +365,18 @@ def chosen(folder="out"):
 @emulated
 def test_kernels():
     """A candidate that is right and faster is used; one that is wrong or slower is not."""
-    plain = succeeds(ATTENTION + "-o plain --tune 0") and losses("plain")
-    succeeds(ATTENTION + "-o out", env=FASTER)
+    plain = tuned(ATTENTION + "-o plain --tune 0") and losses("plain")
+    tuned(ATTENTION + "-o out", **FASTER)
     assert chosen() == ["forward", "dq", "dkv"] and losses() == pytest.approx(plain, rel=1e-3)
     for name, env in {"slow": {"EMU_KERNEL_TIMES": "35"}, "same": {"EMU_KERNEL_TIMES": "55"},
                       "wrong": {**FASTER, "EMU_KERNELS": "wrong"}}.items():
         shutil.rmtree("cache")
-        succeeds(ATTENTION + "-o " + name, env=env)
+        tuned(ATTENTION + "-o " + name, **env)
         assert chosen(name) == [], name
-        assert ("=wrong: " in journal().read_text()) == (name == "wrong")
+        assert bool(re.search(r"\| forward .*=wrong: ", journal().read_text())) == (name == "wrong")
     shutil.rmtree("cache")
     for options in ATTENTION + "--dtype fp32 ", "-i train.bin -e l1h2c64t64 -b 2 -x 2 ":
-        succeeds(options + "-o other", env=FASTER)
+        tuned(options + "-o other", **FASTER)
         assert chosen("other") == []
         shutil.rmtree("other")
 
@@ -384,7 +386,7 @@ def test_kernels():
 def test_kernels_end(planted):
     """After a candidate has ended the process, the next start does not use it and says so."""
     env = {**FASTER, "EMU_KERNELS": planted}
-    succeeds(ATTENTION + "-o plain --tune 0")
+    tuned(ATTENTION + "-o plain --tune 0")
     for kernel in "forward", "dq", "dkv":
         process = start(ATTENTION + "-o out", env=env)
         if planted == "hang":

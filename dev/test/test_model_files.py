@@ -215,7 +215,6 @@ CONFIGS = [
     ("gelu_new", "", "activation_function is ''"),
     ('"gelu_new"', '["gelu_new"]', "config.json: "),
     ('"n_inner": null', '"n_inner": 17', "n_inner is 17"),
-    ('"n_inner": null', '"n_inner": nil', "config.json: "),
     ('embeddings": true', 'embeddings": false', "tie_word_embeddings is 'false'"),
     ('weights": true', 'weights": false', "scale_attn_weights is 'false'"),
     ("{\n", '{"scale_attn_by_inverse_layer_idx": true,', "inverse_layer_idx is 'true'"),

@@ -32,17 +32,17 @@ BAD_OPTIONS = [
     ("--fit most", "--fit: 'most' is not one of bits|any|all"),
     ("--offload auto,moments", "--offload auto cannot be combined"),
     ("--eval x.bin -o out", "leave --output (-o) out"),
-    ("--eval x.bin -y 1", "needs --output (-o)"),
+    ("--eval x.bin -y 1", "need --output (-o)"),
     ("--eval missing.bin", "--eval: cannot open missing.bin: No such file"),
-    ("--eval=", "--eval: the value is empty"),
-    ("-i train.bin -e l2h2c16t16 -x 1 --output=", "--output: the value is empty"),
-    ("-e l2h2c16t16 -x 1 --train-data=", "--train-data: the value is empty"),
+    ("--eval=", "--eval needs a value"),
+    ("-i train.bin -e l2h2c16t16 -x 1 --output=", "--output needs a value"),
+    ("-e l2h2c16t16 -x 1 --train-data=", "--train-data needs a value"),
     ("--eval .", "--eval: cannot open .: Is a directory"),
     ("--eval train.bin", "train.bin: not an evaluation file"),
     ("--gpu t4", "--gpu needs --plan, --fit, --minimum or --largest"),
     ("-i train.bin -e l2h2c16t16 --gpu-mem 16GiB", "--gpu-mem: this program trains on the CPU"),
-    ("-y 1", "needs --output (-o)"),
-    ("-n 5", "--save-every (-n) 5 needs --output"),
+    ("-y 1", "need --output (-o)"),
+    ("-n 5", "--save-every (-n) and --keep need --output"),
     ("-j val.bin", "needs --train-data (-i)"),
     ("--fit bits -e d12 --gpu T4 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"),
     ("-i train.bin --beta1 1", "--beta1: '1' is not a number from 0 to 0.9"),
@@ -87,7 +87,7 @@ BAD_OPTIONS = [
     ("--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"),
     ("--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"),
     ("--plan --gpus 2 -e d12 --offload gradients", "works on one GPU only"),
-    ("--fit bits -e d12 --gpus 4", "--fit: the memory of several GPUs is unknown here"),
+    ("--fit bits -e d12 --gpus 4", "no memory is known or left for a plan: name a card"),
     ("--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"),
     ("--minimum -e d12 -z 1", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"),
     ("--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"),
@@ -98,11 +98,11 @@ BAD_OPTIONS = [
     ("--minimum -e d12 --moments fp32", "leave --moments out"),
     ("--minimum -e d12 -w split", "leave --master out"),
     ("--minimum -e d12 --gpu-mem 8G", "leave --gpu-mem out"),
-    ("--plan -e d12 --gpu-mem 16", "16 bytes are less than 1 MiB; did you mean 16GiB?"),
+    ("--plan -e d12 --gpu-mem 16", "--gpu-mem: less than 1 MiB; did you mean GiB?"),
     ("--fit bits -e d12 --gpu 4090 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"),
     ("--fit bits -e d12 --gpu 4090 -b 3 -d 4096", "(-d): 4096 is not a multiple of B x T = 3 x"),
     ("--minimum -e l2h2c16t16 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 16"),
-    ("-i train.bin -e l2h2c16t16 --gpus 2", "--gpus 2: several ranks are not supported"),
+    ("-i train.bin -e l2h2c16t16 --gpus 2", "--gpus is 2: several ranks are not supported"),
     ("-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "more than --seq-len"),
     ("-e l2h2c16t16", "no training data: 'make data'"),
 ]
@@ -111,14 +111,6 @@ BAD_OPTIONS = [
 @pytest.mark.parametrize("arguments, expected", BAD_OPTIONS)
 def test_bad_options(arguments, expected):
     refused(arguments, expected)
-
-
-@pytest.mark.parametrize("before, after", [
-    ("-b ", "xxxx' is not a whole number from 1 to 65536"), ("--", "xxxx'; --help lists"),
-    ("--dtype ", "xxxx' is not one of"), ("-i train.bin -e ", "xxxx' is neither a preset")])
-def test_huge_arguments(before, after):
-    """The message for a huge argument shows its start and end, followed by the allowed values."""
-    assert len(refused(before + "x" * 100000, after)) < 1000
 
 
 @pytest.mark.parametrize("arguments, expected", [
@@ -130,13 +122,11 @@ def test_huge_arguments(before, after):
     ("-i train.bin -e model", "cannot open model/model.safetensors: not a regular file"),
     ("-i gpt2.bin --tokenizer fifo", "vocabulary fifo: not a regular file"),
     ("-i gpt2.bin --tokenizer /dev/zero", "vocabulary /dev/zero: not a regular file"),
-    ("--eval fifo", "cannot open fifo: not a regular file"),
-    ("-i train.bin -o out", "out/log.jsonl: not a regular file")])
+    ("--eval fifo", "cannot open fifo: not a regular file")])
 def test_not_regular(arguments, expected):
     """Anything but a regular file is refused without waiting."""
     Path("model").mkdir()
-    Path("out").mkdir()
-    for path in "fifo", "model/model.safetensors", "out/log.jsonl":
+    for path in "fifo", "model/model.safetensors":
         os.mkfifo(path)
     Path("gpt2.bin").write_bytes(shard([7] * 400, GPT2))
     refused(("" if "-e " in arguments else "-e l2h2c16t16 ") + "-x 1 -b 2 " + arguments, expected)
@@ -206,7 +196,7 @@ def test_bad_output():
             before=full_disk(20000))
     assert names("out", "step") == [step(2).name]
     for output, expected in {"train.bin/out": "cannot create folder",
-                             "train.bin": "train.bin is a file, not a folder",
+                             "train.bin": "train.bin: Not a directory",
                              "/proc/none": "cannot create folder",
                              "out": "already contains checkpoints"}.items():
         refused(TINY + "-x 2 -o " + output, expected)
@@ -405,7 +395,7 @@ def test_all_cards():
         way, row = plan["plan"][0], cards[card]
         assert ("free" in row["note"]) == way["fits"] == (o.status == 0), card
         if not way["fits"] and plan["remedies"]:
-            assert row["options"] == plan["remedies"][0]["options"] and row["fits"]
+            assert row["options"] == "-b 4 " + plan["remedies"][0]["options"] and row["fits"]
         elif way["fits"]:
             assert row["tokens_per_s"] == way["tokens_per_s"]
             assert row["device_bytes"] == way["device_bytes"]
@@ -431,15 +421,6 @@ def test_remedies(options):
     assert effects == sorted(effects)
 
 
-def test_host_memory():
-    """A plan whose host memory exceeds the machine's does not fit, in text and in JSON."""
-    options = ("--plan -e l96h96c12288t64 -b 1 --gpu-mem 400G --offload weights,gradients,moments,"
-               "master,residuals")
-    o = run(options)
-    way, = query(options, 3)["plan"]
-    assert o.status == 3 and "host memory of this machine: " in flat(o.out) and not way["fits"]
-
-
 def test_version():
     for arguments in "--version", "-x 5 --version -y 1":
         assert re.match(r"train_gpt2\w* [0-9.]+\ncompiler  .*\n(.*\n)*built in  ",
@@ -456,11 +437,11 @@ def hidden(then):
 
 
 def test_memory_unknown():
-    """If the available memory is unknown, a plan says so and prints no number."""
+    """If the available memory is unknown, a plan compares it with nothing."""
     if hidden("true").returncode:
         pytest.skip("no permission to mount over system files")
     o = hidden("'%s' -e l2h2c16t16 --plan" % words("")[0])
-    assert o.returncode == 0 and "\nmemory available to this process: unknown\n" in o.stdout
+    assert o.returncode == 0 and "fits" not in o.stdout
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS",
@@ -548,26 +529,15 @@ def on_terminal(arguments, columns=80):
 
 
 def test_live_line():
-    """A step's line is rewritten in place, fits 80 columns, and no step is missing."""
-    lines = re.findall(r"\r(?:\033\[K)?(step[^\r\n]*)", on_terminal(TINY + "-x 20").decode())
-    assert all(len(line) < 80 for line in lines)
-    steps = [int(re.match(r"step +(\d+)/20", line)[1]) for line in lines]
-    assert sorted(set(steps)) == [*range(1, 21)] or len(set(steps)) >= 19
+    """A step's line replaces the one before, fits 80 columns, and no step is missing."""
+    out = on_terminal(TINY + "-x 20").decode()
+    lines = re.findall(r"\r?\n(?:\033\[A\033\[K)?(step +(\d+)/20  loss [^\r\n]*)", out)
+    assert [int(number) for _, number in lines] == [*range(1, 21)]
+    assert all(len(line) < 80 for line, _ in lines) and out.count("\033[A\033[K") == 19
 
 
 def test_sample_bytes():
-    """Control bytes and invalid UTF-8 are written to a file unchanged and to a terminal as text; a
-    character whose bytes are separate tokens is printed whole."""
+    """A prompt's control bytes and invalid UTF-8 are written unchanged."""
     prompt = b"\x1b[2m\x01\x7f\xc2\x9b\xff\xc3\xa9k\n."
-    shown = b"\\x1b[2m\\x01\\x7f\\xc2\\x9b\\xff\xc3\xa9k\r\n."
     argv = [*words(TINY + "-x 1 -s 1 -g 1 --temperature 0 --prompt"), prompt]
     assert b"---\n" + prompt in run(argv).out.encode(errors="surrogateescape")
-    succeeds(TINY + "-x 1 --quiet -o out")
-    generate = [*words("-e out/step-00000001 --generate --quiet -g 1 --prompt"), prompt]
-    for arguments, begins in (argv, b"---\r\n"), (generate, b""):
-        out = on_terminal(arguments)
-        assert begins + shown in out and prompt[:4] not in out
-    Path("accents.bin").write_bytes(shard([0xc3, 0xa9] * 200, BYTES))
-    succeeds("-i accents.bin -e l2h2c32t16 -b 8 -x 200 -l 1e-2 --quiet -o accents")
-    assert on_terminal("-e accents/step-00000200 --generate --quiet -g 9 --temperature 0 --prompt "
-                       "\xe9").startswith("\xe9\xe9\xe9\xe9\xe9\\xc3\r\n".encode())

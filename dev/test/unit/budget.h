@@ -1,39 +1,38 @@
 // budget.h -- tests of train_gpt2.c's part B about settings and time: what fits in memory, what
 // -r auto and --fit choose, and forecasts.
 
-// Settings that do not fit are refused before any allocation, with changes that would help.
-TEST(plan_refuse, HOST) {
-    Settings s = draw_settings();
-    s.model = shape("l4h4c128t64", 257);
-    s.B = 8;
-    s.T = s.logit_rows = 64;
-    s.gpu = 0;
-    settings_recompute(&s, RECOMPUTE_NONE, s.model.L);
-    s.dtype = s.grad_dtype = s.moment_dtype = TYPE_REAL;
-    s.split_master = 0;
-    memset(s.placement, 0, sizeof s.placement);
-    Plan p;
-    plan_build(&p, &s);
-    plan_refuse(&p, p.device_bytes, p.device_bytes);
-    auto refused = [&](size_t available) {
-        return outcome(spawn([&] { plan_refuse(&p, p.device_bytes, available); }));
-    };
-    expect_too_large(refused(p.device_bytes - 1000), ": 1000 B short; -r ", "a little");
-    expect_too_large(refused(0), "only 0 B are available", "all");
-    Remedy list[MAX_REMEDIES];
-    int n = plan_remedies(&p, 1, list);
-    expect(n == 8, "%d remedies: five levels, batches of 4, 2 and 1", n);
-    for (int i = 0; i < n; i++) {
-        const PlanCandidate &c = list[i].c;
-        expect(c.bytes < p.device_bytes && c.bytes == plan_bytes(&c.settings));
+// A run as its options describe it: options, settings and plan, on a GPU unless `gpu` is 0.
+struct Planned {
+    Options o;
+    Settings s;
+    Plan plan;
+    Planned(const Text &options, int gpu = 1) {
+        Model m;
+        parse(&o, ("--plan " + options).c_str());
+        model_parse(&m, o.model);
+        model_set_vocabulary(&m, m.V ? m.V : (int)GPT2_VOCABULARY);
+        settings_from_options(&s, &o, &m, gpu);
+        plan_build(&plan, &s);
     }
-    plan_free(&p);
-    s.placement[KIND_MOMENTS] = PLACE_HOST;
-    plan_build(&p, &s);
-    plan_refuse_host(&p, p.host_bytes, "a test");
-    expect_too_large(outcome(spawn([&] { plan_refuse_host(&p, p.host_bytes - 1, "a test"); })),
-                     "(a test): 1 B short; --offload fewer states", "on the host");
-    plan_free(&p);
+    Planned(const Planned &) = delete;
+    ~Planned() { plan_free(&plan); }
+};
+
+// Settings that do not fit are refused before any allocation, with the ways that would fit.
+TEST(plan_refuse, HOST) {
+    const Planned run("-e l4h4c128t64v257 -b 8 --logit-rows 64 -r none", 0);
+    const Plan *p = &run.plan;
+    plan_refuse(p, &run.o, p->device_bytes, UINT64_MAX);
+    auto refused = [&](size_t available, size_t host) {
+        return outcome(spawn([&] { plan_refuse(p, &run.o, available, host); }));
+    };
+    expect_too_large(refused(p->device_bytes - 1000, SIZE_MAX), ": 1000 B short; it fits with -r ",
+                     "a little");
+    expect_too_large(refused(1, SIZE_MAX), "only 1 B are available", "all");
+    const Planned away("-e d12 --offload moments");
+    expect_too_large(outcome(spawn([&] {
+        plan_refuse(&away.plan, &away.o, away.plan.device_bytes, away.plan.host_bytes - 1);
+    })), "are available in host memory: 1 B short", "on the host");
 }
 
 // The mix of recompute levels that -r auto chooses fits in the memory, can be typed as an option,
@@ -90,23 +89,6 @@ TEST(levels_fit, FLOAT) {
     detail = text("%d random settings; at worst %.2f blocks too many", count, worst_price);
 }
 
-// Returns `base` with some of its options replaced by `options`.
-static Text options_replaced(const Text &base, const Text &options) {
-    Text line = base + " ";
-    for (size_t at = 0, end; at < options.size(); at = end + 1) {
-        end = std::min(options.find(' ', at), options.size());
-        const Text word = options.substr(at, end - at);
-        const size_t old = line.find(word + " ");
-        if (word[0] == '-' && old != Text::npos) {
-            const size_t value = line.find(' ', old), next = line.find(' ', value + 1);
-            line.erase(old, next + 1 - old);
-        }
-        line += word + " ";
-    }
-    line.pop_back();
-    return line;
-}
-
 // Returns what -r auto and --offload auto choose for options as typed, on a GPU with `device` bytes
 // for the plan and `host` bytes that can be pinned.
 static Settings automatic(const Text &options, size_t device, size_t host) {
@@ -120,89 +102,71 @@ static Settings automatic(const Text &options, size_t device, size_t host) {
     return s;
 }
 
-// Every suggested change, typed as printed, makes the plan fit, and all of its parts are needed. If
-// there is none, even the smallest settings do not fit.
+// Every remedy fits; the settings that its options give are its settings; none beats another; they
+// are sorted by their effect and their cost. If there is none, even the smallest settings do not
+// fit.
 TEST(remedies, FLOAT) {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
     const int count = full_or(40, 1500);
-    std::vector<Remedy> list(MAX_REMEDIES);
-    int changes = 0, several = 0, without = 0;
+    std::vector<Way> list(MAX_WAYS);
+    int changes = 0, without = 0;
     for (int n = 0; n < count; n++) {
         const Text base =
             text("-e l%dh2c%dt64 -b %d -r %s --offload %s %s", draw(1, 5), 16 * draw(1, 20),
                  1 << draw(0, 4), level_table[draw(0, 5)].name, draw(0, 3) ? "none" : "moments",
                  types[draw(0, 5)]);
-        Settings s = planned(base);
-        Plan p;
+        const Planned run(base);
+        const Settings &s = run.s;
+        const Speed v = speed_usual(&s);
         MemoryBudget budget = {};
-        plan_build(&p, &s);
-        budget.device = p.device_bytes / 100 * (size_t)draw(2, 99);
-        budget.host = draw(0, 3) ? SIZE_MAX : p.device_bytes / 3;
-        const int found = plan_changes(&p, &budget, 1, list.data());
+        budget.device = run.plan.device_bytes / 100 * (size_t)draw(2, 99);
+        budget.host = draw(0, 3) ? SIZE_MAX : run.plan.device_bytes / 3;
+        const int found = remedies_find(list.data(), &run.plan, &budget, &run.o);
         for (int i = 0; i < found; i++) {
-            const Remedy &r = list[(size_t)i];
-            const Text typed = options_replaced(base, r.option);
-            Settings changed = !has(typed, "-r auto")
-                                   ? planned(typed)
-                                   : automatic(typed, budget.device, budget.host);
-            Plan q;
-            plan_build(&q, &changed);
-            expect(q.device_bytes == r.c.bytes && q.device_bytes <= budget.device &&
-                   q.host_bytes <= budget.host, "%s, then %s: %zu, promised %zu, room %zu",
-                   base.c_str(), r.option, q.device_bytes, (size_t)r.c.bytes, budget.device);
-            const Remedy &before = list[(size_t)(i ? i - 1 : 0)];
-            expect(i == 0 || r.kind > before.kind ||
-                       (r.kind == before.kind && r.slower >= before.slower),
-                   "%s: order", base.c_str());
-            const Text option = r.option;
-            const int numbers = option.find("--moments") != Text::npos ||
-                                option.find("-w none") != Text::npos;
-            expect((r.kind == OTHER_NUMBERS) == numbers, "%s: %s", r.option, change_kinds[r.kind]);
+            const Way &w = list[(size_t)i], &before = list[(size_t)max_i64(i - 1, 0)];
+            Settings again, changed = w.s;
+            LevelsText levels;
+            const Options o = options_of_settings(&run.o, &changed, &levels);
+            settings_from_options(&again, &o, &s.model, 1);
+            expect(memcmp(&again, &changed, sizeof again) == 0, "%s, remedy %d: -r %s",
+                   base.c_str(), i, levels.s);
+            expect(w.device == plan_bytes(&changed) && w.device <= budget.device &&
+                       w.host <= budget.host, "%s, remedy %d", base.c_str(), i);
+            expect(w.effect > before.effect ||
+                       (w.effect == before.effect && w.slower >= before.slower), "%s: order",
+                   base.c_str());
+            const int numbers = changed.moment_dtype != s.moment_dtype ||
+                                changed.split_master != s.split_master;
+            expect(!numbers || w.effect == OTHER_NUMBERS, "%s, remedy %d", base.c_str(), i);
             for (int k = 0; k < i; k++) {
-                expect(Text(list[(size_t)k].option) != r.option, "%s: %s twice", base.c_str(),
-                       r.option);
+                const Way &other = list[(size_t)k];
+                expect(other.host > w.host || other.tokens_per_s < w.tokens_per_s ||
+                           other.effect > w.effect, "%s: %d beats %d", base.c_str(), k, i);
             }
             // Both forecasts are for a step with the same number of tokens.
-            const Speed v = speed_usual(&s);
             const double slower = forecast_tokens_per_s(&v, &s, 1) /
                                       forecast_tokens_per_s(&v, &changed, s.B / changed.B) - 1;
-            expect_near(r.slower, slower, 1e-9 * (1 + slower), "%s, then %s", base.c_str(),
-                        r.option);
-            plan_free(&q);
-            several += std::count(r.c.steps, r.c.steps + AXES, 0) < AXES - 1;
+            expect_near(w.slower, slower, 1e-9 * (1 + slower), "%s, remedy %d", base.c_str(), i);
         }
         if (found == 0) {
-            Settings least = s;
-            const Search q = search_of(s);
-            settings_recompute(&least, RECOMPUTE_BLOCK, s.model.L);
-            settings_batch(&least, 1);
-            axis_apply(&least, &q, BY_SCRATCH, 1);
-            for (int tier = 0; tier < OFFLOAD_TIERS; tier++) {
-                for (int type = 0; type <= q.last[BY_TYPE]; type++) {
-                    Settings t = least;
-                    Plan smallest;
-                    axis_apply(&t, &q, BY_TYPE, type);
-                    settings_offload(&t, offload_tiers[tier]);
-                    plan_build(&smallest, &t);
-                    expect(smallest.device_bytes > budget.device ||
-                               smallest.host_bytes > budget.host,
-                           "%s: %zu fits", base.c_str(), smallest.device_bytes);
-                    plan_free(&smallest);
-                }
+            Search q = plan_search(&s, &budget, &run.o);
+            q.mix = 0;
+            for (int i = 0; i < OFFLOAD_TIERS * (q.last[BY_TYPE] + 1); i++) {
+                const int type = i / OFFLOAD_TIERS, tier = i % OFFLOAD_TIERS;
+                const int steps[AXES] = {RECOMPUTE_BLOCK, type, tier, 1, 1};
+                expect(!way_plan(&q, steps).fits, "%s: %d fits", base.c_str(), i);
             }
         }
         changes += found;
         without += found == 0;
-        plan_free(&p);
     }
-    expect(several > 0 && without > 0 && without < count, "%d of several changes", several);
-    detail = text("%d plans, %d suggestions, %d of several changes", count, changes, several);
+    expect(changes > count && without > 0, "%d and %d", changes, without);
+    detail = text("%d plans, %d remedies", count, changes);
 }
 
-// A suggested smaller batch has as many classifier rows as if it were typed, and no more than were
-// asked for. Among narrower types, bf16 moments without master weights are suggested last.
-TEST(remedy_steps, FLOAT) {
+// A smaller batch has as many classifier rows as if it were typed, and no more than were asked for.
+TEST(remedy_rows, FLOAT) {
     for (const Text &rows : {Text(""), Text(" --logit-rows 2048")}) {
         for (const int B : {16, 4, 2}) {
             const Settings typed = planned(text("-e d12 -b %d", B) + rows);
@@ -211,20 +175,6 @@ TEST(remedy_steps, FLOAT) {
             expect(s.logit_rows == typed.logit_rows, "-b %d%s: %d rows, not %d", B, rows.c_str(),
                    s.logit_rows, typed.logit_rows);
         }
-    }
-    for (const char *dtype : {"fp32", "bf16", "fp16"}) {
-        const Settings s = planned(Text("-e d12 -b 4 --dtype ") + dtype);
-        std::vector<Remedy> list(MAX_REMEDIES);
-        Text types;
-        Plan p;
-        plan_build(&p, &s);
-        const int found = plan_remedies(&p, 1, list.data());
-        for (int i = 0; i < found; i++) {
-            types += list[(size_t)i].c.steps[BY_TYPE] ? Text(list[(size_t)i].option) + ", " : "";
-        }
-        plan_free(&p);
-        expect(types == (s.dtype == TYPE_BF16 ? "--moments bf16, --moments bf16 -w none, " : ""),
-               "--dtype %s: %s", dtype, types.c_str());
     }
 }
 
@@ -242,7 +192,7 @@ TEST(auto, HOST) {
     };
     expect(chosen("", all, 0) == "none none", "%s", chosen("", all, 0).c_str());
     expect(chosen("", 0, 0) == "none none", "an unknown card");
-    expect(chosen("", all - 1, 0) != "none none" && chosen("", block, 0).find(" none") > 0);
+    expect(chosen("", all - 1, 0) != "none none" && has(chosen("", block, 0), "block"));
     const Text least = chosen("", block, SIZE_MAX);
     expect(least.find("block") == 0 && has(least, " none"), "%s", least.c_str());
     const Text away = chosen("", block - 1, SIZE_MAX);
@@ -292,15 +242,10 @@ TEST(cards, HOST) {
         expect(r.matmuls < 1e12 * card.tflops && r.memory < 1e9 * card.bandwidth &&
                    r.link < 1e9 * card.link, "%s: more than its specifications", card.name);
     }
-    static const char *const unknown[][2] = {{"4080s", "nearest: 4080 "},
-                                             {"3090x", "nearest: 3090;"},
-                                             {"h10", "nearest: a10 h20 h100-pcie h100;"},
-                                             {"rtx", "nearest: "},
-                                             {"b300", "b200"}};
-    for (const auto &name : unknown) {
+    for (const char *name : {"4080s", "3090x", "rtx"}) {
         Options o = default_options();
-        o.gpu = name[0];
-        expect_death(gpu_find(&o), name[1]);
+        o.gpu = name;
+        expect_death(gpu_find(&o), "is not a known card");
     }
 }
 
@@ -389,31 +334,12 @@ TEST(forecast, HOST) {
         expect_near(forecast_tokens_per_s(&v, &s, step_micros(&o, &s)), c.tokens_per_s,
                     c.within * c.tokens_per_s, "%s %s", c.card, c.options);
     }
-    // Attention that a GPU has to prove: its FLOPs at other rates; only one gain is known.
-    const Text h100 = "--gpu h100 -e d12 -b 64 -r none";
-    Settings wgmma = planned(h100);
-    Options asked;
-    parse(&asked, ("--plan " + h100).c_str());
-    const GpuEntry *card = gpu_find(&asked);
-    const Rates plain = card_rates(card);
-    Rates faster = plain;
-    const double gain[] = {1.5, 0};
-    expect(rates_prove(&faster, card, &wgmma, gain) == 1 &&
-           faster.attention == 1.5 * plain.attention);
-    expect_near(faster.attention_back, 245e12, 1e12, "the predicted rate");
-    const Speed before = speed_predict(&plain, &wgmma), after = speed_predict(&faster, &wgmma);
-    const double flops = 65536.0 * 12 * 1024 * 768;  // tokens, blocks, T, C
-    expect_near(forecast_micro(&before, &wgmma, 1) - forecast_micro(&after, &wgmma, 1),
-                flops * (2 / plain.attention - 2 / faster.attention + 5 / plain.attention_back -
-                         5 / faster.attention_back), 1e-9, "seconds of a micro-step");
-    wgmma.tune = 0;
-    expect(rates_prove(&faster, card, &wgmma, untried) == 0, "--tune 0");
     // A chunk of logits costs the same whether or not it is full.
     Settings chunks = planned("-e d12 -b 4 -t 1024 -r none");
     const Speed of_chunks = speed_usual(&chunks);
     auto with_rows = [&](int rows) {
         chunks.logit_rows = rows;
-        return forecast_micro(&of_chunks, &chunks, 1);
+        return forecast_micro(&of_chunks, &chunks);
     };
     expect(of_chunks.chunk > 0 && with_rows(3072) == with_rows(2048));
     expect_near(with_rows(2048) - with_rows(4096), of_chunks.chunk, 1e-6 * of_chunks.chunk,
@@ -431,51 +357,50 @@ TEST(forecast, HOST) {
     expect(forecast_tokens_per_s(&v, &away, 64) > forecast_tokens_per_s(&v, &away, 1));
 }
 
+// Returns the ways that --fit finds, and the one that it recommends.
+static std::vector<Way> fit_ways(const Text &options, Way *best = nullptr) {
+    std::vector<Way> list(MAX_WAYS);
+    Options o;
+    Settings s;
+    Model m;
+    parse(&o, options.c_str());
+    model_parse(&m, o.model);
+    model_set_vocabulary(&m, GPT2_VOCABULARY);
+    settings_from_options(&s, &o, &m, 1);
+    const MemoryBudget budget = budget_named(&o, &s);
+    const Search q = fit_search(&o, &m, &budget);
+    list.resize((size_t)ways_find(list.data(), &q));
+    for (const Way &w : list) {
+        expect(w.device <= budget.device && w.fits, "%s: -b %d", options.c_str(), w.s.B);
+    }
+    if (best) {
+        *best = *fit_choose(list.data(), (int)list.size(), o.tokens_per_step > 0);
+    }
+    return list;
+}
+
 // What README and the messages of refusals promise for GPT-2 1558M in 15 GiB and less.
 TEST(fit_sizes, FLOAT) {
-    // If two batches are equally fast, the smaller one is recommended, whatever their order.
-    std::vector<PlanCandidate> equal(2);
-    for (const int larger : {0, 1}) {
-        for (int i = 0; i < 2; i++) {
-            equal[(size_t)i].tokens_per_s = 1000;
-            equal[(size_t)i].settings.B = i == larger ? 8 : 4;
-        }
-        expect(fit_fastest(equal.data(), 2, -1, -1)->settings.B == 4, "the larger batch");
-    }
     auto chosen = [](const Text &options) {
-        Options o;
-        Model m;
-        Search q;
-        parse(&o, options.c_str());
-        model_parse(&m, o.model);
-        model_set_vocabulary(&m, GPT2_VOCABULARY);
-        std::vector<PlanCandidate> list(MAX_CANDIDATES);
-        MemoryBudget budget = budget_named(&o, new Settings(planned("-e d48")));
-        fit_search(&q, &o, &m, &budget);
-        const int n = fit_candidates(list.data(), &q, 0);
-        const PlanCandidate c = *fit_choose(list.data(), n, o.tokens_per_step > 0);
-        for (int i = 0; i < n; i++) {
-            expect(list[(size_t)i].bytes <= budget.device, "%s: candidate %d", options.c_str(), i);
-        }
-        return c;
+        Way best;
+        fit_ways(options, &best);
+        return best;
     };
-    // Candidates of --fit all include mixed levels, so the best one is as good as --fit any's.
-    const PlanCandidate any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
-                        all = chosen("--fit all -e d12 --gpu-mem 3GiB");
-    expect(all.tokens_per_s >= any.tokens_per_s && all.steps[BY_OFFLOAD] <= any.steps[BY_OFFLOAD],
-           "%.0f tokens/s, any %.0f", all.tokens_per_s, any.tokens_per_s);
-    PlanCandidate c = chosen("--fit any -e d48 --gpu-mem 15GiB");
-    expect(c.settings.B >= 8 && !settings_offloads(&c.settings) &&
-               c.settings.moment_dtype == TYPE_BF16 && !c.settings.split_master,
-           "-b %d, tier %d", c.settings.B, c.steps[BY_OFFLOAD]);
-    c = chosen("--fit bits -e d48 --gpu-mem 15GiB");
-    expect(c.settings.B >= 24 && c.settings.split_master &&
-               settings_offload_bits(&c.settings) == HOST_MOMENTS,
-           "-b %d, tier %d", c.settings.B, c.steps[BY_OFFLOAD]);
-    c = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
-    expect(524288 % (c.settings.B * 1024) == 0 && c.settings.split_master, "-b %d", c.settings.B);
-    c = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
-    expect(recompute_text(&c.settings).s == Text("gelu") && c.steps[BY_OFFLOAD] == 0);
+    // The ways of --fit all include mixed levels, so the best one is as good as --fit any's.
+    const Way any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
+              all = chosen("--fit all -e d12 --gpu-mem 3GiB");
+    expect(all.tokens_per_s >= any.tokens_per_s && all.tier <= any.tier, "%.0f tokens/s, any %.0f",
+           all.tokens_per_s, any.tokens_per_s);
+    Way w = chosen("--fit any -e d48 --gpu-mem 15GiB");
+    expect(w.s.B >= 8 && !settings_offloads(&w.s) && w.s.moment_dtype == TYPE_BF16 &&
+               !w.s.split_master, "-b %d, tier %d", w.s.B, w.tier);
+    w = chosen("--fit bits -e d48 --gpu-mem 15GiB");
+    expect(w.s.B >= 24 && w.s.split_master && settings_offload_bits(&w.s) == HOST_MOMENTS,
+           "-b %d, tier %d", w.s.B, w.tier);
+    w = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
+    expect(524288 % (w.s.B * 1024) == 0 && w.s.split_master, "-b %d", w.s.B);
+    w = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
+    expect(recompute_text(&w.s).s == Text("gelu") && w.tier == 0);
 }
 
 // With several GPUs, the largest batch that --fit finds takes its plan's bytes plus NCCL's on each
@@ -484,30 +409,22 @@ TEST(fit_ranks, FLOAT) {
     static const struct {
         int ranks, zero;
         int64_t nccl;
-    } table[] = {{2, 0, 48}, {4, 1, 96}, {8, 2, 192}, {8, 3, 192}, {64, 3, 192}};
+    } table[] = {{2, 0, 112}, {4, 1, 112}, {8, 2, 112}, {8, 3, 112}, {64, 3, 136}};
     for (const auto &row : table) {
         const Text options = text("-e d24 --gpu-mem 14GiB -r block --gpus %d -z %d -b ", row.ranks,
                                   row.zero);
-        Options o;
-        Model m;
-        Search q;
-        parse(&o, ("--fit bits " + options.substr(0, options.size() - 4)).c_str());
-        model_parse(&m, o.model);
-        model_set_vocabulary(&m, GPT2_VOCABULARY);
-        std::vector<PlanCandidate> list(MAX_CANDIDATES);
         const Settings one = planned(options + "1");
+        Options o;
+        parse(&o, ("--plan " + options + "1").c_str());
         const MemoryBudget budget = budget_named(&o, &one);
         expect((int64_t)budget.device == ((13 << 10) - row.nccl) << 20, "%s", options.c_str());
-        fit_search(&q, &o, &m, &budget);
-        const int n = fit_candidates(list.data(), &q, 0);
         int B = 0;
-        for (int i = 0; i < n; i++) {
-            const PlanCandidate &c = list[(size_t)i];
-            expect(!(c.settings.placement[KIND_GRADIENTS] & PLACE_HOST), "%s", options.c_str());
-            B = c.steps[BY_OFFLOAD] == 0 ? std::max(B, c.settings.B) : B;
-            if (c.steps[BY_OFFLOAD] == 0 && c.settings.B == B) {
+        for (const Way &w : fit_ways("--fit bits " + options.substr(0, options.size() - 4))) {
+            expect(!(w.s.placement[KIND_GRADIENTS] & PLACE_HOST), "%s", options.c_str());
+            B = w.tier == 0 ? std::max(B, w.s.B) : B;
+            if (w.tier == 0 && w.s.B == B) {
                 Settings s = planned(options + text("%d --offload none", B));
-                expect(c.bytes == plan_bytes(&s), "%s%d", options.c_str(), B);
+                expect(w.device == plan_bytes(&s), "%s%d", options.c_str(), B);
             }
         }
         Settings next = planned(options + text("%d --offload none", next_batch(B)));
@@ -515,29 +432,38 @@ TEST(fit_ranks, FLOAT) {
     }
 }
 
-// The largest batch for a given memory: it divides the step, its plan fits, and every larger
-// divisor's plan does not fit or has too many tokens.
-TEST(largest_batch, FLOAT) {
+// -b auto: the largest batch that divides the step, fits the card without recomputation, and has at
+// most 65,536 tokens and as many sequences as the data; every larger divisor does not fit. 4 if
+// none does, without -d and on the CPU.
+TEST(auto_batch, FLOAT) {
     int found = 0;
-    for (int n = 0; n < 60; n++) {
-        const Text base = text("-e l%dh2c%dt64 -r %s -b ", draw(1, 4), 16 * draw(1, 12),
-                               level_table[draw(0, 5)].name);
-        const int64_t sequences = draw(1, 720), tokens = 64 * draw(1, 400);
-        const Settings one = planned(base + "1"), s = planned(base + text("%d", draw(1, 3)));
-        const size_t bytes = plan_bytes(&one) * (size_t)draw(90, 3000) / 100;
-        const int B = settings_largest_batch(&s, sequences, tokens, bytes);
+    auto chosen = [](const Text &options, uint64_t total, int64_t most) {
+        Planned run(options);
+        settings_auto_batch(&run.s, &run.o, total, most, 0);
+        return (int64_t)run.s.B == run.o.batch ? run.s.B : -1;
+    };
+    for (int n = 0; n < 30; n++) {
+        const int64_t sequences = draw(1, 720), most = draw(1, 400);
+        const Text base = text("-e l%dh2c%dt64 -r none -d %d", draw(1, 4), 16 * draw(1, 12),
+                               (int)sequences * 64);
+        const Settings four = planned(base);
+        const uint64_t bytes = plan_bytes(&four) / 100 * (uint64_t)draw(30, 3000);
+        const int B = chosen(base, library_reserve_bytes + bytes, most);
         auto fits = [&](int64_t batch) {
-            const Settings typed = planned(base + text("%d", (int)batch));
-            return batch * 64 <= tokens && plan_bytes(&typed) <= bytes;
+            Settings s = four;
+            settings_batch(&s, (int)batch);
+            return sequences % batch == 0 && batch <= most && plan_bytes(&s) <= bytes;
         };
-        expect(B == 0 || (sequences % B == 0 && fits(B)), "%s%d", base.c_str(), B);
+        expect(fits(B) || (B == USUAL_BATCH && !fits(1)), "%s: %d", base.c_str(), B);
         for (int64_t larger = B + 1; larger <= sequences; larger++) {
-            expect(sequences % larger != 0 || !fits(larger), "%s%d, and %d fits", base.c_str(), B,
-                   (int)larger);
+            expect(!fits(larger), "%s: %d, and %d fits", base.c_str(), B, (int)larger);
         }
-        found += B > 1;
+        found += B > USUAL_BATCH;
     }
-    expect(found > 10, "%d", found);
+    expect(found > 5, "%d", found);
+    expect(chosen("-e d12", (uint64_t)80 << 30, 1 << 26) == USUAL_BATCH, "without -d");
+    expect(chosen("-e d12 -d 524288", 0, 1 << 26) == USUAL_BATCH, "unknown memory");
+    expect(chosen("-e d12 -d 524288 -b 2", (uint64_t)80 << 30, 1 << 26) == 2, "-b 2");
 }
 
 // NCCL's memory and the exchange rate depend on the link in the card's table row and on
@@ -547,13 +473,13 @@ TEST(nccl_blocks, FLOAT) {
         const char *options, *limit;
         size_t mib;
         double rate;
-    } table[] = {{"--gpu h100 --gpus 8", "", 8 * 16 * 12 + 64, 16 * 10.3e9},
+    } table[] = {{"--gpu h100 --gpus 8", "", 2 * 16 * 12 + 64, 16 * 10.3e9},
                  {"--gpu a100 --gpus 2", "", 2 * 16 * 12 + 64, 16 * 10.3e9},
-                 {"--gpu h100 --gpus 512", "4", 8 * 4 * 12 + 64, 4 * 10.3e9},
-                 {"--gpu h200 --gpus 8", "64", 8 * 64 * 12 + 64, 370e9},
-                 {"--gpu 4090 --gpus 8", "", 8 * 2 * 12, 0.79 * 31.5e9},
-                 {"--gpu 4090 --gpus 3", "8", 3 * 8 * 12, 0.79 * 31.5e9},
-                 {"--gpu-mem 24GiB --gpus 2", "", 2 * 2 * 12, 0.79 * 31.5e9},
+                 {"--gpu h100 --gpus 512", "4", 3 * 4 * 12 + 64, 4 * 10.3e9},
+                 {"--gpu h200 --gpus 8", "64", 2 * 64 * 12 + 64, 370e9},
+                 {"--gpu 4090 --gpus 8", "", 2 * 2 * 12 + 64, 0.79 * 31.5e9},
+                 {"--gpu 4090 --gpus 3", "8", 2 * 8 * 12 + 64, 0.79 * 31.5e9},
+                 {"--gpu-mem 24GiB --gpus 2", "", 2 * 2 * 12 + 64, 0.79 * 31.5e9},
                  {"--gpu h100", "", 0, 0}};
     for (const auto &row : table) {
         row.limit[0] ? setenv("NCCL_MAX_CTAS", row.limit, 1) : unsetenv("NCCL_MAX_CTAS");
@@ -602,7 +528,7 @@ TEST(forecast_ranks, HOST) {
             // On this slow link, the exchange replaces the time of the computation that it overlaps
             // with: a micro-step and, below stage 3, also a forward pass, which overlaps with the
             // gather of the blocks' weights.
-            const double micro = forecast_micro(&v, &s, 1);
+            const double micro = forecast_micro(&v, &s);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
                         t.reduced + t.gathered - micro * (zero < 3 ? 4.0 / 3 : 1), 1, "%s -z %d",
                         card, zero);

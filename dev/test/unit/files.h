@@ -4,7 +4,7 @@
 
 // Returns the flat weight buffer that an engine must hold after loading `list`.
 static Reals flat_weights(const Model &m, const Members &list) {
-    Reals flat((size_t)tensor_offset(&m, TENSORS, 0));
+    Reals flat((size_t)bucket_at(&m, 1, model_buckets(&m)).offset);
     const Member *member = list.data();
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(&m, tensor); l++, member++) {
@@ -15,15 +15,11 @@ static Reals flat_weights(const Model &m, const Members &list) {
     return flat;
 }
 
-// Loads a model into an engine whose weights are all 7, and expects exactly the weights `want`, and
+// Loads a model into an engine with other weights, and expects exactly the weights `want`, and
 // zeros in padding and moments.
 static void expect_loads_at(int line, const char *path, const Model &m, const Reals &want,
                             const Text &who) {
     Net n(m, 1, 1);
-    const Reals sevens(want.size(), 7);
-    for (int state = 0; state < STATES; state++) {
-        n.e.write(&n.e, state, 0, sevens.data(), n.size());
-    }
     ModelFile f;
     model_file_open(&f, path);
     if (memcmp(&f.model, &m, sizeof m) != 0) {
@@ -101,7 +97,7 @@ TEST(llmc_model, HOST) {
     for (int version : {3, 5}) {
         std::vector<std::vector<double>> values;
         write_file("good.bin", llmc_bytes(m, version, &values));
-        Reals want((size_t)tensor_offset(&m, TENSORS, 0));
+        Reals want((size_t)bucket_at(&m, 1, model_buckets(&m)).offset);
         for (int tensor = 0; tensor < TENSORS; tensor++) {
             const int64_t size = tensor_size(&m, tensor);  // wte: only rows below V are loaded
             const int64_t loaded = tensor == WTE ? (int64_t)m.V * m.C : size;
@@ -143,7 +139,7 @@ TEST(model_saved, HOST) {
             const Text made = safetensors_bytes(list);
             const Reals want = flat_weights(m, list);
             Net n(m, 1, 1);
-            n.e.write(&n.e, STATE_WEIGHTS, 0, want.data(), n.size());
+            n.set_state(STATE_WEIGHTS, want);
             save_model(&n, type, "saved");
             const Text bytes = read_file("saved/model.safetensors");
             uint64_t length, other;
@@ -201,23 +197,18 @@ TEST(state_file, HOST) {
         return in_process(run);
     };
     const Model m = shape("l2h2c16t16", 257);
-    Text with_master = good;
-    for (int b = 0; b < BUCKET_BLOCKS + m.L; b++) {
-        const size_t count = (size_t)bucket_at(&m, 1, b).count;
-        Text bucket(2 * count, 0);
-        for (int tensor = 0; tensor < TENSORS; tensor++) {
-            for (int l = 0; l < tensor_copies(&m, tensor); l++) {
-                int64_t at_bucket;
-                if (tensor_bucket(&m, tensor, l, &at_bucket) == b) {
-                    memcpy(&bucket[2 * (size_t)at_bucket],
-                           &low[2 * (size_t)tensor_offset(&m, tensor, l)],
-                           2 * (size_t)tensor_size(&m, tensor));
-                }
-            }
-        }
-        with_master = with_tensor(with_master, text("master.%d.0", b).c_str(), "U16", bucket,
-                                  count);
+    uint64_t header;
+    memcpy(&header, good.data(), 8);
+    Text entries, data;
+    for (int b = 0; b < model_buckets(&m); b++) {
+        const Bucket bucket = bucket_at(&m, 1, b);
+        const size_t begin = good.size() - 8 - header + data.size();
+        data += low.substr(2 * (size_t)bucket.offset, 2 * (size_t)bucket.count);
+        entries += text("\"master.%d.0\":{\"dtype\":\"U16\",\"shape\":[%d],"
+                        "\"data_offsets\":[%zu,%zu]},", b, (int)bucket.count, begin,
+                        begin + 2 * (size_t)bucket.count);
     }
+    const Text with_master = with_header(good, "\"m.0.0\":", entries + "\"m.0.0\":") + data;
     expect_success(resume(with_master), "bf16, master");
     expect(tensors_of("out", 4) == end, "bf16 weights and master: different result");
     expect_success(resume(good), "bf16 weights alone");

@@ -205,68 +205,6 @@ TEST(matmul_backward, ALL) {
     }
 }
 
-// Rounds numbers to bf16, to nearest even; the error is at most 2^-9 of the number.
-static Reals rounded_to_bf16(Reals numbers) {
-    for (real &x : numbers) {
-        float f = (float)x;
-        uint32_t bits;
-        memcpy(&bits, &f, sizeof bits);
-        bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-        memcpy(&f, &bits, sizeof f);
-        x = f;
-    }
-    return numbers;
-}
-
-// --matmul bf16 gives the bits of an fp32 matmul whose operands were rounded beforehand, and is
-// close to the exact matmul of these operands. NaN stays NaN, whatever its bits.
-TEST(matmul_bf16, HOST) {
-    const char *missing = bf16_missing();
-    if (missing) {
-        skip(missing);
-    }
-#if BF16_DOTS
-    give_workspace();
-    matmul_bf16 = 1;
-    for (auto &shape : matmul_shapes) {
-        const int N = shape[0], C = shape[1], OC = shape[2];
-        Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), dout = noise(N * OC, 1, 3);
-        const Reals x = rounded_to_bf16(inp), w = rounded_to_bf16(weight);
-        const Reals d = rounded_to_bf16(dout), sums = noise(OC * C, 1, 4);
-        Nums want = naive_matmul(x, w, N, C, OC), want_dinp, want_dweight = nums(sums);
-        Nums want_dbias = nums(Reals((size_t)OC));
-        naive_matmul_backward(&want_dinp, &want_dweight, &want_dbias, d, x, w, N, C, OC);
-        Reals out((size_t)(N * OC), (real)NAN), out2 = out, dinp = inp, dinp2 = inp;
-        Reals dweight = sums, dweight2 = sums;
-        const real *i1 = inp.data(), *w1 = weight.data(), *d1 = dout.data();
-        matmul_forward(out.data(), i1, w1, NULL, NULL, N, C, OC);
-        matmul_forward(out2.data(), x.data(), w.data(), NULL, NULL, N, C, OC);
-        matmul_backward(dinp.data(), dweight.data(), NULL, d1, i1, w1, N, C, OC);
-        matmul_backward(dinp2.data(), dweight2.data(), NULL, d.data(), x.data(), w.data(), N, C,
-                        OC);
-        expect(same_bits(out, out2) && same_bits(dinp, dinp2) && same_bits(dweight, dweight2),
-               "rounded beforehand, N %d C %d OC %d", N, C, OC);
-        compare(out, want, "N %d C %d OC %d", N, C, OC);
-        compare(dinp, want_dinp, "dinp N %d C %d OC %d", N, C, OC);
-        compare(dweight, want_dweight, "dweight N %d C %d OC %d", N, C, OC);
-    }
-    const uint32_t quiet = 0x7fffffff;  // as a number it would be rounded to -0
-    Reals inp(64, 1), weight(64 * 64, 1), out(64);
-    memcpy(&inp[40], &quiet, sizeof quiet);
-    matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, 1, 64, 64);
-    for (real number : out) {
-        expect(isnan(number), "%g of a NaN", number);
-    }
-    const Reals qkv = noise((BLOCK + 2) * 3 * 32, 1, 5);
-    Reals one((BLOCK + 1) * 32), two((BLOCK + 2) * 32), lse(BLOCK + 2);
-    attention_forward(one.data(), lse.data(), qkv.data(), 1, BLOCK + 1, 32, 1);
-    attention_forward(two.data(), lse.data(), qkv.data(), 1, BLOCK + 2, 32, 1);
-    two.resize(one.size());
-    expect(same_bits(one, two), "attention: a tile of one row");
-    matmul_bf16 = 0;
-#endif
-}
-
 // Returns GELU(v); *slope receives its derivative.
 static Num naive_gelu(Num v, Num *slope) {
     Num s = Num(0.79788456080286535588L, unit), c = Num(0.044715L, unit * 0.05);
@@ -693,7 +631,7 @@ TEST(derivatives_network, DOUBLE) {
                           for (size_t i = 0; i < count; i++) {
                               moved[elements[i]] = start[elements[i]] + by * direction[i];
                           }
-                          n.e.write(&n.e, STATE_WEIGHTS, 0, moved.data(), n.size());
+                          n.set_state(STATE_WEIGHTS, moved);
                       });
             // The loss is about 6: rounding error 6e-13, truncation error of the same order.
             expect_near(want, found, 4e-12 + 1e-8 * typical, "%s, direction %zu (size %.1e)",

@@ -51,8 +51,7 @@ TEST(sampling, ALL) {
     expect(sample_token(equal, V, &o, 0.9, candidates) == 1, "the first of equals");
 }
 
-// The JSON checker itself; log lines with every byte and with non-finite numbers; truncation of the
-// log.
+// The JSON checker itself; log lines with every byte and with non-finite numbers.
 TEST(log, HOST) {
     expect(json_valid("{\"a\":[1,-2.5e3,\"x\\u00e9\\n\",{}],\"b\":null}") && json_valid("[]"));
     for (const char *bad :
@@ -84,77 +83,6 @@ TEST(log, HOST) {
     fclose(f);
     Text line = read_file("text");
     expect(json_valid(line) && has(line, "\"x\":null,\"y\":null,\"z\":0.1}"));
-    const Text head = "{\"event\":\"start\"}\n{\"step\":1,\"loss\":2}\n";
-    const Text long_line = "{\"step\":2,\"sample\":\"" + Text(1000, 'x') + "\"}\n";
-    static const struct {
-        const char *tail;
-        int step, keeps_long;
-    } cuts[] = {
-        {"{\"step\":3,\"loss\":1}\n", 2, 1}, {"{\"step\":2,\"lo", 2, 1}, {"", 2, 1}, {"", 1, 0}};
-    for (auto &cut : cuts) {
-        write_file("log", head + long_line + cut.tail);
-        log_cut("log", cut.step);
-        expect(read_file("log") == (cut.keeps_long ? head + long_line : head), "%s", cut.tail);
-    }
-    // A read that fails half way, here for lack of memory for a line, truncates nothing.
-    enum { LONG = 64 << 20 };
-    write_file("log", head);
-    expect(truncate("log", LONG) == 0);
-    const int status = outcome(spawn([] {
-        struct rlimit limit = {LONG / 2, LONG / 2};
-        limit.rlim_cur += (rlim_t)file_number("/proc/self/status", "VmSize:", 0) << 10;
-        limit.rlim_max = limit.rlim_cur;
-        expect(TEST_ASAN || setrlimit(RLIMIT_AS, &limit) == 0);  // ASan itself needs terabytes
-        expect(TEST_ASAN || (log_cut("log", 9) < 0 && errno == ENOMEM));
-    })).status;
-    expect(status == 0 && read_file("log").size() == LONG, "status %d", status);
-}
-
-// A signal ends a wait for input even if it arrives between the last check of stop_signal and the
-// wait; input and errors are returned.
-TEST(read_or_stop, HOST) {
-    int ends[2];
-    char byte = 0;
-    expect(pipe(ends) == 0 && write(ends[1], "x", 1) == 1);
-    expect(read_or_stop(ends[0], &byte, 1) == 1 && byte == 'x');
-    expect(read_or_stop(999, &byte, 1) == -1 && errno == EBADF);  // closed, as stdin may be
-    const pid_t late = fork();  // ends the wait if nothing else does
-    if (late == 0) {
-        usleep(1000000);
-        _exit(write(ends[1], "y", 1) != 1);
-    }
-    stop_on_signals();
-    raise(SIGINT);
-    stop_signal = 0;  // as at a check just before the signal
-    expect(read_or_stop(ends[0], &byte, 1) == 0, "the signal was missed");
-    kill(late, SIGKILL);
-    waitpid(late, NULL, 0);
-    close(ends[1]);
-    alarm(0);
-}
-
-// SIGTERM ends a program that makes no progress for 30 s or is still starting after 30 s. It does
-// not end a program that computes or saves, and other signals end neither.
-TEST(stop_overdue, HOST) {
-    static const struct {
-        int signal, grace, moves, status;
-    } rows[] = {{SIGTERM, GRACE_SHORT, 1, 128 + SIGTERM},
-                {SIGTERM, GRACE_PROGRESS, 0, 128 + SIGTERM}, {SIGTERM, GRACE_PROGRESS, 1, 0},
-                {SIGTERM, GRACE_UNLIMITED, 0, 0}, {SIGINT, GRACE_PROGRESS, 0, 0},
-                {SIGUSR1, GRACE_SHORT, 0, 0}};
-    for (const auto &row : rows) {
-        const Outcome o = outcome(spawn([&] {
-            stop_signal = row.signal;
-            stop_grace = row.grace;
-            for (int second = 0; second < 4 * GRACE_S; second++) {
-                row.moves ? progress() : (void)0;
-                on_alarm(SIGALRM);
-            }
-        }));
-        expect(o.status == row.status && o.err.empty() == (row.status == 0),
-               "signal %d, grace %d, moves %d: status %d, %s", row.signal, row.grace, row.moves,
-               o.status, o.err.c_str());
-    }
 }
 
 // Closing another descriptor of the file keeps the lock, which also excludes a forked child.
@@ -163,23 +91,6 @@ TEST(folder_lock, HOST) {
     folder_lock("folder");
     close(open("folder/lock", O_RDWR));
     expect_death(folder_lock("folder"), "folder is in use by another run: process ");
-}
-
-// The user's cache is in $XDG_CACHE_HOME, unless that is a relative path.
-TEST(cache_open, HOST) {
-    static const char *const rows[][2] = {{"here", "home/.cache"}, {"", "home/.cache"},
-                                          {"/xdg", "xdg"}};
-    const Text here = current_folder() + "/";
-    mkdir("home", 0755);
-    setenv("HOME", (here + "home").c_str(), 1);
-    for (const auto &row : rows) {
-        setenv("XDG_CACHE_HOME", row[0][0] == '/' ? (here + (row[0] + 1)).c_str() : row[0], 1);
-        FILE *f = cache_open("kept", "a");
-        expect(f != NULL && exists(here + row[1] + "/train_gpt2/kept"), "'%s'", row[0]);
-        fclose(f);
-        remove_folder(row[1]);
-    }
-    expect(!exists("here"), "a relative path was used");
 }
 
 // Returns the scores of the file by an engine with capacity for B rows of T tokens.
@@ -273,7 +184,7 @@ static double completion_loss(Engine *e, const Question &q, const Ints &completi
     double loss = 0;
     for (int token : completion) {
         Reals logits((size_t)V);
-        e->logits(e, logits.data(), tokens.data(), (int)tokens.size());
+        e->logits(e, logits.data(), tokens.data(), 0, (int)tokens.size());
         double most = (double)*std::max_element(logits.begin(), logits.end()), all = 0;
         for (real logit : logits) {
             all += exp((double)logit - most);
@@ -340,7 +251,6 @@ TEST(eval_plan, ALL | CUDA_ALL) {
 #endif
             Net scores(m, "--eval x " + rest);
             expect(same_bits(losses(scores), want), "%s: losses", rest.c_str());
-            expect(scores.e.states == STATE_WEIGHTS + 1, "%s: states", rest.c_str());
 #if TEST_CUDA && CUDA_CPU
             expect(emu::peak_bytes == scores.plan.device_bytes, "%s: peak %zu of %zu", rest.c_str(),
                    emu::peak_bytes, scores.plan.device_bytes);
