@@ -37,9 +37,9 @@
 //    which checkpoints it skipped and why.
 // 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
 //    one tensor on each rank.
-// 4. A range is a piece of a state (chapter Sharding and offload). Which ranges a file has, and their
-//    order, follows from the model and the number of ranks that saved it, so a reader lists them as
-//    the writer did; it may itself have another number of ranks.
+// 4. A range is a piece of a state (chapter Sharding and offload). The model and the number of ranks
+//    that saved a checkpoint decide which ranges a file has, in which order: a reader lists them as
+//    the writer did, and may have another number of ranks.
 // 5. Each of N ranks writes 1/N of every bucket, all ranks at the same time. Only rank 0 creates
 //    the folder, writes the other files, renames and removes. Every phase ends with an exchange of
 //    status between all ranks: if one rank has failed, all ranks end and the previous checkpoint
@@ -47,8 +47,8 @@
 
 // The files of a checkpoint. There is one state file for each rank of the run that saved it.
 enum {
-    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST, FILE_STATE,
-    MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
+    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
+    FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
 // Writes the name of a file (FILE_MODEL, ...); FILE_STATE + r is the state file of rank r, 0 <= r <
@@ -252,16 +252,17 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->piece.first);
 }
 
-// Returns the ranges in the state file of a rank, *count of them, in their order: the rank's part of
-// every bucket of the moments and, with `low`, of the masters' low halves before them, without the
-// padding between ranks. The caller frees the array.
+// Returns the ranges in the state file of a rank, *count of them, in their order: the rank's part
+// of every bucket of the moments and, with `low`, of the masters' low halves before them, without
+// the padding between ranks. The caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int *count) {
-    StateRange *ranges = (StateRange *)alloc_zero((size_t)(STATES * model_buckets(m)), sizeof *ranges);
+    const int buckets = model_buckets(m), all = STATES * buckets;
+    StateRange *ranges = (StateRange *)alloc_zero((size_t)all, sizeof *ranges);
     *count = 0;
-    for (int i = low ? 0 : model_buckets(m); i < STATES * model_buckets(m); i++) {
+    for (int i = low ? 0 : buckets; i < all; i++) {
         StateRange *r = &ranges[*count];
-        r->state = i / model_buckets(m);
-        r->piece.bucket = i % model_buckets(m);
+        r->state = i / buckets;
+        r->piece.bucket = i % buckets;
         const int64_t part = bucket_at(m, ranks, r->piece.bucket).part;
         const int64_t end = bucket_at(m, 1, r->piece.bucket).count;
         r->piece.first = min_i64(rank * part, end);
@@ -715,7 +716,8 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     return manifest.ranks;
 }
 
-// The contents of a checkpoint's state files, of which the first sets the counters and the identity.
+// The contents of a checkpoint's state files, of which the first sets the counters and the
+// identity.
 typedef struct {
     int ranks, low;  // number of files; 1: they hold low halves
     struct {
@@ -740,8 +742,8 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
         }
         StateRange *range = &out->files[r].ranges[i < count ? i : 0];
         range_name(name, range);
-        file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->piece.count, f->name,
-                     t.name, "not a range of this model in this place");
+        file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->piece.count,
+                     f->name, t.name, "not a range of this model in this place");
         file_require(range->state == STATE_WEIGHTS ? t.type == FILE_U16 : t.type <= FILE_BF16,
                      f->name, t.name, "wrong dtype");
         range->span.data = t.data;
@@ -750,7 +752,8 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
     if (i == 0) {  // more ranks than 64ths of a bucket
         out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, &count);
     }
-    file_require(i == count && (r > 0 || count > 0), f->name, name, "the last tensor: others are missing");
+    file_require(i == count && (r > 0 || count > 0), f->name, name,
+                 "the last tensor: others are missing");
     out->files[r].count = count;
 }
 
@@ -892,8 +895,8 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
-// Ends the run if the checkpoint is from a run with another identity or model, with the first pair of
-// a name and a value in which the identities differ.
+// Ends the run if the checkpoint is from a run with another identity or model, with the first pair
+// of a name and a value in which the identities differ.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
     const char *was = f->identity, *now = run->identity;
@@ -929,9 +932,9 @@ static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char
         }
         option_was(was, f, row);
         if (this_rank.rank == 0 && strcmp(was, path) == 0) {
-            fprintf(stderr, "%s: warning: the validation data, %s, has changed since checkpoint %s: "
-                    "validation losses before and after are not comparable\n", program_name, path,
-                    folder);
+            fprintf(stderr, "%s: warning: the validation data, %s, has changed since checkpoint "
+                    "%s: validation losses before and after are not comparable\n", program_name,
+                    path, folder);
         }
     }
 }

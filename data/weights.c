@@ -462,7 +462,8 @@ static void tensor_save(Engine *e, const Model *m, int type, int tensor, int lay
     for (int64_t at = 0; at < size; at += strip) {
         const int64_t count = min_i64(strip, size - at);
         if (!swap || at == 0) {
-            e->read(e, STATE_WEIGHTS, tensor_piece(m, tensor, layer, at, swap ? size : count), values);
+            const Piece p = tensor_piece(m, tensor, layer, at, swap ? size : count);
+            e->read(e, STATE_WEIGHTS, p, values);
         }
         if (swap) {
             file_transposed(out, type, values + at / rows, rows, size / rows, count / rows);

@@ -525,3 +525,27 @@ def test_sample_bytes():
     prompt = b"\x1b[2m\x01\x7f\xc2\x9b\xff\xc3\xa9k\n."
     argv = [*words(TINY + "-x 1 -s 1 -g 1 --temperature 0 --prompt"), prompt]
     assert b"---\n" + prompt in run(argv).out.encode(errors="surrogateescape")
+
+
+def test_drawn_planner_commands():
+    """300 drawn planner commands end with status 0, 1 or 3 and, with --json, print JSON alone."""
+    seed = random.randrange(10**6)
+    pick = random.Random(seed)
+    axes = [("-e d12", "-e d48", "-e l4h4c128t64", "-e l2h2c64t64v8192"),
+            ("--gpu 4090", "--gpu t4", "--gpu h100", "--gpu-mem 512M", "--gpu-mem 24GiB"),
+            ("", "-b auto", "-b 4", "-b 5", "-b 64"), ("", "-d 65536", "-d 524288", "-d 1000"),
+            ("", "", "-t 64", "-t 100"), ("", "", "--dtype fp16", "--dtype fp32"),
+            ("", "", "--gpus 4", "--gpus 16 -z 1", "-z 3"), ("", "", "-r block:3", "-r none"),
+            ("", "", "--offload moments", "--offload none"), ("", "--json"),
+            ("", "", "", "--logit-rows 4096", "--moments bf16", "-w none")]
+    statuses = set()
+    for _ in range(300):
+        arguments = pick.choice(("--plan", "--fit bits", "--fit any", "--fit all", "--minimum",
+                                 "--largest batch", "--largest seq-len"))
+        arguments = " ".join([arguments] + [pick.choice(axis) for axis in axes])
+        o = run(arguments)
+        assert o.status in (0, 1, 3), (seed, arguments, o)
+        if "--json" in arguments and o.status != 1:
+            json.loads(o.out)
+        statuses.add(o.status)
+    assert statuses == {0, 1, 3}, seed

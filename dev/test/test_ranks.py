@@ -2,6 +2,7 @@
 same bits at every ZeRO stage and in every stream order, checkpoints that any number of ranks can
 resume, and clean ends."""
 
+import array
 import json
 import os
 import re
@@ -697,3 +698,20 @@ def test_first(stage, tokens):
     succeeds(line + "1", env={"EMU_LT_TIMES": "951"})
     succeeds(line + "2 -y 1", env={"EMU_LT_TIMES": "951"})
     succeeds(line + "3 -y 1", env={"EMU_LT_TIMES": "159", "XDG_CACHE_HOME": os.getcwd() + "/other"})
+
+
+def test_gradients():
+    """Without clipping and with --beta1 0 the first moment is the gradient: that of several ranks
+    is that of one, in every bucket, whose last shard has padding."""
+    line = ODD + "-d 144 -x 1 --beta1 0 --clip 0 --dtype fp32 "
+    train(line, "one")
+    want = training_state(1, "one")[1]
+    for ranks, stage in [(2, 0), (3, 1), (3, 2), (6, 3)]:
+        train(line + "--gpus %d -z %d" % (ranks, stage), "some")
+        got = training_state(1, "some")[1]
+        moments = [key for key in want if key[0].endswith("m")]
+        assert moments and want.keys() == got.keys()
+        for key in moments:
+            a, b = (array.array("f", state[key]) for state in (want, got))
+            assert len(a) == len(b) and any(a)
+            assert sum((x - y) ** 2 for x, y in zip(a, b)) <= 1e-12 * sum(x * x for x in a), key

@@ -102,8 +102,9 @@ static Settings automatic(const Text &options, size_t device, size_t host) {
     return s;
 }
 
-// Every remedy fits; the settings that its options give are its settings; none beats another; they are
-// sorted by their effect and their cost. If there is none, even the smallest settings do not fit.
+// Every remedy fits; the settings that its options give are its settings; none beats another; they
+// are sorted by their effect and their cost. If there is none, even the smallest settings do not
+// fit.
 TEST(remedies, FLOAT) {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
@@ -128,8 +129,8 @@ TEST(remedies, FLOAT) {
             LevelsText levels;
             const Options o = options_of_settings(&run.o, &changed, &levels);
             settings_from_options(&again, &o, &s.model, 1);
-            expect(memcmp(&again, &changed, sizeof again) == 0, "%s, remedy %d: -r %s", base.c_str(),
-                   i, levels.s);
+            expect(memcmp(&again, &changed, sizeof again) == 0, "%s, remedy %d: -r %s",
+                   base.c_str(), i, levels.s);
             expect(w.device == plan_bytes(&changed) && w.device <= budget.device &&
                        w.host <= budget.host, "%s, remedy %d", base.c_str(), i);
             expect(w.effect > before.effect ||
@@ -152,7 +153,8 @@ TEST(remedies, FLOAT) {
             Search q = plan_search(&s, &budget, &run.o);
             q.mix = 0;
             for (int i = 0; i < OFFLOAD_TIERS * (q.last[BY_TYPE] + 1); i++) {
-                const int steps[AXES] = {RECOMPUTE_BLOCK, i / OFFLOAD_TIERS, i % OFFLOAD_TIERS, 1, 1};
+                const int type = i / OFFLOAD_TIERS, tier = i % OFFLOAD_TIERS;
+                const int steps[AXES] = {RECOMPUTE_BLOCK, type, tier, 1, 1};
                 expect(!way_plan(&q, steps).fits, "%s: %d fits", base.c_str(), i);
             }
         }
@@ -390,7 +392,7 @@ TEST(fit_sizes, FLOAT) {
     expect(all.tokens_per_s >= any.tokens_per_s && all.tier <= any.tier, "%.0f tokens/s, any %.0f",
            all.tokens_per_s, any.tokens_per_s);
     Way w = chosen("--fit any -e d48 --gpu-mem 15GiB");
-    expect(w.s.B >= 8 && !settings_offloads(&w.s) && w.s.moment_dtype == TYPE_BF16 &&
+    expect(w.s.B >= 8 && !settings_offload_bits(&w.s) && w.s.moment_dtype == TYPE_BF16 &&
                !w.s.split_master, "-b %d, tier %d", w.s.B, w.tier);
     w = chosen("--fit bits -e d48 --gpu-mem 15GiB");
     expect(w.s.B >= 24 && w.s.split_master && settings_offload_bits(&w.s) == HOST_MOMENTS,
@@ -431,8 +433,8 @@ TEST(fit_ranks, FLOAT) {
 }
 
 // -b auto: the largest batch that divides the step, fits the card without recomputation, and has at
-// most 65,536 tokens and as many sequences as the data; every larger divisor does not fit. 4 if none
-// does, without -d and on the CPU.
+// most 65,536 tokens and as many sequences as the data; every larger divisor does not fit. 4 if
+// none does, without -d and on the CPU.
 TEST(auto_batch, FLOAT) {
     int found = 0;
     auto chosen = [](const Text &options, uint64_t total, int64_t most) {

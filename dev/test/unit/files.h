@@ -15,8 +15,8 @@ static Reals flat_weights(const Model &m, const Members &list) {
     return flat;
 }
 
-// Loads a model into an engine with other weights, and expects exactly the weights `want`, and zeros
-// in padding and moments.
+// Loads a model into an engine with other weights, and expects exactly the weights `want`, and
+// zeros in padding and moments.
 static void expect_loads_at(int line, const char *path, const Model &m, const Reals &want,
                             const Text &who) {
     Net n(m, 1, 1);
@@ -204,8 +204,9 @@ TEST(state_file, HOST) {
         const Bucket bucket = bucket_at(&m, 1, b);
         const size_t begin = good.size() - 8 - header + data.size();
         data += low.substr(2 * (size_t)bucket.offset, 2 * (size_t)bucket.count);
-        entries += text("\"master.%d.0\":{\"dtype\":\"U16\",\"shape\":[%d],\"data_offsets\":[%zu,%zu]},",
-                        b, (int)bucket.count, begin, begin + 2 * (size_t)bucket.count);
+        entries += text("\"master.%d.0\":{\"dtype\":\"U16\",\"shape\":[%d],"
+                        "\"data_offsets\":[%zu,%zu]},", b, (int)bucket.count, begin,
+                        begin + 2 * (size_t)bucket.count);
     }
     const Text with_master = with_header(good, "\"m.0.0\":", entries + "\"m.0.0\":") + data;
     expect_success(resume(with_master), "bf16, master");

@@ -339,8 +339,8 @@ TEST(kv_cache, ALL) {
 }
 
 // The tokens of samples generated one after another with the same cache equal those picked from the
-// logits of the whole window, as training runs sample: within the window, past it, and after a sample
-// of either kind.
+// logits of the whole window, as training runs sample: within the window, past it, and after a
+// sample of either kind.
 TEST(generated_tokens, ALL) {
     Model m = shape("l2h3c48t12", 257);
     Net whole(m, 1, m.maxT), cached(m, "--generate", 0);

@@ -109,7 +109,8 @@ TEST(norm, ALL) {
     for (const real value : n.gradients()) {
         squares += (wide)value * value;
     }
-    expect(bucket_at(&m, 1, BUCKET_WTE).count > 65536 && bucket_at(&m, 1, BUCKET_WPE).count < 65536);
+    expect(bucket_at(&m, 1, BUCKET_WTE).count > 65536 &&
+           bucket_at(&m, 1, BUCKET_WPE).count < 65536);
     expect_near((wide)gradient_norm(&n.plan), (wide)sqrt((double)squares),
                 sqrt((double)squares) * 4 * sqrt((double)n.size()) * 0x1p-53, "norm of %d numbers",
                 (int)n.size());

@@ -225,8 +225,8 @@ TEST(plan_monotone, FLOAT) {
 }
 
 // Over all ranks, the pieces of a bucket that AdamW updates (or the shards) cover its tensors once,
-// and each is in one place of its rank. No two elements of a state share a place, and every place is
-// inside its buffer.
+// and each is in one place of its rank. No two elements of a state share a place, and every place
+// is inside its buffer.
 static void check_places(Settings s) {
     const Model &m = s.model;
     const Text who = settings_text(s) + text(" ranks %d", s.ranks);
