@@ -472,9 +472,7 @@ TEST(gpu_attention, CUDA_ALL) {
 }
 
 static void need_wgmma() {
-    int major = 0;
-    cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    if (major != 9) {
+    if (gpu_present()->capability != 90) {
         skip("wgmma needs compute capability 9.0");
     }
 }
