@@ -1,5 +1,6 @@
 """--eval and samples: scores, output lines and JSON; with the vocabulary, samples are text."""
 
+import array
 import math
 import re
 import signal
@@ -99,3 +100,33 @@ def test_eval_checkpoint():
              "out/step-00000240: vocabulary 257, loaded weights")
     Path("e.bin").write_bytes(eval_file(questions(3, 50257, 2)))
     refused("-e out/step-00000240 --eval e.bin", "outside the model's vocabulary of 257")
+
+
+@pytest.mark.parametrize("data", ["bytes", "merges"])
+def test_eval_tokens(data):
+    """The validation loss over all data, and that of --eval on shards, is the same for any batch,
+    more than the data has too; nats per byte are those of the text's bytes."""
+    name = "val.bin"
+    if data == "merges":
+        Path("text").write_text("It was a sunny day. " * 60)
+        subprocess.run([TOP / "data/tokenize", *"--train-bpe 262 -o mine text".split()], check=True)
+        name = "mine_val.bin"
+    train = "-i %s -j %s -e l1h1c8t16 -x 1 -v 1 -m 0 -o out%%d -d 32 -b %%d" % (
+        name.replace("val", "train"), name)
+    for batch in 1, 2:
+        succeeds(train % (batch, batch))
+        loss, = [e["val_loss"] for e in log("out%d" % batch) if "val_loss" in e]
+        for b in 1, 5, 40:
+            got = query("-e out1 --eval %s -b %d" % (name, b))
+            assert got["loss"] == pytest.approx(loss, rel=1e-6)
+            assert got["perplexity"] == pytest.approx(math.exp(got["loss"]))
+    tokens = array.array("H", Path(name).read_bytes()[1024:])
+    windows = (len(tokens) - 1) // 16
+    assert got["tokens"] == 16 * windows
+    size = [len(t) for t in tokens_of_merges(Path("mine_merges.txt").read_text())] if \
+        data == "merges" else [1] * 256 + [0]
+    bytes_ = sum(size[t] for t in tokens[1:16 * windows + 1])
+    assert got["nats_per_byte"] == pytest.approx(got["loss"] * got["tokens"] / bytes_)
+    succeeds("-e out1 --eval " + name, "%s: %d tokens, loss %.4f, perplexity %.2f, %.4f nats per "
+             "byte\n" % (name, got["tokens"], *(got[k] for k in ("loss", "perplexity",
+                                                                "nats_per_byte"))))

@@ -237,9 +237,8 @@ def test_exchange():
 @pytest.mark.parametrize("options, spare, batch", [
     ("-d 384", None, 24), ("-d 384 -b auto", None, 24), ("-d 384 -b 2", None, 2), ("", None, 4),
     ("-b auto", None, 4), ("-d 384 --gpus 2", None, 12), ("-d 352 --gpus 2", None, 11),
-    ("-d 48", None, 3), ("-d 384", 0, 8), ("-d 384", -1, 6), ("-d 384 -j short.bin -v 1", None, 6)])
+    ("-d 48", None, 3), ("-d 384", 0, 8), ("-d 384", -1, 6)])
 def test_batch(options, spare, batch):
-    Path("short.bin").write_bytes(shard([97] * (6 * 16 + 1), BYTES))
     eight = total("-i train.bin -e l1h1c16t16 -d 384 -b 8 -r none")
     memory = (4 << 30) if spare is None else (1 << 30) + eight + spare
     out = succeeds("-i train.bin -e l1h1c16t16 -x 1 " + options, env={"EMU_GPU_MEM": str(memory)})
