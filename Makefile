@@ -211,11 +211,13 @@ style: ## layout, warnings and lint of the sources
 	$(SHARED)@$(FOUND) dev/style.sh
 PREFIX ?= /usr/local
 INSTALL_TO := $(DESTDIR)$(PREFIX)
-from_help = @mkdir -p '$(INSTALL_TO)/$(dir $2)' && ./$(PROGRAM) --help | \
+from_help = @mkdir -p '$(INSTALL_TO)/$(dir $2)' && ./$(PROGRAM) --help all | \
             awk -v to=$1 -v name=$(PROGRAM) -v version="$$(./$(PROGRAM) --version | head -n 1)" \
             -f dev/tools/help.awk > '$(INSTALL_TO)/$2'
-install: $(PROGRAM) ## program, manual page and bash completion, in PREFIX=/usr/local
+install: $(PROGRAM) data/tokenize ## programs, manual page and bash completion, in PREFIX=/usr/local
 	install -D $(PROGRAM) '$(INSTALL_TO)/bin/$(PROGRAM)'
+	install data/tokenize '$(INSTALL_TO)/bin/train_gpt2_tokenize'
+	install dev/report.py '$(INSTALL_TO)/bin/train_gpt2_report'
 	$(call from_help,man,share/man/man1/$(PROGRAM).1)
 	$(call from_help,bash,share/bash-completion/completions/$(PROGRAM))
 deps: ## install, or name, the packages that tests and benchmarks need

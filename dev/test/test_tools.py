@@ -88,20 +88,24 @@ def test_make_train(repository):
 
 
 def test_install(tmp_path):
-    """The manual page made from --help lists every option, without warnings of groff; completion
+    """The manual page made from --help all lists every option, without warnings of groff; completion
     offers options and values; all places name the same version."""
     shell(["make", "-s", "install", "PROGRAM=train_gpt2", "DESTDIR=%s/root" % tmp_path,
            "PREFIX=/usr"], cwd=TOP)
     page = Path("root/usr/share/man/man1/train_gpt2.1")
-    options = re.findall(r"^  (?:-\w,|   ) (--[a-z0-9-]+)", shell("root/usr/bin/train_gpt2 --help"),
+    options = re.findall(r"^  (?:-\w,|   ) (--[a-z0-9-]+)", shell("root/usr/bin/train_gpt2 --help all"),
                          re.M)
     text = page.read_text().replace("\\-", "-")
     assert re.findall(r"^(?:\\fB-.\\fR, )?\\fB(--[a-z0-9-]+)", text, re.M) == options
     completed = shell(["bash", "-c", """. root/usr/share/bash-completion/completions/train_gpt2
         COMP_WORDS=(train_gpt2 --) COMP_CWORD=1 && _train_gpt2 && printf '%s\\n' "${COMPREPLY[@]}"
         COMP_WORDS=(train_gpt2 -r mlp -k w) COMP_CWORD=4 && _train_gpt2 && echo "${COMPREPLY[@]}"
-        COMP_WORDS=(train_gpt2 -r n) COMP_CWORD=2 && _train_gpt2 && echo "${COMPREPLY[@]}" """])
-    assert completed.splitlines() == [*options, "wsd", "none norm"]
+        COMP_WORDS=(train_gpt2 -r n) COMP_CWORD=2 && _train_gpt2 && echo "${COMPREPLY[@]}"
+        COMP_WORDS=(train_gpt2 -e d1) COMP_CWORD=2 && _train_gpt2 && echo "${COMPREPLY[@]}"
+        COMP_WORDS=(train_gpt2 --gpu h2) COMP_CWORD=2 && _train_gpt2 && echo "${COMPREPLY[@]}" """])
+    assert completed.splitlines() == [*options, "wsd", "none norm", "d12", "h200"]
+    assert "usage" in shell("root/usr/bin/train_gpt2_report --help")
+    shell("root/usr/bin/train_gpt2_tokenize --help")
     if shutil.which("groff"):
         assert shell("groff -man -ww -Tutf8 %s > /dev/null" % page) == ""
     version = re.match(r"train_gpt2 (\S+)", shell("root/usr/bin/train_gpt2 --version"))[1]

@@ -1,7 +1,7 @@
 # Turns the text that `train_gpt2 --help` prints from its option table into a manual page or into
 # a completion script for bash. `make install` uses it:
 #
-#   train_gpt2 --help | awk -v to=man|bash -v name=train_gpt2 -v version="train_gpt2 1.0" \
+#   train_gpt2 --help all | awk -v to=man|bash -v name=train_gpt2 -v version="train_gpt2 1.0" \
 #       -f dev/tools/help.awk
 #
 # Input: `usage: ...` and a paragraph; then sections, each a title and its options. An option is
@@ -30,6 +30,13 @@ function finish(  words) {
             sub(/;.*/, "", words)
             gsub(/=[^|]*/, "", words)
             gsub(/\|/, " ", words)
+        }
+        if (option == "--gpu") {
+            words = text
+            sub(/.*each card/, "all", words)
+        }
+        if (option == "--model") {
+            words = "d12 d24 d36 d48 gpt2 gpt2-medium gpt2-large gpt2-xl"
         }
         options = options " " option
         if (words != "") {

@@ -134,7 +134,7 @@ TEST(options_table, HOST) {
             }
         }
     }
-    Outcome help = in_process("--help");
+    Outcome help = in_process("--help all");
     expect_success(help, "--help");
     for (const OptionRow &row : option_rows) {
         expect(has(help.out, Text("--") + row.name + " "), "%s", row.name);
