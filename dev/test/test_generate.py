@@ -37,7 +37,7 @@ def test_sample(sample):
     text = made(TRAINED + "-g 60 --prompt abc")
     assert len(text) > 30 and sample.startswith(text[:-1])
     err = run(TRAINED + "-g 60 --prompt abc").err
-    assert "loading out/step-00000300\n" in err and "--seed" not in err
+    assert "; out/step-00000300: " in err and "untrained" not in err
     size = re.search(r"; ([\d.]+ .iB)\n", err)[1]
     plan = succeeds(TRAINED + "-g 60 --plan", size, "KV cache")
     assert "gradients" not in plan and "moments" not in plan
@@ -76,7 +76,7 @@ def test_end():
     generate = "--generate -e out/step-00000150 --temperature 0 "
     assert made(generate + "--prompt abc") == "abcdefg\n"
     assert made(generate + "-g 2 --quiet") == "ab\n"
-    assert "initialising 3,072 parameters with --seed 42; -e " in run(
+    assert "; l1h1c8t16: 3,072 untrained parameters; " in run(
         "--generate -e l1h1c8t16 -g 3").err
     odd = 1, 1, 8, 16, 300
     write_model("odd", safetensors({}, hugging_face(odd)), config_text(odd))

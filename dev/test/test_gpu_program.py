@@ -132,14 +132,11 @@ def test_host_memory():
 
 @emulated
 def test_header():
-    """An emulated run prints at once that it is emulated and what it will do, even to a file,
-    because its start may take minutes. A second signal ends it during the start."""
+    """An emulated run prints what it will do at once, even to a file, because its start may take
+    minutes. A second signal ends it during the start."""
     with open("stdout", "w") as out:
         process = start("-i train.bin -e l6h6c384t64 -b 4", stdout=out)
-    wait_until(lambda: "\nopening the GPU\n" in Path("stdout").read_text())
-    text = Path("stdout").read_text()
-    assert re.match(r"train_gpt2cu_cpu [\d.]+: \w", text)
-    assert text.index("\nmodel    l6h6c384t64: ") < text.index("\nmemory   ")
+    wait_until(lambda: "\ncommand  " in Path("stdout").read_text())
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: (signals := re.search(r"ShdPnd:\s*(\w+)", Path(

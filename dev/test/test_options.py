@@ -490,7 +490,7 @@ def test_memory_shown():
     out = succeeds("-i train.bin -x 1 -o out " + options)
     bytes_ = log()[0]["plan_bytes"]
     assert way["device_bytes"] == bytes_ or way["device_bytes"] + way["host_bytes"] == bytes_
-    shown = re.search(r"\nmemory +([\d.]+) (.)iB", out)
+    shown = re.search(r"\ndevice .*; memory ([\d.]+) (.)iB", out)
     assert float(shown[1]) * {"K": 2**10, "M": 2**20}[shown[2]] == pytest.approx(bytes_, rel=0.01)
 
 
