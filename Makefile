@@ -102,9 +102,11 @@ all_flags = $(filter-out -Werror all-warnings $(WERROR),$(C) $(CPP) \
               $(if $(filter %/gpu,$@),$(NV) $(WITH_NCCL),$(NV1)))
 build/flags build/gpu: FORCE
 	@mkdir -p build; echo '$(all_flags)' | cmp -s - $@ || echo '$(all_flags)' > $@
-# Building a program also prepares data if there is none; a failure prints one line and is ignored.
+# Building a program also prepares data if there is none, after a line that says so; a failure
+# prints one more and is ignored. `make train` uses what is there: `make data` tries again.
 EMPTY_DATA := $(if $(wildcard data/*.bin)$(filter train data,$(MAKECMDGOALS)),,some_data)
 some_data:
+	@echo "no data in data/ yet: preparing tinyshakespeare, or stories without a network"
 	@mkdir -p build; $(MAKE) -s data 2> build/data.log || \
 	echo "no data yet ($$(grep -v '^make\|^ ' build/data.log | tail -n 1)): make data tries again"
 train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
@@ -189,7 +191,7 @@ page: build/plan.html ## the memory plan as a web page, build/plan.html
 data: data/tokenize data/stories ## tinyshakespeare (or else generated stories) as token shards
 	@data/prepare.sh
 
-train: $(PROGRAM) data ## build for this machine, prepare data, train a small GPT-2, print samples
+train: $(PROGRAM) $(if $(wildcard data/*_bpe_train.bin),,data) ## build for this machine, prepare data, train a small GPT-2, print samples
 	@dev/train.sh $(PROGRAM)
 
 FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \

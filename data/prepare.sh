@@ -11,7 +11,7 @@
 # Files are copied from $DATA_MIRROR if it is set, otherwise downloaded. If tinyshakespeare is not
 # available, the stories written by data/stories replace it. A download has the suffix .part until
 # it is complete and its SHA-256 or header is right; an interrupted one is continued. Without a
-# network, a call tries one file, for at most 5 s. DATA_URL=http://localhost:8000 replaces
+# network, a call tries one file, for at most 3 s. DATA_URL=http://localhost:8000 replaces
 # https://HOST in every address, for dev/test/test_prepare.py. tinystories, fineweb-edu and
 # hellaswag have not been tried with the real servers.
 set -u
@@ -61,19 +61,19 @@ prepared() {
 # --- Copying and downloading ----------------------------------------------------------------------
 
 # transfer URL PART: appends the missing bytes to PART, or all of them if the server cannot continue.
-# Gives up after 5 s without a connection or 30 s without a byte; wget's limit is lower because it
+# Gives up after 3 s without a connection or 30 s without a byte; wget's limit is lower because it
 # applies to each address of a host, and these hosts have four or more.
 transfer() {
     local loud=--silent code status
     [ -t 2 ] && [ -z "$again" ] && loud=--progress-bar
     if command -v curl > /dev/null; then
-        code=$(curl --fail --location $loud --connect-timeout 5 --speed-limit 1 --speed-time 30 \
+        code=$(curl --fail --location $loud --connect-timeout 3 --speed-limit 1 --speed-time 30 \
             --continue-at - --write-out '%{http_code}' --output "$2" "$1")
         status=$?
         [ $status -ne 33 ] || { rm -f "$2" && transfer "$@" && return; }
         [ $status -eq 0 ] || [ "$code" = 416 ]    # 416: it was complete
     else
-        wget --quiet --tries=1 --connect-timeout=1 --dns-timeout=5 --read-timeout=30 --continue \
+        wget --quiet --tries=1 --connect-timeout=1 --dns-timeout=3 --read-timeout=30 --continue \
             --output-document="$2" "$1" 2> /dev/null
     fi
 }

@@ -123,13 +123,22 @@ def test_no_data(machine):
     assert parts and len(parts) == len(set(parts)) and (machine.clone / "train_gpt2").exists()
     status, said, calls = machine.make("-s", "train_gpt2cu", "ARCH=80", compiler, **mirror)
     assert status == 0 and re.search(
-        r"^no data yet \(prepare.sh: DATA_MIRROR=\S* has no .*again$", said, re.M)
+        r"^no data in data/ yet: preparing tiny.*\n(.*\n)*no data yet \(prepare.sh: DATA_MIRROR=\S* "
+        "has no .*again$", said, re.M)
     for name in "train_gpt2cu", "data/tokenize", "data/tokenize.c":
         (machine.clone / name).unlink(missing_ok=True)
     (machine.clone / "data/tokenize.c").write_text('#error "injected"\n')
     status, said, calls = machine.make("-s", "train_gpt2cu", "ARCH=80")
     assert status == 0 and (machine.clone / "train_gpt2cu").exists()
     assert re.search(r"^no data yet .*make data tries again$", said, re.M)
+
+
+def test_train_data(machine):
+    """make train prepares data if there is none, and does not try again once there are stories."""
+    tries = lambda: "data/prepare.sh" in machine.make("-n", "train")[1]
+    assert tries()
+    (machine.clone / "data/stories_bpe_train.bin").touch()
+    assert not tries()
 
 
 def test_toolkit(machine):
