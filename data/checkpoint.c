@@ -117,6 +117,7 @@ typedef struct {
     int64_t step, updates, position, skipped;  // position: sequences consumed (chapter Data)
     int64_t pending_validation;  // 1: a signal interrupted the validation after `step`
     int64_t loss_scale_log2, loss_scale_steps;  // fp16: loss scale, and steps since it changed
+    int64_t best_loss;  // lowest validation loss of a checkpoint, in 1e-9 nats; 0: none has one
     NormWindow norms;
 } RunState;
 
@@ -132,7 +133,8 @@ static const struct {
                     {"norm_count", offsetof(RunState, norms.count), 0},
                     {"pending_validation", offsetof(RunState, pending_validation), 1},
                     {"loss_scale_log2", offsetof(RunState, loss_scale_log2), 1},
-                    {"loss_scale_steps", offsetof(RunState, loss_scale_steps), 1}};
+                    {"loss_scale_steps", offsetof(RunState, loss_scale_steps), 1},
+                    {"best_loss", offsetof(RunState, best_loss), 1}};
 enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
@@ -536,15 +538,30 @@ static void checkpoint_sweep(const char *output) {
     free(list.steps);
 }
 
-// Removes all but the newest `keep` checkpoints up to `newest`, the run's current step. Later
+// Makes the link `output`/best point to the checkpoint `path`.
+static void checkpoint_mark_best(const char *output, const char *path) {
+    char link[PATH_BYTES], next[PATH_BYTES];
+    path_print(link, "%s/best", output);
+    path_print(next, "%s/best.tmp", output);
+    unlink(next);
+    if (symlink(strrchr(path, '/') + 1, next) != 0 || rename(next, link) != 0) {
+        fprintf(stderr, "%s: cannot link %s: %s\n", program_name, link, strerror(errno));
+    }
+}
+
+// Removes all but the best and the newest `keep` checkpoints up to `newest`, the run's current step. Later
 // checkpoints are damaged ones that the resume skipped; they do not count, so that they never
 // displace a verified one. A checkpoint is renamed before it is removed: a kill in between leaves
 // an unfinished checkpoint, not a damaged one.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
+    char path[PATH_BYTES], gone[PATH_BYTES], best[32] = "";
+    path_print(path, "%s/best", output);
+    if (readlink(path, best, sizeof best - 1) < 0) {
+        best[0] = 0;
+    }
     for (int i = 0, kept = 0; i < list.count; i++) {
-        char path[PATH_BYTES], gone[PATH_BYTES];
-        if (list.steps[i] > newest || kept++ < keep) {
+        if (list.steps[i] > newest || kept++ < keep || list.steps[i] == step_of_name(best, "")) {
             continue;
         }
         path_print(path, "%s/step-%08" PRId64, output, list.steps[i]);
