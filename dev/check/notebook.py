@@ -25,7 +25,8 @@ root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 def options_of(program, known={}):
     """The options that --help of a program lists."""
     if program not in known:
-        said = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
+        every = ["all"] if program != "data/tokenize" else []
+        said = subprocess.run([program, "--help", *every], capture_output=True, text=True, check=True)
         known[program] = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", said.stdout))
     return known[program]
 

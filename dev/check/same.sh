@@ -140,7 +140,7 @@ part_plans() {
             done
         done
     done
-    ./train_gpt2 --help | reads help > "$scratch/help" && cat "$scratch/help"
+    ./train_gpt2 --help all | reads help > "$scratch/help" && cat "$scratch/help"
     while read -r _ _ name _; do    # a value that is refused names those that are not
         ./train_gpt2 "--$name=?" --version 2>&1 | head -n 1 | sed -n "s/.*: '?' is not//p" |
             grep -oE '[^ ]+\|[^ ]+|[0-9.]+' | tr '\n' ' ' | sed "s/.*/--$name accepts\t&\n/"

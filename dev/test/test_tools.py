@@ -103,7 +103,7 @@ def test_install(tmp_path):
         COMP_WORDS=(train_gpt2 -r n) COMP_CWORD=2 && _train_gpt2 && echo "${COMPREPLY[@]}"
         COMP_WORDS=(train_gpt2 -e d1) COMP_CWORD=2 && _train_gpt2 && echo "${COMPREPLY[@]}"
         COMP_WORDS=(train_gpt2 --gpu h2) COMP_CWORD=2 && _train_gpt2 && echo "${COMPREPLY[@]}" """])
-    assert completed.splitlines() == [*options, "wsd", "none norm", "d12", "h200"]
+    assert completed.splitlines() == [*options, "wsd", "none norm", "d12", "h20 h200"]
     assert "usage" in shell("root/usr/bin/train_gpt2_report --help")
     shell("root/usr/bin/train_gpt2_tokenize --help")
     if shutil.which("groff"):
@@ -184,6 +184,7 @@ def test_notebook():
     """The notebook has no fault, and each of the planted ones is found."""
     check = [sys.executable, TOP / "dev/check/notebook.py"]
     assert shell(check) == ""
+    assert "--train-bpe {size} --documents" in (TOP / "dev/train_gpt2.ipynb").read_text()
     wrong = (TOP / "dev/train_gpt2.ipynb").read_text()
     for was, now in (("--fit bits", "--fitt bits"), ('"import array', '"import (array'),
                      ("-g 60 ", "--sampels "), ("-e d24 -b", "-e d24 -B"),
