@@ -698,7 +698,7 @@ TEST(nccl_deaths) {
     expect(rank_codes == (std::vector<int>{55, 0, 55}), "a silent end: %s", rank_text.c_str());
     Setting timeout(emu::set.nccl_timeout_s, 2);
     expect_ranks_die(rank_hangs, 3, "rank 2 did not reach AllGather #1 within 2 s", "on rank 1");
-    expect_ranks_die(rank_nothing, 4, "with 4 ranks, and rank 0 with 3", "CommInit");
+    expect_ranks_die(rank_nothing, 4, "rank 3 did not reach CommInit", "on rank 0");
 }
 #endif
 
