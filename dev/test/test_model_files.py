@@ -255,8 +255,8 @@ def test_not_finite(dtype, name, element, values):
     members[name][2] = data[:at] + values + data[at + len(values):]
     write_model("model", safetensors({}, members), config_text(shape))
     # A refused run frees nothing, which a sanitizer would report.
-    refused("-i train.bin -e model -b 2 -x 1", "tensor %s: a number is not finite"
-            % name, env={"ASAN_OPTIONS": "detect_leaks=0"})
+    refused("-i train.bin -e model -b 2 -x 1", "tensor %s: a number is not finite" % name,
+            env={"ASAN_OPTIONS": "detect_leaks=0"})
 
 
 def test_parts():

@@ -88,7 +88,7 @@ BAD_OPTIONS = [
     ("--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"),
     ("--plan --gpus 2 -e d12 --offload gradients", "works on one GPU only"),
     ("--fit bits -e d12 --gpus 4", "no memory is known or left for a plan: name a card"),
-    ("--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "B x T = 1 x 1024 times the number of ranks, 4"),
+    ("--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "= 1 x 1024 times the number of ranks, 4"),
     ("--minimum -e d12 -z 1", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"),
     ("--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 shards states across GPUs: it needs --gpus N"),
     ("--minimum -e d12 -b 2", "finds the least memory by itself: leave --batch out"),
@@ -426,22 +426,6 @@ def test_version():
         assert re.match(r"train_gpt2\w* [0-9.]+\ncompiler  .*\n(.*\n)*built in  ",
                         succeeds(arguments))
     assert all(card in succeeds("--help") for card in ("3060-laptop", "rtx-pro-6000", "gh200"))
-
-
-def hidden(then):
-    """Runs a program where the files that contain the available memory are hidden."""
-    Path("none").touch()
-    return subprocess.run(
-        ["unshare", "-rm", "sh", "-c", "mount --bind none /proc/meminfo && mount -t tmpfs none "
-         "/sys/fs/cgroup && exec " + then], capture_output=True, text=True)
-
-
-def test_memory_unknown():
-    """If the available memory is unknown, a plan compares it with nothing."""
-    if hidden("true").returncode:
-        pytest.skip("no permission to mount over system files")
-    o = hidden("'%s' -e l2h2c16t16 --plan" % words("")[0])
-    assert o.returncode == 0 and "fits" not in o.stdout
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS",
