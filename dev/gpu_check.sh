@@ -31,27 +31,15 @@
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true BENCH=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
+PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
 unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
-# Per stage: the seconds after which one of its commands is stopped on a machine with 16 or more
-# cores; fewer cores have in proportion longer.
-declare -A limit_s
-all_stages=
-while read -r stage limit; do
-    limit_s[$stage]=$((limit * 16 / $(n=$(nproc); echo $((n < 16 ? n : 16)))))
-    all_stages+=${all_stages:+ }$stage
-done << 'TABLE'
-build      150
-check       60
-bits       120
-speed      120
-test       180
-sanitizer   90
-offload     60
-gpus        60
-bench      120
-torch      120
-TABLE
+# The stages, and the seconds after which one of their commands is stopped on a machine with 16 or
+# more cores; fewer cores have in proportion longer.
+all_stages="build check bits speed test sanitizer offload gpus bench torch"
+declare -A limit_s=([build]=150 [check]=60 [bits]=120 [speed]=120 [test]=180 [sanitizer]=90
+                    [offload]=60 [gpus]=60 [bench]=120 [torch]=120)
+cores=$(nproc)
 STAGES=${STAGES-$all_stages}
 LOGS=${LOGS:-build/gpu_check} PYTHON=${PYTHON:-python3} MODELS=${MODELS:-d12 d48}
 STEPS=${STEPS:-20} LARGEST_BATCH=${LARGEST_BATCH:-16} SECONDS_IN_ALL=${SECONDS_IN_ALL:-580}
@@ -129,6 +117,7 @@ outcomes() { found verdicts | cut -f 1 | grep -cx "$1"; }
 # the time was up, even before the start (137: the command ignored SIGTERM).
 logged() {
     local status=124 left=$((SECONDS_IN_ALL - SECONDS)) most=${limit_s[$stage]}
+    most=$((cores < 16 ? most * 16 / cores : most))
     : > "$work/last"
     if [ $left -ge 3 ]; then
         timeout --kill-after=5 $((left < most ? left : most)) "$@" > "$work/last" 2>&1
@@ -157,14 +146,6 @@ passes() {
     else
         report "$what" FAILED "$(why $?)"
     fi
-}
-
-# find_tool NAME: its path, from the PATH or the CUDA toolkit; empty if it is not installed.
-find_tool() {
-    command -v "$1" && return
-    for folder in /usr/local/cuda/bin /usr/local/cuda/compute-sanitizer; do
-        [ -x "$folder/$1" ] && echo "$folder/$1" && return
-    done
 }
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -231,12 +212,12 @@ positions() {
 stage_machine() {
     local commit
     commit=$(git rev-parse --short=12 HEAD 2> /dev/null || echo unknown)
-    nvcc=$(find_tool nvcc) idle_mib=$(gpu memory.used)
+    idle_mib=$(gpu memory.used)
     idle_mib=${idle_mib:-0}
     case $(gpu compute_cap) in 7.*) DTYPE=${DTYPE:-fp16} ;; esac
     DTYPE=${DTYPE:-bf16}
     machine="${name:-no GPU seen}, driver $(gpu driver_version | grep . || echo none), nvcc $(
-        "${nvcc:-false}" --version 2> /dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p' |
+        nvcc --version 2> /dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p' |
             grep . || echo none), commit $commit, $(date -u +%F)"
     { uname -srm; nproc; free -m; df -m .; timeout 20 nvidia-smi; timeout 20 nvidia-smi topo -m; } \
         > "$LOGS/machine.log" 2>&1
@@ -361,8 +342,7 @@ stage_bench() { passes "$BENCH" "$BENCH"; }
 # Only kernels whose names end in _kernel are checked: all of ours, and hardly any of the
 # libraries', which are slow to check and not ours to fix.
 stage_sanitizer() {
-    local tool dtype status ours sanitizer
-    sanitizer=$(find_tool compute-sanitizer)
+    local tool dtype status ours
     cat > "$work/injected.cu" << 'CUDA'
 __global__ void injected_kernel(int *p) {
     __shared__ int s[64];
@@ -376,16 +356,16 @@ int main() {
     return cudaDeviceSynchronize() != cudaSuccess;
 }
 CUDA
-    if [ -z "$sanitizer" ] || [ -z "$nvcc" ] ||
-        ! logged "$nvcc" -arch=native -lineinfo -o "$work/injected" "$work/injected.cu"; then
+    if ! command -v compute-sanitizer > /dev/null ||
+        ! logged nvcc -arch=native -lineinfo -o "$work/injected" "$work/injected.cu"; then
         report all skipped "no compute-sanitizer, or nvcc does not build a probe"
         return
     fi
     for tool in memcheck racecheck; do
         # OMP_WAIT_POLICY is set because the program would otherwise restart itself with it, and the
         # tool might lose the new process.
-        set -- env OMP_WAIT_POLICY=passive "$sanitizer" --tool $tool --kernel-name kns=_kernel \
-            --report-api-errors explicit --print-limit 1000 --error-exitcode 9
+        set -- env OMP_WAIT_POLICY=passive compute-sanitizer --tool $tool --error-exitcode 9 \
+            --kernel-name kns=_kernel --report-api-errors explicit --print-limit 1000
         if logged "$@" "$work/injected" || ! grep -q injected_kernel "$work/last"; then
             report $tool skipped "it does not find an injected error on this machine"
             continue
@@ -512,9 +492,8 @@ summary() {
     cat << TEXT
 
 Medians; a step is B sequences of the model's T, $DTYPE. Measured: the growth of the GPU's used
-memory in nvidia-smi, with CUDA context and libraries. PyTorch: fp32 weights under bf16 autocast,
-SDPA (flash), fused AdamW, the same clipping; -r 1: every block checkpointed; measured: peak
-reserved memory plus the context. Ratio: tokens/s of this program over those of PyTorch.
+memory, with CUDA context and libraries. PyTorch: fp32 weights under bf16 autocast, SDPA (flash),
+fused AdamW, the same clipping; -r 1: every block checkpointed. Ratio: tokens/s over PyTorch's.
 
 TEXT
     printf '```\n'

@@ -51,7 +51,7 @@ def read_text(path):
 
 
 class Run:
-    """A log by subject and step. The last line of a step counts; a resume discards later steps."""
+    """A log by subject and step. The last line of a step counts, and discards later ones."""
 
     def __init__(self, path):
         self.path = os.path.join(path, "log.jsonl") if os.path.isdir(path) else path
@@ -77,11 +77,13 @@ class Run:
             self.start, self.end = event, ""
         elif kind == "end":
             self.end = event["reason"]
-        if kind == "resume" or (kind == "start" and not event["options"].get("resume")):
+        elif kind == "resume":
+            self.resumes.append(step)
+        if "loss" in event and step <= max(self.steps, default=0):
             for table in tables.values():
-                for later in [at for at in table if at > step]:
+                for later in [at for at in table if at >= step]:
                     del table[later]
-            self.resumes = [at for at in self.resumes if at < step] + ([step] if step else [])
+            self.resumes = [at for at in self.resumes if at < step]
         for key, table in tables.items():
             if key in event and kind is None:
                 table[step] = event if key == "loss" else event[key]
@@ -96,10 +98,10 @@ class Run:
 
 
 def parse(path, members, command):
-    """The output of `command`: a JSON object that has `members`."""
+    """The output of `command`: a JSON object that has one of `members`."""
     try:
         found = json.loads(read_text(path))
-        if all(member in found for member in members):
+        if any(member in found for member in members):
             return found
     except (ValueError, TypeError):
         pass
@@ -148,7 +150,7 @@ def pyplot():
 def picture(figure):
     """The figure as an SVG element."""
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
+    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return out.getvalue().split("?>", 1)[1].split(".dtd\">", 1)[1].strip() + "\n"
 
 
@@ -213,7 +215,7 @@ def plan_svg(plan):
         rows = [row for row in plan["buffers"] if row["home"] == home and row["bytes"]]
         whole = [row for row in rows if row["end"] - row["first"] == len(ticks)]
         size = size_text(max(row["offset"] + row["bytes"] for row in rows))
-        name = "Memory" if plan.get("target") == "cpu" else f"{home.capitalize()} memory"
+        name = f"{home.capitalize()} memory"
         parts += [(title, drawn, rows) for title, drawn in (
             (f"{name} over a step: {size}", whole),
             (f"{name} used by some stages only", [row for row in rows if row not in whole]))
@@ -225,8 +227,9 @@ def plan_svg(plan):
         for group in sorted({row["group"] for row in drawn},
                             key=lambda name: (*GROUPS, name).index(name)):
             own = [row for row in drawn if row["group"] == group]
-            corners = [(row[x], (row["offset"] + y * row["bytes"]) / 2 ** 20) for row in own for x, y
-                       in (("first", 0), ("end", 0), ("end", 1), ("first", 1), ("first", 0))]
+            corners = [(row[x], (row["offset"] + y * row["bytes"]) / 2 ** 20)
+                       for row in own for x, y in (("first", 0), ("end", 0), ("end", 1),
+                                                   ("first", 1), ("first", 0))]
             at.add_patch(PathPatch(
                 Path(corners, [1, 2, 2, 2, 79] * len(own)), facecolor=GROUPS.get(group, "#999999"),
                 edgecolor="white", linewidth=0.3, label=f"{group}, at most "
@@ -375,9 +378,9 @@ def main():
     given = parser.parse_args()
     if not (given.run or given.plan or given.fit):
         parser.error("name the folder of a run, or give --plan FILE or --fit FILE")
-    plan = given.plan and parse(given.plan, ("ticks", "buffers", "total_bytes"), "--plan --json")
+    plan = given.plan and parse(given.plan, ("ticks",), "--plan --json")
     if given.fit:
-        answers = [parse(path, ("query",), "--fit --json or of --plan --gpu all --json")
+        answers = [parse(path, ("ways", "cards"), "--fit --json or of --plan --gpu all --json")
                    for path in given.fit]
         output, title, body = "fit.html", "What fits", lambda: fit_html(answers)
         draw = lambda: fit_svg(answers[0])

@@ -31,7 +31,7 @@ cuda=${CUDA_HEADERS-} page=$(command -v emcc > /dev/null && command -v chromium)
 add - yes train_gpt2 data/tokenize data/stories
 add "headers of CUDA" "$cuda" train_gpt2cu_cpu
 if [ "$part" != rest ]; then
-    add - yes build/{test_gpt2,test_gpt2_double,fuzz_replay} build/test/{data,harness,sass}
+    add - yes build/{test_gpt2,test_gpt2_double,fuzz_replay} build/test/{data,harness}
     add "headers of CUDA" "$cuda" build/{test_gpt2cu_cpu,test_cuda_cpu,cuda_example}
     add "32-bit libraries (gcc-multilib)" "${M32-}" build/plan_32
     add "emcc or chromium" "$page" build/plan.html

@@ -2,15 +2,11 @@
 """GPT-2's training step in PyTorch, to compare with train_gpt2cu:
     dev/bench/against_torch.py --model d12
 
-Does the same work as a step of train_gpt2cu: forward, backward, clipping, AdamW, uploading the
-batch and reading the loss, with the same shapes (same vocabulary padding, wte tied). Uses PyTorch's
-common setup: fp32 weights and moments with bf16 autocast, SDPA, fused AdamW. Four variants: eager
-and compiled, each with all activations kept (-r 0) and with every block checkpointed (-r 1). Models
-with more than 12 layers are compiled block by block, as PyTorch recommends: compiling the whole
-graph of 48 layers would take minutes. Without CUDA it runs on the CPU, which only shows that it
-works.
-
-With --generate it times generation instead: transformers compared with ./train_gpt2.
+Does the same work as a step of train_gpt2cu, with the same shapes, in PyTorch's common setup: fp32
+weights and moments with bf16 autocast, SDPA, fused AdamW. Four variants: eager and compiled, each
+with all activations kept (-r 0) and with every block checkpointed (-r 1). Models with more than 12
+layers are compiled block by block: the whole graph of 48 layers would take minutes. Without CUDA
+it runs on the CPU, which only shows that it works.
 
 Prints one line per variant as soon as it is measured: the median of steps after warm-up, and the
 peak of reserved device memory, CUDA context included:
@@ -19,9 +15,7 @@ torch eager d12 -r 0 B 16 T 1024 ms 101.2 tokens/s 161897 MiB 20112
 import argparse
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 
 import torch
@@ -33,7 +27,6 @@ PRESETS = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280),
            "d48": (48, 25, 1600)}  # L, NH, C
 WAYS = ((False, "eager"), (True, "eager"), (False, "compiled"), (True, "compiled"))  # quick first
 WARM_UP, BATCHES, WHOLE_GRAPH_LAYERS = 3, 4, 12
-END_OF_TEXT = 50256
 
 
 def shape(name):
@@ -113,10 +106,11 @@ def device_mib(device):
     return (torch.cuda.max_memory_reserved() + others) >> 20
 
 
-def measure(args, way, recompute, B, device):
-    """Trains a fresh model for a few steps and prints its line."""
+def measure(args, way, recompute, B, device, T=None):
+    """Trains a fresh model for a few steps and prints its line. On the CPU it is in fp32 if T is
+    given, as our CPU program is."""
     L, NH, C, max_T, Vp = shape(args.model)
-    T = args.seq_len or max_T
+    bf16, T = not T, T or max_T
     torch.manual_seed(42)
     with device:
         model = GPT2(L, NH, C, max_T, Vp, recompute)
@@ -128,10 +122,10 @@ def measure(args, way, recompute, B, device):
     if device.type == "cuda":
         tokens = tokens.pin_memory()
     times = []
-    for step in range(args.warm_up + args.steps):
+    for step in range(WARM_UP + args.steps):
         began = time.perf_counter()
         batch = tokens[step % BATCHES].to(device, non_blocking=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -141,73 +135,29 @@ def measure(args, way, recompute, B, device):
         times.append((time.perf_counter() - began) * 1e3)
     if not value < 1e3:
         raise RuntimeError(f"the loss is {value}")
-    ms = statistics.median(times[args.warm_up:])
+    ms = statistics.median(times[WARM_UP:])
     print(f"torch {way} {args.model} -r {recompute:d} B {B} T {T} ms {ms:.3f} "
           f"tokens/s {B * T / ms * 1e3:.0f} MiB {device_mib(device)}", flush=True)
     return ms
 
 
-def compare_bench(args, device):
-    """Times in PyTorch every step that build/bench_cpu timed, and prints the ratio."""
-    with open(args.bench, encoding="utf-8") as f:
-        step = r"^(\S+) B (\d+) T (\d+) (fp32|bf16): step ([0-9.]+) ms"
-        ours = re.findall(step, f.read(), re.M)
-    args.warm_up = 2
-    for args.model, B, T, args.precision, ms in ours:
-        B, args.seq_len, best = int(B), int(T), None
-        args.steps = 30 if B * args.seq_len * shape(args.model)[2] < 1e5 else 3
-        for way in ("eager", "compiled"):
-            try:
-                took = measure(args, way, False, B, device)
-                best = min(took, best or took)
-            except Exception as error:  # the compiler does not work here
-                print(f"torch {way} {args.model} FAILED: {type(error).__name__}", flush=True)
-            torch.compiler.reset()
-        if best:
-            print(f"{args.model} B {B} T {T} {args.precision}: {best / float(ms):.2f} x as fast as "
-                  "PyTorch's best", flush=True)
-
-
-def generate(args):
-    """Times transformers' generate and train_gpt2's on the CPU, alternating: the same weights in
-    the same file, fp32, one sequence that begins with <|endoftext|>, KV cache, greedy. Prints the
-    medians of tokens/s, excluding the first token of both, and how many tokens agree.
-    """
-    from transformers import GPT2Config, GPT2LMHeadModel
-    L, NH, C, T, _ = shape(args.model)
-    torch.manual_seed(42)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=L, n_head=NH, n_embd=C, n_positions=T)).eval()
-    with torch.no_grad():
-        model.transformer.wte.weight[END_OF_TEXT] = 0  # its logit: never the largest
-    prompt = torch.full((1, 1), END_OF_TEXT)
-
-    def torch_tokens(count):
-        began = time.perf_counter()
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
-                             min_new_tokens=count, max_new_tokens=count, pad_token_id=END_OF_TEXT)
-        return time.perf_counter() - began, out[0, 1:].tolist()
-
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        command = [args.program, "-e", folder, "--generate", "--temperature", "0", "-g",
-                   str(args.generate)]
-        rates, torch_rates = [], []
-        torch_tokens(2)
-        for _ in range(args.rounds):
-            run = subprocess.run(command, capture_output=True, text=True, check=True)
-            rates.append(float(re.search(r"; [0-9,]+ tokens, ([0-9,]+) tokens/s", run.stderr)
-                               .group(1).replace(",", "")))
-            first, whole = torch_tokens(1)[0], torch_tokens(args.generate)
-            torch_rates.append((args.generate - 1) / (whole[0] - first))
-    rate, torch_rate = statistics.median(rates), statistics.median(torch_rates)
-    print(f"generate {args.model}, {args.generate} tokens, medians of {args.rounds}: train_gpt2 "
-          f"{rate:.1f} tokens/s, transformers {torch_rate:.1f}: {rate / torch_rate:.2f} x")
-    words = run.stdout.split()
-    if all(word.isdigit() for word in words):  # text if GPT-2's vocabulary is available
-        same = 0
-        while same < min(len(words), len(whole[1])) and int(words[same]) == whole[1][same]:
-            same += 1
-        print(f"the same tokens: the first {same} of {args.generate}", flush=True)
+def best_of(args, ways, device, T=None):
+    """Measures (recompute, way) in turn; returns the least ms, None if none works."""
+    best = None
+    for recompute, way in ways:
+        B = args.batch_recompute if recompute and args.batch_recompute else args.batch
+        try:
+            took = measure(args, way, recompute, B, device, T)
+            best = min(took, best or took)
+        except Exception as error:  # out of memory, or the compiler does not work here
+            first_line = str(error).strip().split("\n")[0][:150]
+            print(f"torch {way} {args.model} -r {recompute:d} B {B} FAILED: "
+                  f"{type(error).__name__}: {first_line}", flush=True)
+        torch.compiler.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return best
 
 
 def main():
@@ -215,45 +165,23 @@ def main():
     parser.add_argument("--model", default="d12", help="d12 d24 d36 d48 or a shape: l2h2c64t64")
     parser.add_argument("--batch", type=int, default=4, help="sequences with -r 0")
     parser.add_argument("--batch-recompute", type=int, help="sequences with -r 1; default: --batch")
-    parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: the model's")
     parser.add_argument("--steps", type=int, default=10, help="timed steps after the warm-up")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not timed")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16",
-                        help="bf16: autocast")
     parser.add_argument("--bench", metavar="FILE",
                         help="time the steps in this output of build/bench_cpu, on the CPU")
-    parser.add_argument("--generate", type=int, metavar="TOKENS",
-                        help="time generation instead: transformers and train_gpt2 on the CPU")
-    parser.add_argument("--rounds", type=int, default=5, help="with --generate: runs of each")
-    parser.add_argument("--program", default="./train_gpt2", help="with --generate: train_gpt2")
     args = parser.parse_args()
-    shape(args.model)
-    cuda = torch.cuda.is_available() and not args.bench
-    device = torch.device("cuda" if cuda else "cpu")
-    if args.generate:
-        generate(args)
-        return 0
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.bench else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"# PyTorch {torch.__version__} on {name}, {torch.get_num_threads()} threads: "
-          "fp32 weights; bf16: autocast", flush=True)
-    if args.bench:
-        compare_bench(args, device)
-        return 0
-    failed = 0
-    for recompute, way in WAYS:
-        B = args.batch_recompute if recompute and args.batch_recompute else args.batch
-        try:
-            measure(args, way, recompute, B, device)
-        except Exception as error:  # out of memory, or the compiler does not work here
-            first_line = str(error).strip().split("\n")[0][:150]
-            print(f"torch {way} {args.model} -r {recompute:d} B {B} FAILED: "
-                  f"{type(error).__name__}: {first_line}", flush=True)
-            failed = 1
-        torch.compiler.reset()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-    return failed
+    print(f"# PyTorch {torch.__version__} on {name}, {torch.get_num_threads()} threads", flush=True)
+    if not args.bench:
+        return best_of(args, WAYS, device) is None
+    with open(args.bench, encoding="utf-8") as f:
+        steps = re.findall(r"^(\S+) B (\d+) T (\d+): step ([0-9.]+) ms", f.read(), re.M)
+    for args.model, B, T, ms in steps:
+        args.batch, args.steps = int(B), 3 if args.model in PRESETS else 30
+        best = best_of(args, ((False, "eager"), (False, "compiled")), device, int(T))
+        print(f"{args.model} B {B} T {T}: {(best or 0) / float(ms):.2f} x as fast as PyTorch's "
+              "best", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

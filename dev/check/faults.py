@@ -143,8 +143,8 @@ def children(pid):
 def kill_moment(out, process, seconds, draw):
     """Waits for a random time, which may be short, or for a checkpoint that is being written or
     removed."""
-    if draw.random() < 0.5:
-        return time.sleep(draw.uniform(0, seconds * draw.choice((0.1, 0.9, 0.9))))
+    if draw.random() < 0.5:    # often before the first step, as when a run resumes
+        return time.sleep(draw.uniform(0, seconds * draw.choice((0.1, 0.3, 0.9))))
     seen, wanted, end = set(glob.glob(out + "/*.tmp")), draw.randint(1, 6), time.time() + seconds
     wanted += len(seen)
     while len(seen) < wanted and time.time() < end and process.poll() is None:
@@ -161,7 +161,7 @@ def kill_place(out, stdout):
         return "removing a checkpoint"
     if unfinished:
         return "writing a checkpoint"
-    if re.search(r"^step ", stdout, re.M):
+    if re.search(r"^step +\d+/", stdout, re.M):
         return "training"
     return "resuming" if steps else "starting"
 
@@ -200,10 +200,9 @@ class File:
     def __init__(self):
         self.live, self.durable, self.writes = bytearray(), bytearray(), []
 
-    def write(self, at, data):
-        self.live[len(self.live):at] = bytes(max(0, at - len(self.live)))
-        self.live[at:at + len(data)] = data
-        self.writes.append((at, bytes(data)))
+    def write(self, data):
+        self.writes.append((len(self.live), data))
+        self.live += data
 
     def truncate(self, size):
         self.live[size:] = bytes(max(0, size - len(self.live)))
@@ -241,7 +240,6 @@ class Disk:
 
     def __init__(self, root):
         self.root, self.top, self.pending = os.path.realpath(root), Folder(), []
-        self.at = {}    # offset of each descriptor that was opened without O_APPEND
 
     def find(self, path):
         """The folder that holds path and its name in it; None for files elsewhere."""
@@ -264,83 +262,54 @@ class Disk:
 
     def entry(self, *changes):
         """Changes names at once: (folder, name, node or None)."""
-        for folder, name, node in changes:
-            if node is None:
-                folder.live.pop(name, None)
-            else:
-                folder.live[name] = node
+        self.apply(changes, "live")
         self.pending.append(changes)
 
     @staticmethod
-    def apply(changes):
+    def apply(changes, state):
         for folder, name, node in changes:
-            if node is None:
-                folder.durable.pop(name, None)
-            else:
-                folder.durable[name] = node
+            names = getattr(folder, state)
+            names.pop(name, None)
+            if node:
+                names[name] = node
 
     def sync(self, node):
         if isinstance(node, File):
             node.sync()
         elif node:
             for changes in [c for c in self.pending if any(f is node for f, _, _ in c)]:
-                self.apply(changes)
+                self.apply(changes, "durable")
                 self.pending.remove(changes)
 
     def call(self, name, line, arguments, result):
-        """One successful system call, as strace prints it with -y -xx."""
-        paths = [bytes.fromhex(text.replace("\\x", "")).decode("latin-1")
-                 for text in re.findall(r'"((?:\\x[0-9a-f]{2})*)"', arguments)]
-        opened = re.search(r"<([^<>]*)>$", result.strip())
-        descriptor = re.match(r"(\d+)<([^<>]*)>", arguments)
-        node = self.get(unhex(descriptor[2])) if descriptor else None
-        if name in ("open", "openat", "creat"):
-            folder, base = self.find(paths[0])
-            if folder is None or opened is None:
-                return
-            node = folder.live.get(base)
-            if node is None and "O_CREAT" in arguments:
-                node = File()
-                self.entry((folder, base, node))
-            if isinstance(node, File) and "O_TRUNC" in arguments and node.live:
-                node.truncate(0)
-            self.at[result.split("<")[0], unhex(opened[1])] = None if "O_APPEND" in arguments else 0
-        elif name in ("write", "writev", "pwrite64") and isinstance(node, File):
-            size = int(result)
-            data = b"".join(bytes.fromhex(text.replace("\\x", ""))
-                            for text in re.findall(r'"((?:\\x[0-9a-f]{2})*)"', arguments))[:size]
-            key = descriptor[1], unhex(descriptor[2])
-            if name == "pwrite64":
-                node.write(int(arguments.split(",")[-1]), data)
-            elif self.at.get(key) is None:
-                node.write(len(node.live), data)
-            else:
-                node.write(self.at[key], data)
-                self.at[key] += size
-        elif name == "lseek" and isinstance(node, File):
-            if self.at.get((descriptor[1], unhex(descriptor[2]))) is not None:
-                self.at[descriptor[1], unhex(descriptor[2])] = int(result)
-        elif name == "ftruncate" and isinstance(node, File):
-            node.truncate(int(arguments.split(",")[1]))
-        elif name in ("fsync", "fdatasync"):
-            self.sync(node)
-        elif name in ("mkdir", "mkdirat"):
-            folder, base = self.find(paths[0])
-            if folder:
-                self.entry((folder, base, Folder()))
-        elif name in ("rename", "renameat", "renameat2"):
+        """One successful system call, as strace prints it with -y -xx. All writes append."""
+        paths = [unhex(text) for text in re.findall(r'"((?:\\x[0-9a-f]{2})*)"', arguments)]
+        descriptor = re.match(r"\d+<([^<>]*)>", arguments)
+        node = self.get(unhex(descriptor[1])) if descriptor else None
+        if name == "rename":
             (old, was), (new, becomes) = self.find(paths[0]), self.find(paths[1])
             if old and new:
                 self.entry((old, was, None), (new, becomes, old.live[was]))
-        elif name in ("unlink", "unlinkat", "rmdir"):
+        elif name in ("openat", "mkdir", "unlink", "rmdir"):
             folder, base = self.find(paths[0])
-            if folder:
-                self.entry((folder, base, None))
+            known = folder and folder.live.get(base)
+            if folder and name == "openat" and not known and "O_CREAT" in arguments:
+                self.entry((folder, base, File()))
+            elif isinstance(known, File) and "O_TRUNC" in arguments and known.live:
+                known.truncate(0)
+            elif folder and name != "openat":
+                self.entry((folder, base, Folder() if name == "mkdir" else None))
+        elif name == "write" and isinstance(node, File):
+            node.write(paths[0].encode("latin-1")[:int(result)])
+        elif name == "ftruncate" and isinstance(node, File):
+            node.truncate(int(arguments.split(",")[1]))
+        elif name == "fsync":
+            self.sync(node)
 
     def lose_power(self, draw):
         """Keeps a random prefix of the changes of names that were not synced."""
         for changes in self.pending[:draw.randint(0, len(self.pending))]:
-            self.apply(changes)
+            self.apply(changes, "durable")
 
     def store(self, path, folder=None, durable=None):
         """Writes a tree to a real folder: what is live, or (durable: a Random) what survived."""
@@ -359,15 +328,12 @@ def unhex(text):
     return re.sub(r"\\x([0-9a-f]{2})", lambda m: chr(int(m[1], 16)), text)
 
 
-CALLS = ("open,openat,creat,write,writev,pwrite64,lseek,ftruncate,fsync,fdatasync,mkdir,mkdirat,"
-         "rename,renameat,renameat2,unlink,unlinkat,rmdir")
-
-
 def journal(place, command):
     """Runs a command under strace. Returns its calls in order: name, arguments, result."""
     trace = os.path.join(place.path, "trace")
     done = place.run(command, ["strace", "-f", "-qq", "-y", "-xx", "-s", "100000000",
-                               "-o", trace, "-e", "trace=" + CALLS])
+                               "-o", trace, "-e",
+                               "trace=openat,write,ftruncate,fsync,mkdir,rename,unlink,rmdir"])
     if done.returncode:
         sys.exit(f"faults.py: under strace: {done.stderr.strip()[:500]}")
     calls, begun = [], {}

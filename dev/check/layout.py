@@ -151,4 +151,5 @@ def main():
     return bool(faults)
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

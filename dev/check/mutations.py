@@ -17,10 +17,10 @@ import argparse, concurrent.futures, os, random, re, subprocess, sys, tempfile
 
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 LIST = os.path.join(TOP, "dev/check/mutations.txt")
-# Targets and command of each program of tests. The others drive ./train_gpt2.
-UNIT = {name: ([f"build/{name}"], [f"build/{name}"])
-        for name in ("test_gpt2", "test_gpt2_double", "test_gpt2cu_cpu", "test/data")}
-ON_GPU = ("ranks", "gpu_program")
+PYTHON = next((python for python in (sys.executable, "/usr/bin/python3") if subprocess.run(
+    [python, "-c", "import pytest"], stderr=subprocess.DEVNULL).returncode == 0), sys.executable)
+UNITS = "test_gpt2", "test_gpt2_double", "test_gpt2cu_cpu", "test/data"
+ON_GPU = "test_ranks.py", "test_gpu_program.py"
 SWITCH = """#ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
 #endif
@@ -79,23 +79,26 @@ def read_list():
     return found
 
 
-def command(program):
-    """Targets to build and the command that runs tests of a program."""
-    if program in UNIT:
-        return UNIT[program]
-    drives = "train_gpt2cu_cpu" if program in ON_GPU else "train_gpt2"
-    return [f"build/test/{program}", drives], [f"build/test/{program}", "--program", drives]
+def command(program, names=()):
+    """Targets to build and the command that runs tests of a program: of a unit program those whose
+    names begin so, of a Python file those whose names or parameters contain a word."""
+    if program in UNITS:
+        return [f"build/{program}"], [f"build/{program}", *names]
+    targets = ["train_gpt2", "data/tokenize", "data/stories"]
+    return (targets + ["train_gpt2cu_cpu"] * (program in ON_GPU),
+            [PYTHON, "-m", "pytest", "-q", f"dev/test/{program}", "-k", " or ".join(names)])
 
 
 def check(mutations):
     """Returns the messages about entries that do not apply."""
     files, bad = {}, []
-    tests = set()
+    tests = set()  # the words of Python files, in which a test may be chosen by a parameter
     for folder in ("dev/test", "dev/test/unit"):
         for name in os.listdir(os.path.join(TOP, folder)):
-            if name.endswith((".cpp", ".h")):
+            if name.endswith((".cpp", ".h", ".py")):
                 with open(os.path.join(TOP, folder, name)) as f:
-                    tests |= set(re.findall(r"^TEST\((\w+)", f.read(), re.M))
+                    pattern = r"(?:test_)?([a-z]\w+)" if name[-1] == "y" else r"^TEST\((\w+)"
+                    tests |= set(re.findall(pattern, f.read(), re.M))
     for m in mutations:
         if m.file not in files:
             with open(os.path.join(TOP, m.file)) as f:
@@ -147,7 +150,7 @@ def passes(scratch, program, names, number):
     environment = dict(os.environ, MUTANT=str(number), OMP_NUM_THREADS="1",
                        OMP_WAIT_POLICY="passive")
     try:
-        done = subprocess.run(command(program)[1] + names, cwd=scratch, env=environment,
+        done = subprocess.run(command(program, names)[1], cwd=scratch, env=environment,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
                               encoding="latin-1")
     except subprocess.TimeoutExpired:
@@ -199,7 +202,8 @@ def main():
         for program in sorted({program for program, _ in runs}):
             names = sorted(name for other, name in runs if other == program)
             passed, why = passes(scratch, program, names, 0)
-            failed = [(program, name) for name in names if name in " ".join(why).split()]
+            words = re.split(r"\W+|test_", " ".join(why))
+            failed = [(program, name) for name in names if name in words]
             if not passed and not failed:
                 sys.exit(f"mutations.py: without a mutation, {program}: {why}")
             if not passed:
@@ -217,4 +221,5 @@ def main():
     return 1 if wrong else 0
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -90,13 +90,15 @@ static void refuse_here(const Options *o) {
 
 // Prints the command line with these options, and the one that trains with them on a GPU.
 static void commands_print(const Options *given) {
-    Options o = *given;
-    command_print(program_command, &o, 0);
+    char line[LINE];
+    Options defaults, o = *given;
+    options_default(&defaults);
+    options_line(line, &o, &defaults);
+    printf("%s %s\n", program_command, line);
     o.plan = o.fit = o.minimum = o.largest = o.json = o.gpu_mem = 0;
     o.gpu = "";
-    printf("\n");
-    command_print("./train_gpt2cu", &o, 0);
-    printf("\n");
+    options_line(line, &o, &defaults);
+    printf("./train_gpt2cu %s\n", line);
 }
 
 int main(int argc, char **argv) {

@@ -18,9 +18,9 @@
 
 typedef std::vector<uint16_t> Ids;
 enum { GPT2_TOKENS = 0, BYTE_TOKENS = 1, OWN_TOKENS = 2 };  // token kinds
-enum { SHARD_BYTES = 1024, OWN_VOCABULARY = 1000 };         // header size; of stories_merges.txt
+enum { SHARD_BYTES = 1024, OWN_VOCABULARY = 1000 };         // header size; of the stories' merges
 
-// The first 8 bytes of the SHA-256 of stories_merges.txt.
+// The first 8 bytes of the SHA-256 of the merges that data/tokenize learns from data/stories.
 #define OWN_HASH "\x9f\xfa\x32\x8f\x67\x63\x6d\xdb"
 
 // Returns a token file that holds these tokens.
@@ -57,20 +57,6 @@ inline const bool prepares_corpus = (prepare = write_corpus, true);
 
 // Options with which runs on the corpus begin; tests append more.
 #define TINY "-i train.bin -e l2h2c16t16 -b 2 "
-
-// Writes data/stories' text as training and validation files (the last tenth validates) and returns
-// the options that name them.
-inline Text training_files() {
-    if (system(("'" + root + "/data/stories' > stories.txt").c_str()) != 0) {
-        give_up("cannot run " + root + "/data/stories");
-    }
-    const Text stories = read_file("stories.txt");
-    const Ids tokens(stories.begin(), stories.end());
-    const auto cut = tokens.begin() + (long)(tokens.size() / 10 * 9);
-    write_file("t.bin", shard_bytes({tokens.begin(), cut}, BYTE_TOKENS));
-    write_file("v.bin", shard_bytes({cut, tokens.end()}, BYTE_TOKENS));
-    return "-i t.bin -j v.bin";
-}
 
 // Returns a published data file: $DATA_MIRROR/NAME (relative to the folder where the tests were
 // started), else data/ and the last component of NAME. Empty if neither exists.
@@ -194,30 +180,6 @@ inline Text made_merges() {
     return all;
 }
 
-// Returns the 743 merges that `data/tokenize --train-bpe 1000` learns from data/stories' text, the
-// same as those of Hugging Face's BpeTrainer (dev/check/against_tokenizers.py).
-inline Text stories_merges() { return read_file(root + "/dev/test/stories_merges.txt"); }
-
-// Writes mine_merges.txt, mine_train.bin and mine_val.bin. The two .bin files repeat one line of
-// eight tokens: <|endoftext|> and seven others, whose texts are returned.
-inline Words write_own_data() {
-    const Words tokens = tokens_of_merges(stories_merges());
-    const Ids line = {OWN_VOCABULARY - 1, 262, 700, OWN_VOCABULARY - 2, 301, 500, 901, 256};
-    expect(tokens.size() == OWN_VOCABULARY);
-    Ids ids;
-    while (ids.size() < 800) {
-        ids.insert(ids.end(), line.begin(), line.end());
-    }
-    write_file("mine_merges.txt", stories_merges());
-    write_file("mine_train.bin", shard_bytes(ids, OWN_TOKENS));
-    write_file("mine_val.bin", shard_bytes(ids, OWN_TOKENS));
-    Words words;
-    for (size_t i = 1; i < line.size(); i++) {
-        words.push_back(tokens[line[i]]);
-    }
-    return words;
-}
-
 // -------------------------------------------------------------------------------------------------
 // Evaluation files
 // Built from questions, so that a test can change a single 16-bit word of a question.
@@ -279,12 +241,6 @@ inline std::vector<Question> random_questions(int n, int V, uint64_t seed) {
 // -------------------------------------------------------------------------------------------------
 // Model files
 // safetensors and llm.c files, built from lists of tensors.
-
-// The model fields that the builders below use; train_gpt2.c's Model has them too and can be
-// passed instead.
-struct Shape {
-    int L, NH, C, maxT, V;
-};
 
 // A tensor of a safetensors file. `offsets`: its data_offsets; empty: computed from its position.
 // `values`: its numbers as (rows,cols) in the model's order, whatever the order in the file.
@@ -348,17 +304,6 @@ inline Members members_of(const Text &bytes, Text *first) {
         list.push_back({name, dtype, shape, data.substr(from, to - from), "", {}});
     }
     return list;
-}
-
-// Appends a tensor to a file whose header lists the tensors in the order of their data.
-inline Text with_tensor(const Text &bytes, const char *name, const char *dtype, const Text &more,
-                        size_t elements) {
-    const auto [header, data] = header_and_data(bytes);
-    return with_length(header.substr(0, header.rfind("}}") + 1) +
-                           text(",\"%s\":{\"dtype\":\"%s\",\"shape\":[%zu],\"data_offsets\":"
-                                "[%zu,%zu]}}", name, dtype, elements, data.size(),
-                                data.size() + more.size()),
-                       data + more);
 }
 
 inline Member &named(Members *list, const Text &name) {
@@ -497,18 +442,6 @@ inline Text in_checkpoint(const Text &folder, int step, int file) {
     return read_file(folder + text("/step-%08d/", step) + saved_files[file]);
 }
 
-// Returns all files of a checkpoint, concatenated; `ranks`: number of its state files.
-inline Text checkpoint_bytes(const Text &folder, int step, int ranks = 1) {
-    Text all;
-    for (int i = 0; i < SAVED_FILES; i++) {
-        all += i == SAVED_STATE ? "" : in_checkpoint(folder, step, i);
-    }
-    for (int r = 0; r < ranks; r++) {
-        all += read_file(folder + text("/step-%08d/state-%d-of-%d.safetensors", step, r, ranks));
-    }
-    return all;
-}
-
 // Returns weights, moments and master weights of a checkpoint as one text, which does not depend on
 // the number of state files. *first receives the counters and norms, which must agree in all files.
 inline Text states_of(const Text &folder, int step, Text *first) {
@@ -580,26 +513,9 @@ inline void write_manifest(const Text &folder, const Text &more = "") {
     write_file(folder + "/manifest.json", all + "}}");
 }
 
-// For program(): limits the size of files to `bytes`, as on a full disk.
-inline std::function<void()> full_disk(size_t bytes) {
-    return [bytes] {
-        struct rlimit r = {bytes, bytes};
-        signal(SIGXFSZ, SIG_IGN);
-        setrlimit(RLIMIT_FSIZE, &r);
-    };
-}
-
 inline std::function<void()> with(const char *name, const char *value) {
     return [=] { setenv(name, value, 1); };
 }
-
-// For program(): turns off the leak check. A refused run frees nothing, and its last pointers may
-// by then be in registers only, so a leak report would follow its one line.
-inline void no_leaks() { setenv("ASAN_OPTIONS", "detect_leaks=0", 1); }
-
-struct Refusal {
-    const char *arguments, *words;
-};
 
 // Returns the length of the UTF-8 character at p, by RFC 3629's table; 0 if it is malformed.
 inline int utf8_size(const char *p) {
@@ -697,18 +613,4 @@ inline Ints one_to(int n) {
         steps.push_back(i);
     }
     return steps;
-}
-
-inline std::vector<double> values_in(const Text &log, const char *key) {
-    const Text name = Text("\"") + key + "\":";
-    std::vector<double> values;
-    for (size_t at = 0; (at = log.find(name, at)) != Text::npos; at += name.size()) {
-        values.push_back(strtod(&log[at + name.size()], NULL));
-    }
-    return values;
-}
-
-inline double last_value(const Text &log, const char *key) {
-    size_t at = log.rfind(Text("\"") + key + "\":");
-    return at == Text::npos ? (double)NAN : strtod(log.c_str() + at + strlen(key) + 3, NULL);
 }

@@ -31,8 +31,8 @@ def made(arguments, **more):
 
 
 def test_sample(sample):
-    """The run's own sample up to its end-of-text token: from a checkpoint, or from a copy of weights
-    and config, with any number of threads. The first of several samples is the same, the others
+    """The run's own sample up to its end-of-text token: from a checkpoint, or a copy of weights and
+    config, with any number of threads. The first of several samples is the same, the others
     differ."""
     text = made(TRAINED + "-g 60 --prompt abc")
     assert len(text) > 30 and sample.startswith(text[:-1])

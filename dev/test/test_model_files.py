@@ -242,22 +242,21 @@ def test_no_config():
     model_refused("model", "cannot open model/config.json: ")
 
 
-@pytest.mark.parametrize("dtype, name, element, values, shown", [
-    ("F32", "wte.weight", 9, b"\x00\x00\xc0\x7f", "nan"),
-    ("F32", "h.1.attn.c_attn.weight", 13, b"\x00\x00\x80\xff", "-inf"),
-    ("F32", "ln_f.bias", 3, b"\x01\x00\x80\x7f", "nan"),
-    ("BF16", "h.0.mlp.c_fc.bias", 0, b"\x80\x7f", "inf"),
-    ("F16", "wpe.weight", 11, b"\x00\xfc", "-inf"), ("F16", "wpe.weight", 0, b"\x01\x7c", "nan")])
-def test_not_finite(dtype, name, element, values, shown):
-    """A non-finite number is reported with its tensor and its index in the file's order."""
+@pytest.mark.parametrize("dtype, name, element, values", [
+    ("F32", "wte.weight", 9, b"\x00\x00\xc0\x7f"),
+    ("F32", "h.1.attn.c_attn.weight", 13, b"\x00\x00\x80\xff"),
+    ("F32", "ln_f.bias", 3, b"\x01\x00\x80\x7f"), ("BF16", "h.0.mlp.c_fc.bias", 0, b"\x80\x7f"),
+    ("F16", "wpe.weight", 11, b"\x00\xfc"), ("F16", "wpe.weight", 0, b"\x01\x7c")])
+def test_not_finite(dtype, name, element, values):
+    """A non-finite number is reported with its tensor."""
     shape = 2, 2, 4, 3, 257
     members = hugging_face(shape, [dtype])
     data, at = members[name][2], element * len(values)
     members[name][2] = data[:at] + values + data[at + len(values):]
     write_model("model", safetensors({}, members), config_text(shape))
     # A refused run frees nothing, which a sanitizer would report.
-    refused("-i train.bin -e model -b 2 -x 1", "tensor %s: element %d is %s: "
-            % (name, element, shown), env={"ASAN_OPTIONS": "detect_leaks=0"})
+    refused("-i train.bin -e model -b 2 -x 1", "tensor %s: a number is not finite" % name,
+            env={"ASAN_OPTIONS": "detect_leaks=0"})
 
 
 def test_parts():

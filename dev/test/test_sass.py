@@ -89,6 +89,7 @@ grad_square_sum_finish                         -          256      0   33      6
 update_decide                                  -            1      0   24     24
 adamw                       bf16,bf16,float    -          256      0   64      3 168.2/8L   s5
 adamw                       bf16,bf16,bf16     -          256      0   64      3 236/8L   s3
+rank_add                    bf16               -        256      0   24      6            s1
 loss_sum                                       -          256      0   33      6
 has_wgmma                                      -            1      0   16     24
 step_status                                    -            1      0   16     24

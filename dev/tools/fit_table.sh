@@ -8,19 +8,11 @@ echo '| model | card | settings besides `-d 524288` | device, host GiB | forecas
 echo '| --- | --- | --- | --- | --- |'
 for model in gpt2 gpt2-large gpt2-xl; do
     for card in t4 4060ti 4090 a100 h200; do
-        chosen=$(./train_gpt2 --fit bits -e $model --gpu $card -d 524288 |
-            sed -n 's/^fastest: .*train_gpt2cu //p')
-        # shellcheck disable=SC2086  # words
-        plan=$(./train_gpt2 --plan --gpu $card $chosen)
-        echo "$plan" | awk -v model=$model -v card=$card -v chosen="$chosen" '
-            /^device allocation/ { device = $3 } /^host memory/ { host = $3 }
-            /^forecast:/ { forecast = $2 }
-            END { gsub(/,/, "", device); gsub(/,/, "", host)
-                  sub(/-e [^ ]*/, "", chosen); sub(/-d 524288/, "", chosen)
-                  gsub(/  +/, " ", chosen)
-                  printf "| %s | %s |%s | %.1f, %.1f | %s |\n", model, card,
-                         chosen == " " ? " the defaults " : " `" substr(chosen, 2) "`",
-                         device / 2 ^ 30, host / 2 ^ 30,
-                         forecast == "" ? "unknown" : forecast }'
+        ./train_gpt2 --fit bits -e $model --gpu $card -d 524288 --json | python3 -c '
+import json, sys
+best = json.load(sys.stdin)["best"][0]
+print("| %s | %s | `%s` | %.1f, %.1f | %s |" % (*sys.argv[1:], best["options"],
+      best["device_bytes"] / 2**30, best["host_bytes"] / 2**30,
+      format(best["tokens_per_s"] or 0, ",")))' $model $card
     done
 done

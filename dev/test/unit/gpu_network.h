@@ -6,7 +6,7 @@
 // A CPU reference with another network's weights, as the device computes with them.
 struct Reference : Net {
     Reference(Net *gpu, int logit_rows) : Net(gpu->s.model, gpu->s.B, gpu->s.T, 0, -1, logit_rows) {
-        engine_copy(&e, &gpu->e, STATE_WEIGHTS, &gpu->s.model, gpu->s.dtype);
+        engine_copy(&e, &gpu->e, &gpu->s.model, gpu->s.dtype);
     }
 };
 
@@ -45,8 +45,8 @@ TEST(gpu_gradients_fp32, CUDA_ALL) {
             expect_near((wide)gradient_error(&n.e, &reference.e, &m, tensor), 0, 1e-5, "d%s of %s",
                         tensor_table[tensor].name, row.e);
         }
-        n.e.logits(&n.e, logits[0].data(), b.inputs.data(), n.s.T);
-        reference.e.logits(&reference.e, logits[1].data(), b.inputs.data(), n.s.T);
+        n.e.logits(&n.e, logits[0].data(), b.inputs.data(), 0, n.s.T);
+        reference.e.logits(&reference.e, logits[1].data(), b.inputs.data(), 0, n.s.T);
         expect_near((wide)relative_error(logits[0].data(), logits[1].data(), m.V), 0, 1e-5,
                     "logits of %s", row.e);
     }
@@ -180,13 +180,13 @@ template <class E> static void check_steps() {
     Model m = shape("l2h2c64t33", 257);
     Net n(m, text("-b %d -t 33 -r block --dtype %s", (int)B, dtype));
     Reference exact(&n, ROWS), naive(&n, ROWS), follows(&n, ROWS);
-    engine_copy(&follows.e, &n.e, STATE_WEIGHTS, &m, TYPE_FP32);
+    engine_copy(&follows.e, &n.e, &m, TYPE_FP32);
     Options o = default_options();
     o.weight_decay = 0.1;
     for (int step = 0; step < 4; step++) {
         Batch b(MICROS * ROWS, m.V, (uint64_t)(step % 2));
         for (Net *each : {(Net *)&exact, (Net *)&naive}) {
-            engine_copy(&each->e, &n.e, STATE_WEIGHTS, &m, n.s.dtype);
+            engine_copy(&each->e, &n.e, &m, n.s.dtype);
         }
         double loss = 0, loss_squares = 0;
         Reals rounded;
@@ -228,7 +228,7 @@ template <class E> static void check_steps() {
         for (real &g : gradients) {
             g *= factor;
         }
-        follows.e.write(&follows.e, STATE_GRADS, 0, gradients.data(), (int64_t)gradients.size());
+        follows.set_state(STATE_GRADS, gradients);
         o.clip = 0;
         follows.e.update(&follows.e, &o, 2e-3, HUGE_VAL, step);
         for (int state : {STATE_WEIGHTS, STATE_M, STATE_V}) {
@@ -317,8 +317,8 @@ TEST(gpu_wte_rounding, CUDA_ALL) {
                           fp32 ? "fp32" : "bf16"));
             n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
             dwte[fp32] = Reals((size_t)tensor_size(&m, WTE));
-            n.e.read(&n.e, STATE_GRADS, tensor_offset(&m, WTE, 0), dwte[fp32].data(),
-                     tensor_size(&m, WTE));
+            n.e.read(&n.e, STATE_GRADS, tensor_piece(&m, WTE, 0, 0, tensor_size(&m, WTE)),
+                     dwte[fp32].data());
         }
         const double error =
             relative_error(dwte[0].data(), dwte[1].data(), (int64_t)dwte[0].size());
@@ -331,29 +331,14 @@ TEST(gpu_wte_rounding, CUDA_ALL) {
 }
 
 #if CUDA_CPU
-#if GPT2_NCCL
-// Writes a rank's gradient of wte after its first micro-step to grad-RANK (stage 0: all of it,
-// otherwise its own shard); wte_update writes wte and its first moments after an update to
-// wte-RANK.
-static void wte_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
-                           int accum_steps) {
-    const Settings *s = &((GpuNetwork *)e->self)->plan->settings;
-    const TensorRange own = tensor_update_range(s, WTE, 0);
-    Reals grad((size_t)own.count);
-    healthy_micro_step(e, in, out, accum_step, accum_steps);
-    if (exists(text("grad-%d", s->rank))) {
-        return;
-    }
-    e->read(e, STATE_GRADS, tensor_offset(&s->model, WTE, 0) + own.first, grad.data(), own.count);
-    write_file(text("grad-%d", s->rank), Text((char *)grad.data(), grad.size() * sizeof(real)));
-}
+// Orders in which streams run, of EMU_ORDER.
+static const long stream_orders[] = {0, emu::EARLY, emu::LATE, 1, 2};
 
 // A run calls cudaMalloc once, for exactly the planned bytes, and never again.
 TEST(gpu_allocation, EMULATED_ALL) {
     for (const char *options :
-         {"-b 2 -t 33", "--dtype fp32 -r block", "-r block:1 --moments bf16 -w none",
-          "--grad-dtype fp32 -r qkv --logit-rows 7", "--offload moments,master",
-          "--dtype fp16 -r mlp", "--dtype fp16 --offload weights,master",
+         {"--dtype fp32 -r block", "-r block:1 --moments bf16 -w none",
+          "--grad-dtype fp32 -r qkv --logit-rows 7", "--dtype fp16 --offload weights,master",
           "-r block --offload weights,gradients,moments,master,residuals"}) {
         if (!sampled(strstr(options, "residuals"))) {
             continue;
@@ -379,7 +364,7 @@ TEST(gpu_allocation, EMULATED_ALL) {
         trace(&n, 2);
         Reals logits((size_t)m.V);
         Batch b(n.s.B * n.s.T, m.V, 1);
-        n.e.logits(&n.e, logits.data(), b.inputs.data(), 3);
+        n.e.logits(&n.e, logits.data(), b.inputs.data(), 0, 3);
         n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
         expect(matmul_library.plans == plans, "%s: %d matmuls at first", options, plans);
         expect(on_device() == one && emu::peak_bytes == one[0] && emu::allocs.size() == pinned + 1,
@@ -397,41 +382,6 @@ static Reals offloaded(const Model &m, const Text &options, int accum_steps, lon
     return busy_trace(&n, accum_steps);
 }
 
-// Offloading each state alone, and all together, gives the bits of a run without offload, in every
-// stream order. FULL=1 runs each recompute level with one micro-step and with three.
-TEST(gpu_offload, EMULATED_ALL) {
-    int runs = 0;
-    const bool all = is_full();
-    for (int level : {0, 1}) {
-        for (int accum_steps : {1, 3}) {
-            // With two blocks, both stay in slots between passes; with four, none stays that the
-            // next pass needs first.
-            Model m = shape(accum_steps == 1 ? "l2h1c16t8" : "l4h1c16t8", 257);
-            if (!all && (TEST_ASAN ? level + accum_steps < 4 : level == (accum_steps == 1))) {
-                continue;
-            }
-            const Text options = text("-b 2 -t 7 -r %d", level);
-            const Reals want = offloaded(m, options, accum_steps, 0);
-            for (long order : stream_orders) {
-                for (const char *placements :
-                     {"weights", "gradients", "moments", "master", "residuals",
-                      "weights,gradients,moments,master,residuals"}) {
-                    if (!sampled(strlen(placements) > 20 && order < 2)) {
-                        continue;
-                    }
-                    runs++;
-                    const Reals got =
-                        offloaded(m, options + " --offload " + placements, accum_steps, order);
-                    expect(same_bits(got, want), "%s, %d micro-steps, %s%s", options.c_str(),
-                           accum_steps, order_switches().c_str(), placements);
-                }
-            }
-        }
-    }
-    emu::set.order = 0;
-    detail = text("%d runs", runs);
-}
-
 // Reading a state in host memory waits for queued work, although a host-to-host copy need not. Here
 // nothing is read before, so nothing else makes the host wait.
 TEST(gpu_host_read, EMULATED_ALL) {
@@ -444,7 +394,7 @@ TEST(gpu_host_read, EMULATED_ALL) {
         Net n(m, "-b 2 -t 7 --offload gradients");
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         grads[late].resize((size_t)count);
-        n.e.read(&n.e, STATE_GRADS, tensor_offset(&m, QKVW, 0), grads[late].data(), count);
+        n.e.read(&n.e, STATE_GRADS, tensor_piece(&m, QKVW, 0, 0, count), grads[late].data());
     }
     emu::set.order = 0;
     expect(same_bits(grads[0], grads[1]) && grads[0][0] != 0, "read too early");
@@ -476,28 +426,6 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
     detail = text("%d settings", all);
 }
 
-// Checks the algorithm of each matmul after opening a run. The digits of `times` are the ms that
-// the emulated library's three algorithms take; is_timed: whether the matmuls were timed. The first
-// algorithm only works in place, so out of place the second is the default. Of the largest
-// matrices' gradients only the first and last elements are compared.
-static void expect_tuned(const char *options, int times, int chosen, int out_of_place,
-                         bool is_timed) {
-    emu::set.lt_times = times;
-    Net n(shape("l1h1c96t8", 257), Text("-b 1 -t 8 ") + options);
-    for (int i = 0; i < matmul_library.plans; i++) {
-        const MatmulPlan &p = matmul_library.plan[i];
-        expect(algorithm_of(p) == (p.key.out_of_place ? out_of_place : chosen),
-               "%s, times %d, %s: %d", options, times, matmul_key_text(&p.key).s, algorithm_of(p));
-    }
-    const int plans = matmul_library.plans, timed = matmul_library.timed;
-    expect(plans > 10 && timed == (is_timed ? plans : 0), "%s, times %d: %d of %d timed", options,
-           times, timed, plans);
-    Text choices = n.e.matmul;
-    expect(n.e.set_algorithms(&n.e, choices.c_str()) && choices == n.e.matmul, "its own choices");
-    choices[0] ^= 1;
-    expect(!n.e.set_algorithms(&n.e, choices.c_str()), "another GPU's choices");
-}
-
 // A buffer used outside its lifetime is refused with its name. A kernel that keeps its address is
 // stopped under ASan and otherwise reads NaN. The gap after a buffer must not be accessed.
 TEST(gpu_lifetimes, EMULATED_ALL) {
@@ -513,7 +441,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
     const Buffer &row = p->buffers[p->single[BUF_LOGITS]];
     float *logits = gpu_buffer<float>(net, BUF_LOGITS);
     Reals fresh(8);
-    state_read(fresh.data(), {TYPE_FP32, (char *)logits, nullptr}, 8, net->stream);
+    copy_wait(fresh.data(), logits, 8 * sizeof(float), net->stream);
     expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
     auto launch_on = [&](float *x) {
         return outcome(spawn([&] {
@@ -577,8 +505,8 @@ TEST(gpu_sampling, CUDA_ALL) {
     Batch b(17, m.V, 1);
     for (int tokens : {1, 2, 8, 16, 17}) {
         Reals got((size_t)m.V), want((size_t)m.V);
-        n.e.logits(&n.e, got.data(), b.inputs.data(), tokens);
-        reference.e.logits(&reference.e, want.data(), b.inputs.data(), tokens);
+        n.e.logits(&n.e, got.data(), b.inputs.data(), 0, tokens);
+        reference.e.logits(&reference.e, want.data(), b.inputs.data(), 0, tokens);
         expect_near((wide)relative_error(got.data(), want.data(), m.V), 0, 1e-5, "%d tokens",
                     tokens);
     }
@@ -609,7 +537,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
             const int plans = matmul_library.plans;
             run_stages([&](int first, int n) {
                 got.push_back(Reals((size_t)m.V));
-                cached.e.extend(&cached.e, got.back().data(), &b.inputs[(size_t)first], first, n);
+                cached.e.logits(&cached.e, got.back().data(), &b.inputs[(size_t)first], first, n);
             });
             expect(matmul_library.plans == plans, "%s: %d matmuls missing from the warm-up",
                    dtype, matmul_library.plans - plans);
@@ -618,8 +546,8 @@ TEST(gpu_kv_cache, CUDA_ALL) {
         Reals want((size_t)m.V), other((size_t)m.V);
         size_t at = 0;
         run_stages([&](int first, int n) {
-            whole.e.logits(&whole.e, other.data(), b.inputs.data(), first + n);
-            reference.e.logits(&reference.e, want.data(), b.inputs.data(), first + n);
+            whole.e.logits(&whole.e, other.data(), b.inputs.data(), 0, first + n);
+            reference.e.logits(&reference.e, want.data(), b.inputs.data(), 0, first + n);
             const double error = relative_error(other.data(), want.data(), m.V);
             expect_near((wide)relative_error(got[at++].data(), want.data(), m.V), 0,
                         whole.s.dtype == TYPE_FP32 ? 1e-5 : 2 * error, "%s, %d tokens", dtype,
@@ -807,112 +735,4 @@ TEST(gpu_batches, CUDA_ALL) {
     expect_near((wide)got.mean, (wide)want.mean, 1e-6 * want.mean, "mean loss of a validation");
     expect_near((wide)got.step.loss, (wide)want.step.loss, 1e-6 * want.step.loss, "loss");
     expect_near((wide)got.step.norm, (wide)want.step.norm, 1e-5 * want.step.norm, "norm");
-}
-
-// Marks the bytes of a state's buffer that belong to no tensor.
-static std::vector<bool> gaps_of(const Plan *p, int id, size_t element_bytes) {
-    const Model *m = &p->settings.model;
-    std::vector<bool> gap(p->buffers[p->single[id]].bytes, true);
-    for (int tensor = 0; tensor < TENSORS; tensor++) {
-        const int set = tensor_is_matrix(tensor) ? MATRICES : VECTORS;
-        if ((id == BUF_GRADS && set != MATRICES) || (id == BUF_GRADS_1D && set != VECTORS)) {
-            continue;
-        }
-        for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            const int64_t at = id == BUF_GRADS || id == BUF_GRADS_1D
-                                   ? subset_offset(m, tensor, l, set)
-                                   : tensor_offset(m, tensor, l);
-            auto from = gap.begin() + at * (int64_t)element_bytes;
-            std::fill(from, from + tensor_size(m, tensor) * (int64_t)element_bytes, false);
-        }
-    }
-    return gap;
-}
-
-// Expects that no two numbers share a random number for stochastic rounding: the indices in each
-// stream are disjoint.
-static void expect_streams_apart(const ParamRange *ranges, int count, const char *options) {
-    std::vector<std::array<size_t, 3>> drawn;  // stream, first index, end
-    for (int i = 0; i < count; i++) {
-        const ParamRange &range = ranges[i];
-        for (uint32_t state : {0u, ROUND_MOMENT1, ROUND_MOMENT2}) {
-            drawn.push_back({range.stream + state, range.index, range.index + range.count});
-        }
-    }
-    std::sort(drawn.begin(), drawn.end());
-    for (size_t i = 1; i < drawn.size(); i++) {
-        expect(drawn[i][0] != drawn[i - 1][0] || drawn[i][1] >= drawn[i - 1][2],
-               "%s: stream %zu from %zu", options, drawn[i][0], drawn[i][1]);
-    }
-}
-
-template <class E, class G> static void check_gaps(const char *options) {
-    Model m = shape("l2h1c40t9", 257);
-    Batch b(18, m.V, 1);
-    Options o = default_options();
-    Reals want_weights;
-    StepResult want;
-    {
-        Net plain(m, options);
-        plain.e.micro_step(&plain.e, b.inputs.data(), b.targets.data(), 0, 1);
-        want = plain.e.update(&plain.e, &o, 1e-2, HUGE_VAL, 0);
-        want_weights = plain.state(STATE_WEIGHTS);
-    }
-    Net n(m, options);
-    auto *net = (GpuNetwork *)n.e.self;
-    const Plan *p = &n.plan;
-    const size_t moment = type_bytes(n.s.moment_dtype);
-    const struct {
-        int id;
-        size_t element_bytes;
-    } states[] = {{BUF_WEIGHTS, sizeof(E)}, {BUF_MASTER, sizeof(Master<E>)}, {BUF_M, moment},
-                {BUF_V, moment},          {BUF_GRADS, sizeof(G)},   {BUF_GRADS_1D, 4}};
-    size_t gap_bytes = 0;
-    std::vector<char> bytes;
-    auto each_gap = [&](const std::function<void(char *, int)> &action, bool write) {
-        for (auto &state : states) {
-            if (p->single[state.id] < 0) {
-                continue;  // this run has no such state
-            }
-            char *device = gpu_buffer<char>(net, state.id);
-            const std::vector<bool> gap = gaps_of(p, state.id, state.element_bytes);
-            bytes.resize(gap.size());
-            copy_wait(bytes.data(), device, gap.size(), net->stream);
-            for (size_t i = 0; i < gap.size(); i++) {
-                if (gap[i]) {
-                    action(&bytes[i], state.id);
-                }
-            }
-            if (write) {
-                copy_wait(device, bytes.data(), gap.size(), net->stream);
-            }
-        }
-    };
-    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
-    each_gap([&](char *x, int) { *x = (char)0xff, gap_bytes++; }, true);
-    StepResult r = n.e.update(&n.e, &o, 1e-2, HUGE_VAL, 0);
-    expect(gap_bytes > 1000, "%s: %zu bytes between tensors", options, gap_bytes);
-    expect(r.norm == want.norm && isfinite(r.norm) && !r.skipped, "%s: norm %g", options, r.norm);
-    const Reals got = n.state(STATE_WEIGHTS);
-    for (int tensor = 0; tensor < TENSORS; tensor++) {
-        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
-            const int64_t at = tensor_offset(&m, tensor, l), size = tensor_size(&m, tensor);
-            expect(memcmp(&got[(size_t)at], &want_weights[(size_t)at], (size_t)size * 4) == 0,
-                   "%s: %s", options, tensor_table[tensor].name);
-        }
-    }
-    each_gap([&](char *x, int id) { expect(*x == (char)0xff, "%s: buffer %d", options, id); },
-             false);
-    expect_streams_apart(net->ranges, net->range_count, options);
-}
-
-// Norm and AdamW skip the gaps between tensors: with NaN there a step is the same, and the NaN are
-// unchanged.
-TEST(gpu_gaps, CUDA_ALL) {
-    check_gaps<float, float>("-b 2 -t 9 --dtype fp32");
-    if (!device_lacks_bf16()) {
-        check_gaps<bf16, bf16>("-b 2 -t 9");
-        check_gaps<bf16, float>("-b 2 -t 9 -w none --moments bf16 --grad-dtype fp32");
-    }
-    check_gaps<__half, float>("-b 2 -t 9 --dtype fp16");
 }

@@ -472,9 +472,7 @@ TEST(gpu_attention, CUDA_ALL) {
 }
 
 static void need_wgmma() {
-    int major = 0;
-    cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    if (major != 9) {
+    if (gpu_present()->capability != 90) {
         skip("wgmma needs compute capability 9.0");
     }
 }
@@ -994,11 +992,10 @@ TEST(gpu_misaligned, CUDA) {
 }
 
 #if CUDA_CPU
-// Returns the index of a plan's algorithm in the emulated library: 0 to 2, or 3 to 8 if k is split.
 static int algorithm_of(const MatmulPlan &plan) {
     emu::Algo algo;
     memcpy(&algo, &plan.algorithm, sizeof algo);
-    return emu::number_of(algo) - 1;
+    return algo.id;
 }
 
 // A matmul uses the heuristic's first algorithm; out of place (D is not C), the first one that
