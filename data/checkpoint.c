@@ -37,9 +37,9 @@
 //    which checkpoints it skipped and why.
 // 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
 //    one tensor on each rank.
-// 4. A range is a piece of a state (chapter Sharding and offload). The model and the number of ranks
-//    that saved a checkpoint decide which ranges a file has, in which order: a reader lists them as
-//    the writer did, and may have another number of ranks.
+// 4. A range is a piece of a state (chapter Sharding and offload). The model and the number of
+//    ranks that saved a checkpoint decide which ranges a file has, in which order: a reader lists
+//    them as the writer did, and may have another number of ranks.
 // 5. Each of N ranks writes 1/N of every bucket, all ranks at the same time. Only rank 0 creates
 //    the folder, writes the other files, renames and removes. Every phase ends with an exchange of
 //    status between all ranks: if one rank has failed, all ranks end and the previous checkpoint

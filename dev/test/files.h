@@ -52,9 +52,6 @@ inline void write_corpus() {
     write_file("val.bin", shard_bytes(tokens, BYTE_TOKENS));
 }
 
-// Creates both files in the folder of every test that drives a program.
-inline const bool prepares_corpus = (prepare = write_corpus, true);
-
 // Options with which runs on the corpus begin; tests append more.
 #define TINY "-i train.bin -e l2h2c16t16 -b 2 "
 

@@ -204,12 +204,6 @@ inline void write_file(const Text &path, const Text &bytes) {
     }
 }
 
-// Returns the current folder, which is the test's own.
-inline Text current_folder() {
-    char path[4096];
-    return getcwd(path, sizeof path) ? path : "";
-}
-
 inline int exists(const Text &path) { return access(path.c_str(), F_OK) == 0; }
 
 // Creates `folder` and changes into it.
@@ -315,9 +309,6 @@ inline Outcome program(const Text &arguments, const std::function<void()> &befor
     return outcome(start(arguments, before));
 }
 
-// True for a sanitizer build, whose memory use and speed are not representative.
-inline int has_sanitizers() { return has(tested, "asan"); }
-
 // Polls until `done`; after `limit` seconds records a failure, and the test continues.
 inline void wait_until_at(const char *file, int line, const char *what,
                           const std::function<bool()> &done, double limit = 60) {
@@ -357,17 +348,6 @@ inline Text flat(const Text &wrapped) {
         i = joins ? next - 1 : i;
     }
     return line;
-}
-
-// The first number after `words` in a text, with its commas removed; -1 if there is none.
-inline double number_after(const Text &out, const Text &words) {
-    const size_t at = out.find(words);
-    const size_t from = at == Text::npos ? at : out.find_first_of("0123456789", at + words.size());
-    Text digits;
-    for (size_t i = from; i < out.size() && (isdigit(out[i]) || strchr(",.", out[i])); i++) {
-        digits += out[i] == ',' ? "" : Text(1, out[i]);
-    }
-    return digits.empty() ? -1 : atof(digits.c_str());
 }
 
 // Expects status 0 and an empty stderr.
@@ -552,3 +532,4 @@ inline int harness_main(int argc, char **argv, const char *by_default = "") {
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     return failed != 0;
 }
+
