@@ -230,6 +230,20 @@ def test_exchange():
                        for what in ("weights", "moments")))
 
 
+def test_exchange_master():
+    """bf16 weights and the low halves of their masters hold the CPU's weights, whatever their bits;
+    bf16 weights alone do not."""
+    usual = "-i train.bin -e l2h2c16t16 -b 2 -d 64 -y 1 --quiet -o cpu -x "
+    succeeds(on_cpu(usual + "2"))
+    start = weights("cpu", 2)
+    for more, same in (" --dtype bf16", True), (" --dtype bf16 -w none", False):
+        run(usual + "3 -l 0" + more)
+        run(on_cpu(usual + "4 -l 0"))
+        assert (weights("cpu", 4) == start) == same
+        for number in 3, 4:
+            shutil.rmtree(step(number, "cpu"))
+
+
 # -b auto, the default with -d, is the largest micro-batch that divides the step of each GPU and
 # fits the card without recomputation, however much of it is free. `spare`: bytes of the card beyond
 # the plan with 8 sequences and the reserve for libraries; None: a large card.
