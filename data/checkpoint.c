@@ -290,7 +290,6 @@ static void range_save(Engine *e, const Model *m, const StateRange *range, real 
     }
 }
 
-
 // Writes this rank's state file. The metadata has the run's identity, its options, its matmul
 // algorithms (results depend on them) and the counters; the tensors are the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
