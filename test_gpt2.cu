@@ -5,7 +5,7 @@
 //
 // Tolerances are not tuned: each is an error model (sum_error, below) or next to a comment that
 // derives it, and is never relaxed to make a test pass. NaN always fails. Tests that drive the
-// built programs as a user does are in dev/test/*.cpp.
+// built programs as a user does are in dev/test/*.py.
 //
 // Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            train_gpt2.c
 //         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu
@@ -116,7 +116,6 @@ static Outcome in_process(const Text &arguments, const Program *other = NULL) {
 #include "dev/test/unit/network.h"
 #include "dev/test/unit/optimizer.h"
 #include "dev/test/unit/output.h"
-#include "dev/test/unit/files.h"
 #if TEST_CUDA
 #include "dev/test/unit/kernels.h"
 #include "dev/test/unit/gpu_network.h"

@@ -7,8 +7,7 @@
     ./train_gpt2 --fit all -e gpt2-xl --gpu 4090 --json | dev/report.py --fit - -o fit.html
     dev/report.py --fit fit.json cards.json       adds --plan --gpu all --json: the table of cards
 
-A run is the folder given by -o. Its page shows memory if --plan gives the plan, or if a program
-built here plans exactly the bytes in the log for the options in the log. Needs matplotlib:
+A run is the folder given by -o; with --plan, its page shows the memory too. Needs matplotlib:
 apt-get install python3-matplotlib, or pip install matplotlib.
 """
 import argparse
@@ -19,13 +18,8 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 
-REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PROGRAMS = ("train_gpt2", "train_gpt2cu", "train_gpt2cu_cpu")
-PLAN_OPTIONS = ("model", "seq-len", "train-data", "batch", "recompute", "logit-rows", "dtype",
-                "grad-dtype", "moments", "master", "offload")
 # In the order of the plan's table. Most are Paul Tol's "bright" colours, which are distinguishable
 # with every kind of colour vision. Groups not listed here are grey.
 GROUPS = {"weights": "#4477aa", "gradients": "#66ccee", "moments": "#228833", "master": "#9fbf4f",
@@ -106,22 +100,6 @@ def parse(path, members, command):
     except (ValueError, TypeError):
         pass
     sys.exit(f"report.py: {path} is not the output of {command}")
-
-
-def plan_of(run):
-    """The plan of a run by a program built here; None if none plans the log's bytes."""
-    words = [f"--{name}={run.options[name]}" for name in PLAN_OPTIONS if run.options.get(name)]
-    # Paths in the log are relative to the folder where the run was started, usually one of these.
-    for program, folder in ((name, at) for name in PROGRAMS for at in (None, REPOSITORY)):
-        try:
-            said = subprocess.run([os.path.join(REPOSITORY, program), "--plan", "--json"] + words,
-                                  capture_output=True, timeout=20, check=False, cwd=folder)
-            plan = json.loads(said.stdout)
-            if plan["total_bytes"] == run.plan_bytes:
-                return plan
-        except (OSError, ValueError, KeyError, subprocess.TimeoutExpired):
-            continue
-    return None
 
 
 def size_text(count):
@@ -339,7 +317,6 @@ def run_html(run, plan):
     loss = number(run.steps.get(last, {}).get("loss"))
     checks = [(number(value), step) for step, value in run.checks.items() if number(value) > 0]
     speeds = [value for value in run.points("tokens_per_s")[1] if value > 0]
-    plan = plan or plan_of(run)
     figures = {
         "model": run.options.get("model"),
         "parameters": f'{run.start["model"]["parameters"]:,}',
@@ -353,11 +330,8 @@ def run_html(run, plan):
         "newest checkpoint": run.checkpoints and run.checkpoints[max(run.checkpoints)],
         "ended": run.end}
     body = table(["", ""], [pair for pair in figures.items() if pair[1]]) + run_svg(run)
-    body += "<h2>Memory</h2>\n" + (plan_svg(plan) if plan else "<p>No program built here plans the "
-        "bytes of this run: save the output of --plan --json and pass it with --plan.</p>\n")
-    if plan and plan["total_bytes"] != run.plan_bytes:
-        body += (f"<p>This plan allocates {plan['total_bytes']:,} bytes, the run "
-                 f"{run.plan_bytes:,}: it belongs to a different run.</p>\n")
+    if plan:
+        body += "<h2>Memory</h2>\n" + plan_svg(plan)
     for i, step in enumerate(sorted(run.samples, reverse=True)[:SAMPLES_SHOWN]):
         body += (f'<details{"" if i else " open"}><summary>sample after step {step:,}'
                  f"</summary><pre>{safe(run.samples[step])}</pre></details>\n")

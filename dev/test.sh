@@ -31,7 +31,7 @@ cuda=${CUDA_HEADERS-} page=$(command -v emcc > /dev/null && command -v chromium)
 add - yes train_gpt2 data/tokenize data/stories
 add "headers of CUDA" "$cuda" train_gpt2cu_cpu
 if [ "$part" != rest ]; then
-    add - yes build/{test_gpt2,test_gpt2_double,fuzz_replay} build/test/{data,harness}
+    add - yes build/{test_gpt2,test_gpt2_double,fuzz_replay} build/test/data
     add "headers of CUDA" "$cuda" build/{test_gpt2cu_cpu,test_cuda_cpu,cuda_example}
     add "32-bit libraries (gcc-multilib)" "${M32-}" build/plan_32
     add "emcc or chromium" "$page" build/plan.html
@@ -74,7 +74,7 @@ if [ -n "${BUILD_ONLY-}" ]; then
     :
 elif [ -z "$python" ]; then
     for program in $targets; do
-        [[ ! $program =~ test_gpt2|test_cuda|test/data|test/harness ]] || run "$program"
+        [[ ! $program =~ test_gpt2|test_cuda|test/data ]] || run "$program"
     done
     for file in dev/test/test_*.py; do
         echo "$file: skipped (no pytest: dev/deps.sh test)"

@@ -3,10 +3,9 @@
 //
 // Prints a line for each: ms, TB/s, TFLOP/s, and the percentage of its limit. The limit is the
 // larger of two times: its bytes at the bandwidth of a plain copy, measured at the start, and its
-// FLOPs at the dense peak of the GPU's table row. Then, for each matmul, the times of cuBLASLt's
-// algorithms with four workspace sizes. Arrays hold random numbers, because zeros draw less power
-// and so allow a higher clock. Successive launches use different buffers, as many as fill the L2
-// cache twice.
+// FLOPs at the dense peak of the GPU's table row. Arrays hold random numbers, because zeros draw
+// less power and so allow a higher clock. Successive launches use different buffers, as many as
+// fill the L2 cache twice.
 //
 // Build:  make build/bench             for the GPUs of this machine (others: ARCH=90a)
 //         make build/bench_cuda_cpu    the same on the CPU, to check that it runs
@@ -51,7 +50,6 @@ static struct {
     std::vector<const char *> what;
     double peak_flops, bytes_per_ms, ms_sum;
     size_t cache_bytes, arena_bytes;
-    int64_t workspace;       // as in a run
     char *arena, *noise[2];  // arena: holds all arrays; patterns to fill them with
     cudaStream_t stream;
 } bench;
@@ -153,56 +151,14 @@ static bool is_asked_for(const std::string &name) {
     return bench.what.empty();
 }
 
-// Times the heuristic's algorithms in the order of its list, in ms, for each workspace size. The
-// plan is restored afterwards.
-static void print_algorithms(const Case &c, const std::vector<Buffers> &buffers, MatmulPlan *plan) {
-    const size_t largest = matmul_library.workspace_bytes;
-    const cublasLtMatmulAlgo_t chosen = plan->algorithm;
-    for (size_t mib : {32, 64, 128, 256}) {
-        cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
-        cublasStatus_t status;
-        matmul_library.workspace_bytes = mib << 20 < largest ? mib << 20 : largest;
-        int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
-        printf(bench.tsv ? "%s, %zu MiB" : "  %-25s %4zu MiB", c.name.c_str(), mib);
-        for (int i = 0; i < found; i++) {
-            if (plan->key.out_of_place && !matmul_writes_out_of_place(results[i])) {
-                continue;
-            }
-            plan->algorithm = results[i].algo;
-            printf(bench.tsv ? "\t%.5f" : " %8.4f", case_ms(c, buffers));
-        }
-        printf("\n");
-        fflush(stdout);
-    }
-    matmul_library.workspace_bytes = largest;
-    plan->algorithm = chosen;
-}
-
-static void bench_case(const Case &c, bool matmul) {
+static void bench_case(const Case &c) {
     if (!is_asked_for(c.name)) {
         return;
     }
     std::vector<Buffers> buffers = case_buffers(c);
-    if (buffers.empty()) {
-        return;
-    }
-    const size_t all = matmul_library.workspace_bytes;
-    if (!matmul) {
+    if (!buffers.empty()) {
         print_line(c, case_ms(c, buffers));
-        return;
     }
-    // First as in a run: the chosen algorithm with the plan's workspace.
-    matmul_library.workspace_bytes = (size_t)min_i64(bench.workspace, (int64_t)all);
-    const int plans = matmul_library.plans;
-    print_line(c, case_ms(c, buffers));
-    matmul_library.workspace_bytes = all;
-    check(matmul_library.plans == plans + 1, "a case must add one matmul");
-    print_algorithms(c, buffers, &matmul_library.plan[plans]);
-    cublasLtMatmulDescDestroy(matmul_library.plan[plans].description);
-    cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].a);
-    cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].b);
-    cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].d);
-    matmul_library.plans--;
 }
 
 template <class E> static E *as(char *p) { return (E *)(void *)p; }
@@ -439,12 +395,12 @@ template <class E> static void bench_model(const Settings *s) {
            "times", "ms", "TB/s", "TFLOP/s", "% limit");
     for (auto *cases : {token_cases<E>, layer_cases<E>, attention_cases<E>, update_cases<E>}) {
         for (const Case &c : cases(s)) {
-            bench_case(c, false);
+            bench_case(c);
         }
     }
     for (const LayerShape &layer : layers) {
         for (const Case &c : matmul_cases<E>(layer)) {
-            bench_case(c, true);
+            bench_case(c);
         }
     }
     if (!bench.tsv && bench.what.empty()) {
@@ -457,7 +413,7 @@ template <class E> static void bench_model(const Settings *s) {
 
 // Sets the GPU's peak, copy bandwidth and arena in `bench`.
 static void bench_open(const Settings *s) {
-    const size_t workspace_bytes = CUDA_CPU ? 1 << 20 : 256 << 20;
+    const size_t workspace_bytes = (size_t)s->workspace;  // as in a run
     size_t free_bytes = device_available();
     const Gpu *gpu = gpu_present();
     bench.peak_flops = gpu->card && s->dtype != TYPE_FP32 ? 1e12 * gpu->card->tflops : 0;
@@ -514,7 +470,6 @@ static void bench_run(const char *dtype) {
     model_set_vocabulary(&m, kind == MODEL_PRESET ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY);
     settings_from_options(&s, &o, &m, 1);
     gpu_settings_check(&s);
-    bench.workspace = s.workspace;
     bench_open(&s);
     bench_host(CUDA_CPU ? 1 << 20 : bench.arena_bytes < 1u << 30 ? bench.arena_bytes : 1u << 30);
     printf(bench.tsv ? "# %s, -b %d -t %d, %s\n" : "%s, -b %d -t %d, %s\n", bench.model, s.B, s.T,

@@ -8,7 +8,6 @@
                                          its ways, or is the last one before SIGKILL
     dev/check/faults.py gpu [COUNT]      calls of CUDA, cuBLASLt and NCCL fail once, on the emulated
                                          device: each function and line once if COUNT allows it
-    dev/check/faults.py bits [COUNT]     a bit of the newest checkpoint is flipped
     dev/check/faults.py long [STEPS]     no fault: a run of many steps, whose memory, descriptors,
                                          threads and files must not grow
 
@@ -505,38 +504,6 @@ def long_case(work, command, steps):
     return steps
 
 
-# --- Flipped bits ---------------------------------------------------------------------------------
-
-def bits_case(work, number, command, draw, flips):
-    """Flips one bit of the newest checkpoint, `flips` times. Returns `flips`."""
-    whole, _ = undisturbed(work, command)
-    place = Place(work, f"bits{number}")
-    place.run(command)
-    newest = sorted(os.listdir(place.out()))[-1]
-    folder = os.path.join(place.out(), newest)
-    os.rename(place.out(), place.out() + ".kept")
-    for _ in range(flips):
-        shutil.rmtree(place.out(), ignore_errors=True)
-        shutil.copytree(place.out() + ".kept", place.out())
-        name = draw.choice(sorted(os.listdir(folder)))
-        with open(os.path.join(folder, name), "r+b") as f:
-            data = bytearray(f.read())
-            bit = draw.randrange(8 * len(data))
-            data[bit // 8] ^= 1 << bit % 8
-            f.seek(0)
-            f.write(data)
-        what, done = f"bit {bit} of {name}", place.run(command)
-        # A bit of the manifest may be in the entry of another file, which is then named.
-        if f"skipped out/{newest}: {name if name != 'manifest.json' else ''}" not in done.stderr \
-                or done.stderr.count("\n") != 1:
-            violation(what, command, f"status {done.returncode}, {done.stderr[:300]!r}")
-        if done.returncode or not whole.items() <= digest(place.out()).items():
-            violation(what, command, f"the run does not end with its bytes: {done.stderr[:300]!r}")
-        count(command, 1, "flipping a bit of " + re.sub(r"\d+", "N", name))
-    shutil.rmtree(place.path)
-    return flips
-
-
 # --- Failing CUDA, cuBLASLt and NCCL calls --------------------------------------------------------
 
 GPU_RUN = ("-i t_train.bin -j t_train.bin -e l2h2c16t16 -b 1 -d 64 -n 1 -v 1 -m 1 -s 2 -g 2 "
@@ -633,7 +600,7 @@ def gpu_cases(work, program, count, draw, pool):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["kill", "power", "calls", "gpu", "bits", "long"])
+    parser.add_argument("what", choices=["kill", "power", "calls", "gpu", "long"])
     parser.add_argument("count", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
@@ -655,8 +622,6 @@ def main():
         subprocess.run([os.path.join(TOP, "data/tokenize"), "--bytes", "-o", work + "/t",
                         work + "/text"], check=True, stdout=subprocess.DEVNULL)
         every = settings(programs)
-        if given.what == "bits":    # another checkpoint must be left
-            every = [command for command in every if command[command.index("--keep") + 1] == "2"]
         if given.what == "calls":
             tried = calls_case(work, [programs[0]] + RUN + ["-n", "2", "-k", "constant"], pool)
         elif given.what == "long":
@@ -667,8 +632,7 @@ def main():
             tried = gpu_cases(work, programs[-1], given.count, random.Random(given.seed), pool)
         else:
             # What a case does, and about how many faults it has.
-            case, most = {"bits": (bits_case, 20), "power": (power_case, 12),
-                          "kill": (kill_case, 2)}[given.what]
+            case, most = (power_case, 12) if given.what == "power" else (kill_case, 2)
             cases = []
             for number in range((given.count + most - 1) // most):
                 draw = random.Random(f"{given.seed} {number}")
@@ -676,7 +640,7 @@ def main():
                 cases.append(pool.submit(case, work, number, draw.choice(every), draw, *faults))
             tried = sum(case.result() for case in cases)
     noun = {"kill": "kills", "power": "losses of power", "calls": "faults",
-            "gpu": "failing calls", "bits": "flipped bits", "long": "steps"}[given.what]
+            "gpu": "failing calls", "long": "steps"}[given.what]
     for name, number in sorted(tally.items()):
         print(f"{number:6} {name}")
     if given.what == "kill" and given.count >= 100:

@@ -2,26 +2,17 @@
 // folder, and one line of output per test: the comparison closest to failing, its error and
 // tolerance, the share of the tolerance that was used, and ok or FAILED.
 //
-// Uses C++17 and system headers only, and none of the project's code, so that a test drives a
-// program as a user does. A test program ends with
-//     TEST(name) { expect(1 + 1 == 2); }
-//     int main(int argc, char **argv) { return harness_main(argc, argv); }
-// and accepts
-//     NAME...          run the tests whose names start with NAME; default: all
-//     --list           print the names
-//     --all            print every numeric comparison, not only the closest one
-//     --here NAME      run one test without a separate process or time limit, for gdb; its folder
-//                      is kept
-//     --program PATH   the built program to drive, for tests that drive one
+// A test program defines tests with TEST(name) { expect(1 + 1 == 2); }, returns harness_main() from
+// its main, and accepts
+//     NAME...       run the tests whose names start with NAME; default: all
+//     --list        print the names
+//     --all         print every numeric comparison, not only the closest one
+//     --here NAME   run one test without a separate process or time limit, for gdb; its folder is
+//                   kept
 // The last line is `N passed, N failed, N skipped`; the exit status is 0 only if no test failed.
-//
-// The environment variables ALL and FULL (set means neither empty nor 0) select how much is run.
-// ALL adds the tests marked REST, except that `main` selects only the others and `rest` only these.
-// FULL runs every case of a cartesian product that a test otherwise samples, and implies ALL if ALL
-// is not set. A test named on the command line always runs.
-//
-// The harness is strict: NaN fails every comparison, a test that crashes or hangs has failed, and a
-// skipped test prints the reason.
+// With the environment variable FULL (neither empty nor 0), tests run every case of a cartesian
+// product that they otherwise sample. NaN fails every comparison; a test that crashes or hangs has
+// failed; a skipped test prints the reason.
 
 #pragma once
 #include <errno.h>
@@ -55,27 +46,23 @@ typedef std::string Text;
 typedef std::vector<Text> Words;
 enum { LIMIT_S = 300, SHOWN = 5, FAILED = 76, SKIPPED = 77 };
 
-// REST, combined with any other bit: runs only in the part that ALL=1 adds.
-enum { REST = 1 << 16 };
-
 struct Test {
     const char *name;
     void (*function)();
-    int runs;  // 0: this build skips the test, because another build runs it with the same input
 };
 
 // TEST(name, builds) { ... } defines and registers a test; tests run in the order of their
 // definitions. A program that is built in several variants defines THIS_BUILD as one bit, and
-// `builds` is the set of variants that run the test; 0 means all. REST can be added.
+// `builds` is the set of variants that run the test; 0 means all.
 #ifndef THIS_BUILD
 #define THIS_BUILD 1
 #endif
 inline std::vector<Test> tests;
 struct Listed {
     Listed(const char *name, void (*function)(), int builds = 0) {
-        const int named = builds & ~REST;
-        const int runs = !named || named & THIS_BUILD ? 1 | (builds & REST) : 0;
-        tests.push_back({name, function, runs});
+        if (!builds || builds & THIS_BUILD) {
+            tests.push_back({name, function});
+        }
     }
 };
 #define TEST(name, ...)                                                                            \
@@ -84,8 +71,6 @@ struct Listed {
     static void test_##name()
 
 inline Text root, scratch;        // the repository; the parent of all tests' folders
-inline Text tested;               // the built program that program() starts
-inline void (*prepare)();         // writes the files that tests of programs start with
 inline int failures;              // of the current test
 inline Text detail;               // text of its output line
 inline int shows_all, stays_here; // --all, --here
@@ -95,13 +80,10 @@ inline struct {
     Text where;
 } worst = {0, 0, -1, ""};
 
-// True if a variable such as FULL is set.
-inline bool is_set(const char *name) {
-    const char *value = getenv(name);
+inline bool is_full() {
+    const char *value = getenv("FULL");
     return value && *value && strcmp(value, "0") != 0;
 }
-
-inline bool is_full() { return is_set("FULL"); }
 
 // Returns the number of cases a test runs: `sample`, or `all` with FULL=1.
 inline int full_or(int sample, int all) { return is_full() ? all : sample; }
@@ -204,12 +186,6 @@ inline void write_file(const Text &path, const Text &bytes) {
     }
 }
 
-// Returns the current folder, which is the test's own.
-inline Text current_folder() {
-    char path[4096];
-    return getcwd(path, sizeof path) ? path : "";
-}
-
 inline int exists(const Text &path) { return access(path.c_str(), F_OK) == 0; }
 
 // Creates `folder` and changes into it.
@@ -228,13 +204,12 @@ inline void remove_folder(const Text &folder) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Programs
-// Runs programs as a user does; the result is an Outcome.
+// Child processes
+// What a child process wrote and how it ended is an Outcome.
 
 struct Outcome {
     int status;  // exit status, or 256 + the signal that ended it
     Text out, err;
-    double user_ms, resident_bytes;  // processor time; peak resident memory
 };
 
 // Runs `action` in a child process that writes to the files `stdout` and `stderr`.
@@ -256,12 +231,9 @@ inline pid_t spawn(const std::function<void()> &action) {
 // Waits for a child of spawn().
 inline Outcome outcome(pid_t pid) {
     int status = 0;
-    struct rusage used = {};
-    wait4(pid, &status, 0, &used);
+    waitpid(pid, &status, 0);
     status = WIFSIGNALED(status) ? 256 + WTERMSIG(status) : WEXITSTATUS(status);
-    return {status, read_file("stdout"), read_file("stderr"),
-            (double)used.ru_utime.tv_sec * 1e3 + (double)used.ru_utime.tv_usec * 1e-3,
-            (double)used.ru_maxrss * 1024};
+    return {status, read_file("stdout"), read_file("stderr")};
 }
 
 // Splits at single spaces: "a b  c" -> a, b, (empty), c. An empty word is a valid argument.
@@ -284,51 +256,6 @@ inline std::vector<char *> arguments_of(Words *words) {
     return argv;
 }
 
-// Starts the built program at `path` (relative to the repository). `before` runs in the child
-// process and sets limits or environment variables.
-inline pid_t start_program(const Text &path, const Text &arguments,
-                           const std::function<void()> &before = nullptr) {
-    return spawn([&] {
-        const Text from_root = path[0] == '/' ? path : root + "/" + path;
-        Words words = split(arguments.c_str());
-        std::vector<char *> argv = arguments_of(&words);
-        argv.push_back(NULL);
-        // Open first: after `before` changes the user, the repository may be inaccessible.
-        const int fd = open(from_root.c_str(), O_RDONLY | O_CLOEXEC);
-        if (before) {
-            before();
-        }
-        fexecve(fd, argv.data(), environ);
-        give_up("cannot run " + from_root);
-    });
-}
-
-// Arguments appended to every run of the program under test.
-inline Text more_arguments;
-
-inline pid_t start(const Text &arguments, const std::function<void()> &before = nullptr) {
-    const bool apart = more_arguments.empty() || arguments.empty() || arguments.back() == ' ';
-    return start_program(tested, arguments + (apart ? "" : " ") + more_arguments, before);
-}
-
-inline Outcome program(const Text &arguments, const std::function<void()> &before = nullptr) {
-    return outcome(start(arguments, before));
-}
-
-// True for a sanitizer build, whose memory use and speed are not representative.
-inline int has_sanitizers() { return has(tested, "asan"); }
-
-// Polls until `done`; after `limit` seconds records a failure, and the test continues.
-inline void wait_until_at(const char *file, int line, const char *what,
-                          const std::function<bool()> &done, double limit = 60) {
-    for (const double began = wall_ms(); !done(); usleep(1000)) {
-        if (wall_ms() - began > limit * 1e3) {
-            return fail(file, line, text("not within %g s: %s", limit, what));
-        }
-    }
-}
-#define wait_until(...) wait_until_at(__FILE__, __LINE__, #__VA_ARGS__, __VA_ARGS__)
-
 // Expects exit status 1 and exactly one line on stderr, which contains `words`; this also excludes
 // sanitizer reports.
 inline void refused_at(const char *file, int line, const Outcome &o, const Text &words,
@@ -346,29 +273,6 @@ inline void refused_at(const char *file, int line, const Outcome &o, const Text 
     refused_at(__FILE__, __LINE__, outcome, words, who, 3)
 #define expect_death(action, words)                                                                \
     refused_at(__FILE__, __LINE__, outcome(spawn([&] { action; })), words, #action)
-
-// Joins the lines of wrapped text: continuation lines are those indented by two spaces or more.
-inline Text flat(const Text &wrapped) {
-    Text line;
-    for (size_t i = 0; i < wrapped.size(); i++) {
-        const size_t next = wrapped.find_first_not_of(' ', i + 1);
-        const bool joins = wrapped[i] == '\n' && next != Text::npos && next >= i + 3;
-        line += joins ? ' ' : wrapped[i];
-        i = joins ? next - 1 : i;
-    }
-    return line;
-}
-
-// The first number after `words` in a text, with its commas removed; -1 if there is none.
-inline double number_after(const Text &out, const Text &words) {
-    const size_t at = out.find(words);
-    const size_t from = at == Text::npos ? at : out.find_first_of("0123456789", at + words.size());
-    Text digits;
-    for (size_t i = from; i < out.size() && (isdigit(out[i]) || strchr(",.", out[i])); i++) {
-        digits += out[i] == ',' ? "" : Text(1, out[i]);
-    }
-    return digits.empty() ? -1 : atof(digits.c_str());
-}
 
 // Expects status 0 and an empty stderr.
 inline void expect_success_at(const char *file, int line, const Outcome &o, const Text &who) {
@@ -388,9 +292,6 @@ inline void run_here(const Test *t) {
         give_up("cannot enter " + scratch);
     }
     enter(t->name);
-    if (prepare && !tested.empty()) {
-        prepare();
-    }
     t->function();
     if (worst.share >= 0) {
         detail = worst.where + text("  max err %.1e  tol %.1e  %3.0f %%", worst.err, worst.tol,
@@ -399,24 +300,10 @@ inline void run_here(const Test *t) {
     printf("%-22s %s  %s", t->name, detail.c_str(), failures ? "FAILED" : "ok");
 }
 
-// Prints the command that repeats one test, preceded by the environment variables it needs.
-inline void print_again(const Text &command, const Test *t) {
-    printf("    again: %s%s --here %s\n", switches ? switches().c_str() : "", command.c_str(),
-           t->name);
-}
-
-// Returns the processor seconds used so far by the tests and all their child processes.
-inline double processor_s() {
-    struct rusage used = {};
-    getrusage(RUSAGE_CHILDREN, &used);
-    return (double)(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
-           (double)(used.ru_utime.tv_usec + used.ru_stime.tv_usec) * 1e-6;
-}
-
 // Runs one test in its own process. Returns its exit status: 0, FAILED or SKIPPED if the test
 // finished; any other value also counts as a failure.
-inline int run_apart(const Test *t, const Text &again) {
-    const double began = wall_ms(), busy_before = processor_s();
+inline int run_apart(const Test *t, const char *program) {
+    const double began = wall_ms();
     fflush(NULL);
     pid_t pid = fork();
     if (pid == 0) {
@@ -434,10 +321,10 @@ inline int run_apart(const Test *t, const Text &again) {
     } else if (code != 0 && code != FAILED) {
         printf("%-22s exit status %d  FAILED", t->name, code);
     }
-    const double seconds = (wall_ms() - began) * 1e-3, busy = processor_s() - busy_before;
-    printf("%s\n", seconds >= 1 ? text("  (%.1f s, processor %.1f s)", seconds, busy).c_str() : "");
+    const double seconds = (wall_ms() - began) * 1e-3;
+    printf("%s\n", seconds >= 1 ? text("  (%.1f s)", seconds).c_str() : "");
     if (code != 0 && code != SKIPPED) {
-        print_again(again, t);
+        printf("    again: %s%s --here %s\n", switches ? switches().c_str() : "", program, t->name);
     }
     return code;
 }
@@ -453,99 +340,59 @@ inline Text make_scratch() {
     return folder;
 }
 
-// Copies the program under test into `scratch`: next to the original there may be a data/ folder,
-// which the program would find.
-inline Text copy_of_program(const Text &path) {
-    const Text copy = scratch + "/" + path.substr(path.rfind('/') + 1);
-    write_file(copy, read_file(path));
-    if (chmod(copy.c_str(), 0755) != 0) {
-        give_up("cannot copy the program to " + copy);
-    }
-    return copy;
-}
-
-struct Asked {
-    int list;
-    const char *here;
-    Words names;
-};
-
-inline Asked harness_options(int argc, char **argv) {
-    Asked asked = {0, NULL, {}};
-    for (int a = 1; a < argc; a++) {
-        const Text word = argv[a];
-        if (word == "--list") {
-            asked.list = 1;
-        } else if (word == "--all") {
-            shows_all = 1;
-        } else if (word == "--here" && a + 1 < argc) {
-            asked.here = argv[++a];
-        } else if (word == "--program" && a + 1 < argc) {
-            tested = argv[++a];
-        } else if (word[0] == '-') {
-            fprintf(stderr, "%s: unknown option; expected --list, --all, --here NAME or "
-                            "--program PATH\n", argv[a]);
-            exit(1);
-        } else {
-            asked.names.push_back(word);
-        }
-    }
-    return asked;
-}
-
-inline int is_asked_for(const Test *t, const Asked *asked) {
-    const char *all = getenv("ALL");
-    const Text part = all ? all : "";
-    const bool both = part != "main" && (is_set("ALL") || is_full());
-    int wanted = asked->names.empty() &&
-                 (t->runs & REST ? part == "rest" || both : part != "rest");
-    for (const Text &name : asked->names) {
-        wanted |= strncmp(t->name, name.c_str(), name.size()) == 0;
-    }
-    return wanted && t->runs;
-}
-
-// Runs the tests that the arguments select. `by_default`: program to drive without --program.
-inline int harness_main(int argc, char **argv, const char *by_default = "") {
+// Runs the tests that the arguments select.
+inline int harness_main(int argc, char **argv) {
     // On a busy machine, threads that spin at a barrier take processor time from each other.
     if (!getenv("OMP_WAIT_POLICY")) {
         setenv("OMP_WAIT_POLICY", "passive", 1);
         execv("/proc/self/exe", argv);
     }
-    tested = by_default;
-    const Asked asked = harness_options(argc, argv);
-    char here[4096];
-    root = getcwd(here, sizeof here) ? here : "";
-    if (!asked.list && !tested.empty() && access(tested.c_str(), X_OK) != 0) {
-        give_up("cannot drive " + tested);
+    bool lists = false;
+    const char *here = NULL;
+    Words names;
+    for (int a = 1; a < argc; a++) {
+        const Text word = argv[a];
+        if (word == "--list") {
+            lists = true;
+        } else if (word == "--all") {
+            shows_all = 1;
+        } else if (word == "--here" && a + 1 < argc) {
+            here = argv[++a];
+        } else if (word[0] == '-') {
+            fprintf(stderr, "%s: unknown option; expected --list, --all or --here NAME\n", argv[a]);
+            return 1;
+        } else {
+            names.push_back(word);
+        }
     }
+    char folder[4096];
+    root = getcwd(folder, sizeof folder) ? folder : "";
+    scratch = lists ? "" : make_scratch();
     int passed = 0, failed = 0, skipped = 0;
-    const Text again = Text(argv[0]) + (tested == by_default ? "" : " --program " + tested);
-    scratch = asked.list ? "" : make_scratch();
-    if (!asked.list && !tested.empty()) {
-        tested = copy_of_program(tested);
-    }
-    for (const Test &test : tests) {
-        const Test *t = &test;
-        if (asked.list && t->runs) {
-            puts(t->name);
-        } else if (asked.here && t->runs && strcmp(t->name, asked.here) == 0) {
+    for (const Test &t : tests) {
+        bool asked = names.empty();
+        for (const Text &name : names) {
+            asked |= strncmp(t.name, name.c_str(), name.size()) == 0;
+        }
+        if (lists) {
+            puts(t.name);
+        } else if (here && strcmp(t.name, here) == 0) {
             stays_here = 1;
-            run_here(t);
-            printf("\n    its files are in %s/%s\n", scratch.c_str(), t->name);
+            run_here(&t);
+            printf("\n    its files are in %s/%s\n", scratch.c_str(), t.name);
             return failures != 0;
-        } else if (!asked.list && !asked.here && is_asked_for(t, &asked)) {
-            int status = run_apart(t, again);
+        } else if (!here && asked) {
+            const int status = run_apart(&t, argv[0]);
             passed += status == 0;
             skipped += status == SKIPPED;
             failed += status != 0 && status != SKIPPED;
         }
     }
-    if (asked.list) {
+    if (lists) {
         return 0;
     }
     remove_folder(scratch);
-    if (passed + failed + skipped == 0 && !asked.names.empty()) {
+    if (passed + failed + skipped == 0) {
         fprintf(stderr, "%s: no test has that name; --list prints the names\n", argv[0]);
         return 1;
     }

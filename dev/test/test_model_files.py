@@ -4,6 +4,7 @@ and the error, and with little memory, whatever the file claims."""
 import os
 import re
 import resource
+import shutil
 import struct
 from pathlib import Path
 
@@ -36,12 +37,61 @@ def good():
 
 
 def llmc(shape, version):
-    """An llm.c file: all numbers are 0.5; wte's rows are padded to a multiple of 128."""
+    """An llm.c file with random numbers, and its tensors as safetensors has them: matrices are
+    transposed, and wte's rows are padded to a multiple of 128."""
     layers, heads, C, positions, vocabulary = shape
     padded = -(-vocabulary // 128) * 128
-    header = struct.pack("<8i", 20240326, version, positions, vocabulary, layers, heads, C, padded)
-    count = (padded + positions + 2) * C + layers * (12 * C + 13) * C
-    return header.ljust(HEADER, b"\0") + count * (b"\0\0\0\x3f" if version == 3 else b"\0\x3f")
+    data = struct.pack("<8i", 20240326, version, positions, vocabulary, layers, heads, C,
+                       padded).ljust(HEADER, b"\0")
+    members = hugging_face(shape, ["F32" if version == 3 else "BF16"])
+    for tensor in ["wte.weight", "wpe.weight"] + [name for name, _, _ in BLOCK] + ["ln_f.weight",
+                                                                                   "ln_f.bias"]:
+        for name in members:
+            if name == tensor or name.startswith("h.") and name.split(".", 2)[2] == tensor:
+                dtype, sizes, values = members[name]
+                size = 4 if version == 3 else 2
+                if ".c_" in name and len(sizes) == 2:
+                    values = b"".join(values[(row * sizes[1] + column) * size:][:size]
+                                      for column in range(sizes[1]) for row in range(sizes[0]))
+                data += values + bytes((padded - vocabulary) * C * size * (name == "wte.weight"))
+    return data, members
+
+
+def numbers(members):
+    """The values of every tensor, by its name without a prefix."""
+    values = {}
+    for name, (dtype, _, data) in members.items():
+        if dtype == "BF16":
+            data = b"".join(b"\0\0" + data[i:i + 2] for i in range(0, len(data), 2))
+        values[name.replace("transformer.", "")] = struct.unpack(
+            "<%d%s" % (len(data) // 2, "e") if dtype == "F16" else "<%df" % (len(data) // 4), data)
+    return values
+
+
+def loads(path, members):
+    """Expects that a step with a learning rate of 0 saves exactly these weights."""
+    shutil.rmtree("out", ignore_errors=True)
+    succeeds("-i train.bin -b 1 -x 1 -l 0 --quiet -v 0 -o out -e " + path)
+    assert numbers(tensors(checkpoint(1)[MODEL])[1]) == numbers(members)
+
+
+@pytest.mark.parametrize("dtypes", [["F32"], ["BF16"], ["F16"], ["F32", "BF16", "F16"]])
+@pytest.mark.parametrize("shape", [(2, 2, 20, 7, 257), (1, 2, 68, 5, 257)])
+def test_accepted(dtypes, shape):
+    """Models load from a folder or a file, in any dtype or several, in any order of tensors, with
+    and without the prefix, mask buffers, a tied head and a padded header. The sizes are below and
+    above those of a tile and a strip of the loader."""
+    members = hugging_face(shape, dtypes)
+    write_model("model", safetensors({}, members), config_text(shape))
+    loads("model/model.safetensors", members)
+    members = hugging_face(shape, dtypes, "transformer.")
+    more = {"transformer.h.0.attn.bias": ["U8", [1, 1, 3, 3], bytes(9)], **members,
+            "transformer.h.0.attn.masked_bias": ["F32", [], b"\1\2\3\4"],
+            "lm_head.weight": members["transformer.wte.weight"]}
+    more = dict(reversed(more.items()))
+    write_model("model", with_header(safetensors({"format": "pt"}, more), "{", "{      "),
+                config_text(shape))
+    loads("model/", members)
 
 
 # Header words of an llm.c file, the value, and the message; version 3 is fp32 and 5 bf16.
@@ -55,10 +105,11 @@ LLMC = [
 
 @pytest.mark.parametrize("version", [3, 5])
 def test_llmc(version):
-    """llm.c files that are cut, or have one changed word in the header, are refused."""
-    file, bad = llmc((2, 2, 20, 7, 257), version), Path("bad.bin")
+    """llm.c files load; those that are cut, or have one changed word in the header, do not."""
+    (file, members), bad = llmc((2, 2, 20, 7, 257), version), Path("bad.bin")
     bad.write_bytes(file)
     succeeds("--plan -e bad.bin", before=little_memory)
+    loads("bad.bin", members)
     changes = [(with_ints(file, word, value), expected) for word, value, expected in LLMC]
     changes += [(file + b"x", "bad.bin: "), (file[:-1], "its shape requires"),
                 (with_ints(file, 1, 8 - version), "its shape requires")]

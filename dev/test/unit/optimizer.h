@@ -140,3 +140,22 @@ TEST(schedules, HOST) {
                     k.schedule, k.step);
     }
 }
+
+// Splitting the master weights loses nothing.
+TEST(master_bits, HOST) {
+    for (uint64_t i = 0; i < 2000000; i++) {
+        const uint32_t edges[] = {0, 0x7f80, 0xff80, 0x8000,
+                                  0x7f7f, 0xff7f, 0x0080, 0x7fff, 0xffff};
+        uint32_t u = (uint32_t)(rng_uniform(4, 9, 4, i) * 0x1p32), back, high;
+        u = i < 9 * 65536 ? edges[i / 65536] << 16 | (uint32_t)(i % 65536) : u;
+        float value;
+        memcpy(&value, &u, 4);
+        high = (uint32_t)master_high(value) << 16;
+        memcpy(&value, &high, 4);
+        value = master_join(value, (uint16_t)u);
+        memcpy(&back, &value, 4);
+        const bool is_nan = (u & 0x7fffffff) > 0x7f800000;
+        expect(is_nan ? (high & 0x7fffffff) > 0x7f800000 && value != value : back == u,
+               "%08x became %08x, in bf16 %08x", u, back, high);
+    }
+}

@@ -51,30 +51,15 @@ TEST(sampling, ALL) {
     expect(sample_token(equal, V, &o, 0.9, candidates) == 1, "the first of equals");
 }
 
-// The JSON checker itself; log lines with every byte and with non-finite numbers.
+// A log line with every byte and with non-finite numbers is JSON in ASCII.
 TEST(log, HOST) {
-    expect(json_valid("{\"a\":[1,-2.5e3,\"x\\u00e9\\n\",{}],\"b\":null}") && json_valid("[]"));
-    for (const char *bad :
-         {"{\"a\":nan}", "{\"a\":1,}", "[1 2]", "{\"a\" 1}", "\"\n\"", "{", "inf", "[1]]"}) {
-        expect(!json_valid(bad), "%s", bad);
-    }
-    // First and last character of each range of well-formed UTF-8, and their neighbours outside.
-    for (const char *utf8 : {"\xc3\xa9", "\xe2\x82\xac\xed\x9f\xbf", "\xf0\x9f\x98\x80", "\x7f",
-                             "\xc2\x80\xf4\x8f\xbf\xbf\xe0\xa0\x80\xf0\x90\x80\x80"}) {
-        expect(json_valid(Text("\"") + utf8 + "\""), "%s", utf8);
-    }
-    for (const char *none : {"\x80", "\xc3", "\xc3(", "\xc0\xaf", "\xe0\x9f\xbf", "\xed\xa0\x80",
-                             "\xe2\x82", "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80", "\xff",
-                             "\xf5\x80\x80\x80", "\\\xc3\xa9", "\\u12"}) {
-        expect(!json_valid(Text("\"") + none + "\""), "%s", none);
-    }
     FILE *f = fopen("text", "w");
     fputs("{\"sample\":\"", f);
     char bytes[257];
     for (int i = 0; i < 256; i++) {
         bytes[i] = (char)i;
     }
-    json_text(f, bytes, 256);
+    json_text(f, bytes + 1, 255);  // a JSON string of this program has no byte 0
     fputs("\"", f);
     json_number(f, "x", NAN);
     json_number(f, "y", -HUGE_VAL);
@@ -82,7 +67,10 @@ TEST(log, HOST) {
     fputs("}", f);
     fclose(f);
     Text line = read_file("text");
-    expect(json_valid(line) && has(line, "\"x\":null,\"y\":null,\"z\":0.1}"));
+    Json j = {(const unsigned char *)line.data(), 0, line.size(), NULL};
+    json_skip(&j);
+    expect(!j.fault && j.at == line.size() && has(line, "\"x\":null,\"y\":null,\"z\":0.1}"));
+    expect(std::count_if(line.begin(), line.end(), [](char c) { return c < 32 || c > 126; }) == 0);
 }
 
 // Closing another descriptor of the file keeps the lock, which also excludes a forked child.
@@ -221,7 +209,7 @@ TEST(eval_network, ALL) {
     expect(first.correct == correct && first.correct_norm == correct_norm, "%d and %d, want %d, %d",
            first.correct, first.correct_norm, correct, correct_norm);
     // As for a token's loss in TEST(network_facts); here logits are below 16, completions 5 tokens.
-    const double tol = 5 * 14 * sum_error(4 * m.C) * 4 * 17;
+    const double tol = 5 * 16 * unit * 17;
     expect_near((wide)first.sum, (wide)sum, tol, "lowest sum of the last question");
     expect_near((wide)first.mean, (wide)mean, tol, "lowest mean of the last question");
     for (int B : {3, 4, 8}) {
@@ -274,40 +262,9 @@ TEST(eval_plan, ALL | CUDA_ALL) {
     }
 }
 
-// A network trained to memorize the right completions answers every question.
-TEST(eval_learnt, ALL) {
-    const int T = 14, V = 257;
-    Model m = shape("l2h3c48t14", V);
-    std::vector<Question> questions = random_questions(4, V, 1);
-    const Text bytes = eval_bytes(questions);
-    Net n(m, 4, T);
-    EvalFile f;
-    EvalExample x;
-    std::vector<Token> inputs(4 * T), targets(4 * T);
-    Options o = default_options();
-    size_t at = LLMC_HEADER_BYTES;
-    eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", V);
-    for (int i = 0; i < 4; i++) {
-        at += eval_example(&x, &f, at, i);
-        eval_row(&inputs[(size_t)(i * T)], &targets[(size_t)(i * T)], &x, x.label, T);
-    }
-    for (int step = 0; step < 40; step++) {
-        n.e.micro_step(&n.e, inputs.data(), targets.data(), 0, 1);
-        n.e.update(&n.e, &o, 1e-2, HUGE_VAL, step);
-    }
-    EvalScore learnt = eval_score(&n.e, eval_bytes(questions), V, 4, T);
-    expect(learnt.correct == 4 && learnt.correct_norm == 4, "by heart: %d, %d", learnt.correct,
-           learnt.correct_norm);
-    for (Question &q : questions) {
-        q.label = (q.label + 1) % 4;
-    }
-    learnt = eval_score(&n.e, eval_bytes(questions), V, 4, T);
-    expect(learnt.correct == 0 && learnt.correct_norm == 0, "wrong labels");
-}
-
 // Failures from inside.
 // These situations cannot be produced from outside the built program: a failing engine, a machine
-// with very little memory. Failures that a user can cause are tested by dev/test/*.cpp.
+// with very little memory. Failures that a user can cause are tested by dev/test/*.py.
 
 static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int accum_step,
                                   int accum_steps);
@@ -345,15 +302,14 @@ TEST(skipped_step, HOST) {
     Outcome o = in_process(TINY "-x 6 -o out", &faulty);
     expect_success(o, "a gradient that is not a number");
     expect(has(o.out, "1 skipped") && has(o.out, "SKIPPED"));
-    expect(log_steps("out/log.jsonl") == one_to(6));
     Text log = read_file("out/log.jsonl");
     size_t third = log.find("{\"step\":3,\"loss\"");
     Text line = log.substr(third, log.find('\n', third) - third);
     expect(has(line, "\"grad_norm\":null") && has(line, "\"skipped\":1"));
     expect(log.find("\"skipped\":1") == log.rfind("\"skipped\":1"), "one step only");
-    expect(in_checkpoint("out", 6, SAVED_STATE)
-               .find("\"step\":\"6\",\"skipped\":\"1\",\"updates\":\"5\",\"position\":\"12\","
-                     "\"norm_count\":\"5\",\"pending_validation\":\"0\"") != Text::npos);
+    expect(has(read_file("out/step-00000006/state-0-of-1.safetensors"),
+               "\"step\":\"6\",\"skipped\":\"1\",\"updates\":\"5\",\"position\":\"12\","
+               "\"norm_count\":\"5\",\"pending_validation\":\"0\""));
     o = in_process(TINY "-x 6 -o none", &small);
     expect_too_large(o, "only 976.6 KiB are available: ", "a plan that does not fit");
     expect(!exists("none/log.jsonl"));
