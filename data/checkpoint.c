@@ -548,10 +548,10 @@ static void checkpoint_mark_best(const char *output, const char *path) {
     }
 }
 
-// Removes all but the best and the newest `keep` checkpoints up to `newest`, the run's current step. Later
-// checkpoints are damaged ones that the resume skipped; they do not count, so that they never
-// displace a verified one. A checkpoint is renamed before it is removed: a kill in between leaves
-// an unfinished checkpoint, not a damaged one.
+// Removes all but the best and the newest `keep` checkpoints up to `newest`, the run's current
+// step. Later checkpoints are damaged ones that the resume skipped; they do not count, so that they
+// never displace a verified one. A checkpoint is renamed before it is removed: a kill in between
+// leaves an unfinished checkpoint, not a damaged one.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
     char path[PATH_BYTES], gone[PATH_BYTES], best[32] = "";

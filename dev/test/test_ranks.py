@@ -467,6 +467,17 @@ def test_resume():
     assert training_state(2, "begun") == training_state(2, "whole")
 
 
+def test_resume_alone():
+    """`-o FOLDER -y` keeps the tokens of a step on another number of ranks; the loss over all of
+    the validation data does not depend on it."""
+    succeeds(TINY + "-j val.bin -v 1 -m 0 -l 0 --dtype fp32 -x 1 --gpus 2 -z 1 -o out")
+    for gpus in 1, 2:
+        out = succeeds("-o out -y --gpus %d -x %d" % (gpus, gpus + 1))
+        assert re.search(r"\nstep .* x %d GPUs = 64 tokens; " % gpus, out)
+    losses = [event["val_loss"] for event in log() if "val_loss" in event]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
 @pytest.mark.parametrize("name,rank", [
     ("state-0-of-3.safetensors", ""), ("state-2-of-3.safetensors", "rank 2: "),
     ("model.safetensors", ""), ("manifest.json", "")])
