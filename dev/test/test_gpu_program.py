@@ -235,7 +235,7 @@ def test_exchange_master():
     start = weights("cpu", 2)
     for more, same in (" --dtype bf16", True), (" --dtype bf16 -w none", False):
         run(usual + "3 -l 0" + more)
-        run(on_cpu(usual + "4 -l 0"))
+        run(on_cpu(usual + "4 -l 0 --dtype fp32 -w split"))
         assert (weights("cpu", 4) == start) == same
         for number in 3, 4:
             shutil.rmtree(step(number, "cpu"))
