@@ -62,7 +62,7 @@ def test_eval_command():
         line).groups()]
     for p, error in (numbers[:2], numbers[2:]):
         assert error == pytest.approx(math.sqrt(p * (100 - p) / 12), abs=0.006)
-    assert out.count("\n") == 2 + 3 + 9 + 1
+    assert out.count("\n") == 3 + 9 + 1
     for b in 1, 7, 50:
         assert succeeds(command + "--quiet -b %d" % b) == line
     found = query(command + "-t 12")
