@@ -37,9 +37,9 @@
 //    which checkpoints it skipped and why.
 // 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
 //    one tensor on each rank.
-// 4. A range is a piece of a state (chapter Sharding and offload). The model and the number of ranks
-//    that saved a checkpoint decide which ranges a file has, in which order: a reader lists them as
-//    the writer did, and may have another number of ranks.
+// 4. A range is a piece of a state (chapter Sharding and offload). The model and the number of
+//    ranks that saved a checkpoint decide which ranges a file has, in which order: a reader lists
+//    them as the writer did, and may have another number of ranks.
 // 5. Each of N ranks writes 1/N of every bucket, all ranks at the same time. Only rank 0 creates
 //    the folder, writes the other files, renames and removes. Every phase ends with an exchange of
 //    status between all ranks: if one rank has failed, all ranks end and the previous checkpoint
@@ -289,7 +289,6 @@ static void range_save(Engine *e, const Model *m, const StateRange *range, real 
         writer_put(w, out, (size_t)(count * file_types[type].bytes));
     }
 }
-
 
 // Writes this rank's state file. The metadata has the run's identity, its options, its matmul
 // algorithms (results depend on them) and the counters; the tensors are the norms and the ranges.

@@ -60,7 +60,7 @@ prepared() {
 
 # --- Copying and downloading ----------------------------------------------------------------------
 
-# transfer URL PART: appends the missing bytes to PART, or all of them if the server cannot continue.
+# transfer URL PART: appends the missing bytes to PART, or all if the server cannot continue.
 # Gives up after 5 s without a connection or 30 s without a byte; wget's limit is lower because it
 # applies to each address of a host, and these hosts have four or more.
 transfer() {

@@ -5,8 +5,7 @@ Every text file that git tracks: lines of at most 100 columns, no tabs (except i
 trailing blanks, no two consecutive empty lines, a newline at the end. C and CUDA sources:
   contents   the list under "Contents" in a file's header equals its chapter banners
   citations  "chapter X" names a chapter that exists in some file
-  contracts  a comment stands directly above each kernel and each launcher (a function that calls
-             launch())
+  contracts  a comment stands directly above each kernel
 Prints one line per fault and, last, `N passed, N failed, N skipped`; exit status 1 on any fault.
 Needs nothing but python3.
 """
@@ -63,20 +62,14 @@ def check_text(name, lines, last_newline):
 
 
 def check_contracts(lines):
-    """Kernels and launchers without a comment directly above them."""
-    start = None  # of the function that the line is in
+    """Kernels without a comment directly above them."""
     for n, line in enumerate(lines):
-        if line and not line[0].isspace() and line[0] not in "/}#" and "(" in line:
-            start = n
-        kernel = re.match(r"^(?!//).*__global__", line)
-        launcher = re.match(r"^ +launch\(", line) and start is not None
-        if not kernel and not launcher:
-            continue
-        top = n if kernel else start
-        while top > 0 and re.match(r"^(template|static|__|[A-Za-z_].*[^;{}]$)", lines[top - 1]):
-            top -= 1
-        if top == 0 or not lines[top - 1].startswith("//"):
-            yield top + 1, f"no comment above this {'kernel' if kernel else 'launcher'}"
+        if re.match(r"^(?!//).*__global__", line):
+            top = n
+            while top > 0 and re.match(r"^(template|static|__|[A-Za-z_].*[^;{}]$)", lines[top - 1]):
+                top -= 1
+            if top == 0 or not lines[top - 1].startswith("//"):
+                yield top + 1, "no comment above this kernel"
 
 
 def check_sources(files):

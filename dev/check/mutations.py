@@ -156,7 +156,7 @@ def passes(scratch, program, names, number):
     except subprocess.TimeoutExpired:
         return False, ["600 s passed"]
     lines = [line.strip() for line in done.stdout.split("\n") if line.strip()]
-    failed = [line for line in lines if "FAIL" in line or "timed out" in line]
+    failed = [line for line in lines if "FAILED" in line or "timed out" in line]
     return done.returncode == 0, failed or lines[-1:]
 
 

@@ -360,6 +360,16 @@ def test_fit_data():
     succeeds("--fit bits -e l2h2c16t16")
 
 
+@pytest.mark.parametrize("gpus", ["", "--gpus 2 "])
+def test_batch_memory(gpus):
+    """-b auto takes the largest micro-batch that fits beside the libraries and NCCL."""
+    options = "--plan -e l1h1c16t16 -d 768 %s-r none --offload none --gpu-mem %%d -b %%s" % gpus
+    plan = lambda size, batch: query(options % (size, batch))["plan"][0]
+    way = plan(64 << 30, 24)
+    room = way["device_bytes"] + way["reserved_bytes"]
+    assert plan(room, "auto")["batch"] == 24 and plan(room - 1, "auto")["batch"] < 24
+
+
 @pytest.mark.parametrize("options, card, key, step", [
     ("batch -e d12", "--gpu 4090", "batch", 1),
     ("batch -e d24 -r none", "--gpu t4", "batch", 1),

@@ -231,7 +231,8 @@ def test_default_data(stories, monkeypatch):
     succeeds(train, "validation loss")
     os.rename("data/stories_bpe_val.bin", "val.bin")
     assert succeeds(train, "--val-data (-j) is not given").count("no validation") == 1
-    refused(stories.replace("t16", "t16v300"), "has a vocabulary of 300 tokens, the data, data/stories_bpe")
+    refused(stories.replace("t16", "t16v300"),
+            "has a vocabulary of 300 tokens, the data, data/stories_bpe")
 
 
 def train_sh(**more):

@@ -66,7 +66,7 @@ def children(process):
 
 
 def start_long(more="", ranks=3, **env):
-    """Starts a long run that hangs like a GPU, and waits until it trains. Returns its ranks, too."""
+    """Starts a long run that hangs like a GPU and waits until it trains; returns its ranks, too."""
     process = start(ODD + "-d %d --gpus %d -z 1 -k constant -x 100000 --quiet -o out %s"
                     % (24 * ranks, ranks, more), env={"EMU_NCCL_HANG": "1", **env})
     wait_until(lambda: Path("out/log.jsonl").exists() and len(log_steps()) >= 2)
@@ -259,7 +259,8 @@ def test_meeting_refused():
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("localhost", PORT))
         taken.listen()
-        refused(line, "rank 0 cannot listen on port %d (MASTER_PORT): Address already in use" % PORT,
+        refused(line,
+                "rank 0 cannot listen on port %d (MASTER_PORT): Address already in use" % PORT,
                 env=port_of(0))
 
         def answer():
@@ -400,7 +401,8 @@ def test_choices():
     """All ranks compute with rank 0's choice, here the third algorithm, and say nothing if the
     journals of two machines differ. With an unlike GPU all use the defaults."""
     line = ODD + "-d 48 -x 2 --quiet -o "
-    for name, env in {"all": {}, "one": {"EMU_LT_WRONG": "3"}, "unlike": {"EMU_UNLIKE": "1"}}.items():
+    cases = {"all": {}, "one": {"EMU_LT_WRONG": "3"}, "unlike": {"EMU_UNLIKE": "1"}}
+    for name, env in cases.items():
         # Rank 1 has a file of its own, and would choose the first. A wrong third one shows its use.
         second = {**port_of(1), "XDG_CACHE_HOME": os.getcwd() + "/" + name, "EMU_LT_TIMES": "159"}
         first = {**port_of(0), "EMU_LT_TIMES": "951"}

@@ -720,8 +720,8 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
             }
         }
         if (!exact) {
-            expect_near((wide)(bias / count), 0, 4 * traits<bf16>.unit / sqrt(count), "%s: %s, bias",
-                        who, name);
+            expect_near((wide)(bias / count), 0, 4 * traits<bf16>.unit / sqrt(count),
+                        "%s: %s, bias", who, name);
         }
     };
     compare_state(weights.get(), p, exact_p, "weights");
