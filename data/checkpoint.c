@@ -838,7 +838,6 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r) {
         }
         e->write(e, r->state, p, values);
     }
-    mapping_release(r->span.data, (size_t)(r->piece.count * file_types[r->span.type].bytes));
     free(values);
 }
 

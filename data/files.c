@@ -242,9 +242,9 @@ static void fsync_folder(const char *folder) {
     close(fd);
 }
 
-// Creates `path` and its missing parent folders, and syncs the parent of each new folder.
+// Creates `path` and its missing parent folders.
 static void make_folders(const char *path) {
-    char part[PATH_BYTES], above[PATH_BYTES] = ".";
+    char part[PATH_BYTES];
     struct stat st;
     if (stat(path, &st) == 0 && !S_ISDIR(st.st_mode)) {
         die("--output (-o): %s is a file, not a folder", path);
@@ -252,12 +252,9 @@ static void make_folders(const char *path) {
     for (size_t n = 1; n <= strlen(path); n++) {
         if (path[n] == '/' || path[n] == 0) {
             path_print(part, "%.*s", (int)n, path);
-            if (mkdir(part, 0755) == 0) {
-                fsync_folder(above);
-            } else if (errno != EEXIST) {
+            if (mkdir(part, 0755) != 0 && errno != EEXIST) {
                 die("cannot create folder %s: %s", part, strerror(errno));
             }
-            path_print(above, "%s", part);
         }
     }
 }
@@ -293,16 +290,6 @@ static void folder_lock(const char *folder) {
     } else {
         fprintf(stderr, "%s: warning: cannot lock %s: %s; a second run in this folder would "
                 "damage the checkpoints\n", program_name, path, strerror(errno));
-    }
-}
-
-// Opens /dev/null on every standard descriptor that the shell closed (>&-): otherwise the next file
-// opened would get that descriptor, and output would be written into the file.
-static void standard_streams_open(void) {
-    for (int fd = 0; fd <= STDERR_FILENO; fd++) {
-        if (fcntl(fd, F_GETFD) < 0) {
-            (void)open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
-        }
     }
 }
 
@@ -369,16 +356,6 @@ static void mapping_close(Mapping *m) {
         munmap((void *)(uintptr_t)m->bytes, m->size);
     }
     memset(m, 0, sizeof *m);
-}
-
-// Releases the pages of a mapped range after it has been read, so that a large file does not count
-// as memory of this process. Releases only pages that are entirely within the range.
-static void mapping_release(const void *bytes, size_t size) {
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)bytes;
-    uintptr_t begin = (first + page - 1) / page * page, end = (first + size) / page * page;
-    if (begin < end) {
-        madvise((void *)begin, end - begin, MADV_DONTNEED);
-    }
 }
 
 // Header of all llm.c files: 256 int32, starting with a magic number and a version.

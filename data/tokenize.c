@@ -747,7 +747,6 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
                     tokens = (uint16_t *)grow(tokens, capacity * sizeof *tokens);
                 }
                 n = block_encode(coder, &encoder, &words, &parts[part], begin, end, tokens);
-                mapping_release(parts[part].bytes + begin, end - begin);
             }
             #pragma omp ordered
             if (!stop_signal) {
@@ -835,7 +834,6 @@ int main(int argc, char **argv) {
     static Coder coder;
     static Corpus texts[2];
     program_name = "tokenize";
-    standard_streams_open();
     const Arguments a = parse_arguments(argc, argv);
     atexit(outputs_drop);
     struct sigaction action;

@@ -433,7 +433,6 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, u
 static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     uint16_t *to = out;
-    check(e->words, "the encoder is not open");
     for (size_t length; p < end; p += length) {
         uint64_t key[4] = {0};  // stays 0 for a pre-token that is too long to cache
         BpeWord *word = e->words;

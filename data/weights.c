@@ -385,7 +385,6 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                 }
                 e->write(e, STATE_WEIGHTS, tensor_piece(m, tensor, l, i, count), values);
             }
-            mapping_release(s->data, (size_t)(size * file_types[s->type].bytes));
         }
     }
     free(values);

@@ -26,7 +26,7 @@ GROUPS = {"weights": "#4477aa", "gradients": "#66ccee", "moments": "#228833", "m
           "activations kept": "#ccbb44", "working set": "#ee6677", "logits": "#aa3377",
           "workspaces": "#9a8c7c", "batch": "#ee8866", "KV cache": "#ddaa33",
           "library": "#b8b8b8"}
-PIECES = 150         # of a long curve, drawn as mean and range
+PIECES = 500         # of a long curve
 SAMPLES_SHOWN = 20   # only the newest
 
 
@@ -133,18 +133,11 @@ def picture(figure):
 
 
 def curve(axes, steps, values):
-    """A curve; a long one as the mean and range of pieces of equal length."""
+    """A curve; a long one as the means of pieces of equal length."""
     import numpy as np
-    pieces = [piece[piece == piece] for piece in np.array_split(np.array(values), PIECES)]
-    if len(steps) > PIECES and all(map(len, pieces)):
-        steps = [int(piece.mean()) for piece in np.array_split(np.array(steps), PIECES)]
-        axes.fill_between(steps, [p.min() for p in pieces], [p.max() for p in pieces],
-                          color="#3567a8", alpha=0.25, linewidth=0)
-        values = [p.mean() for p in pieces]
-        # One extreme step must not flatten all others; the logarithmic axis of the norm shows it.
-        pad = 0.1 * (max(values) - min(values))
-        if pad and axes.get_yscale() == "linear":
-            axes.set_ylim(min(values) - pad, max(values) + pad)
+    if len(steps) > PIECES:
+        steps, values = ([np.nanmean(piece) for piece in np.array_split(np.array(row), PIECES)]
+                         for row in (steps, values))
     axes.plot(steps, values, color="#3567a8", label="training")
 
 

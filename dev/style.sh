@@ -49,7 +49,6 @@ python() {
 
 if [[ $part = *main* ]]; then
     if command -v python3 > /dev/null && git rev-parse --git-dir > /dev/null 2>&1; then
-        check "layout: seeded faults" python dev/check/layout.py --self-test
         check "layout" python dev/check/layout.py
         check "mutations apply" python dev/check/mutations.py --check
         check "top level" top_level

@@ -436,23 +436,6 @@ static void bench_open(const Settings *s) {
            gpu->name, bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
 }
 
-// Measures how fast host memory is pinned, and copied to and from the arena, for `bytes`.
-static void bench_host(size_t bytes) {
-    const double start = now_ms();
-    char *host = pinned_open(bytes);
-    const double pin_ms = now_ms() - start, size = (double)bytes;
-    auto copy_ms = [&](bool up) {
-        return gpu_time_ms(bench.rounds, bench.stream, [&](int) {
-            cuda_check(cudaMemcpyAsync(up ? bench.arena : host, up ? host : bench.arena, bytes,
-                                       cudaMemcpyDefault, bench.stream));
-        });
-    };
-    printf("%shost memory: pinned at %.2f s/GiB; copies up %.1f GB/s, down %.1f GB/s\n",
-           bench.tsv ? "# " : "", pin_ms * 1e-3 * 0x1p30 / size, size / copy_ms(true) * 1e-6,
-           size / copy_ms(false) * 1e-6);
-    cuda_check(cudaFreeHost(host));
-}
-
 static void bench_run(const char *dtype) {
     Options o;
     Model m;
@@ -471,7 +454,6 @@ static void bench_run(const char *dtype) {
     settings_from_options(&s, &o, &m, 1);
     gpu_settings_check(&s);
     bench_open(&s);
-    bench_host(CUDA_CPU ? 1 << 20 : bench.arena_bytes < 1u << 30 ? bench.arena_bytes : 1u << 30);
     printf(bench.tsv ? "# %s, -b %d -t %d, %s\n" : "%s, -b %d -t %d, %s\n", bench.model, s.B, s.T,
            dtype);
     with_type(s.dtype, [&](auto element) { bench_model<decltype(element)>(&s); });

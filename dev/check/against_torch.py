@@ -402,26 +402,12 @@ def check_optimizer(report, ours):
 # --- 3. Folders -----------------------------------------------------------------------------------
 
 def save_variants(model, folder):
-    """Folders as transformers or its users may create them: {name: (folder, weights)}."""
+    """Folders as transformers saves them: {name: (folder, weights)}."""
     found = {}
     for name, dtype in (("F32", torch.float32), ("BF16", torch.bfloat16), ("F16", torch.float16)):
         typed = copy.deepcopy(model).to(dtype)
         typed.save_pretrained(folder / name)
         found[name] = folder / name, arrays({n: p.float() for n, p in named(typed).items()})
-    f32 = arrays(named(model))
-    model.transformer.save_pretrained(folder / "no-prefix")
-    found["F32 without prefix"] = folder / "no-prefix", f32
-    everything = {f"transformer.{name}": p.detach().clone() for name, p in named(model).items()}
-    everything["lm_head.weight"] = everything["transformer.wte.weight"].clone()
-    T = model.config.n_positions
-    for layer in range(model.config.n_layer):
-        mask = torch.tril(torch.ones(T, T)).view(1, 1, T, T)
-        everything[f"transformer.h.{layer}.attn.bias"] = mask
-        everything[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    model.config.save_pretrained(folder / "everything")
-    safetensors.torch.save_file(everything, folder / "everything/model.safetensors",
-                                metadata={"format": "pt"})
-    found["F32 with head and masks"] = folder / "everything", f32
     return found
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the layout of the sources: dev/check/layout.py [--self-test]
+"""Checks the layout of the sources: dev/check/layout.py
 
 Every text file that git tracks: lines of at most 100 columns, no tabs (except in Makefile), no
 trailing blanks, no two consecutive empty lines, a newline at the end. C and CUDA sources:
@@ -7,7 +7,7 @@ trailing blanks, no two consecutive empty lines, a newline at the end. C and CUD
   citations  "chapter X" names a chapter that exists in some file
   contracts  a comment stands directly above each kernel
 Prints one line per fault and, last, `N passed, N failed, N skipped`; exit status 1 on any fault.
---self-test seeds one fault of each kind and expects it to be found. Needs nothing but python3.
+Needs nothing but python3.
 """
 import re
 import subprocess
@@ -98,35 +98,7 @@ def check_sources(files):
     return faults
 
 
-def self_test():
-    """Eight seeded faults, each found, and a source without one."""
-    line = "// " + "-" * 97 + "\n"
-    good = ("// Contents\n//   1  Ground\n\n" + line + "// 1. Ground\n\n// See chapter Ground.\n\n"
-            "// Adds.\n__global__ void add_kernel() {\n}\n\n// Launches it.\nvoid add() {\n"
-            "    launch(add_kernel);\n}\n")
-    seeds = {
-        "columns": good + "// " + "x" * 98 + "\n",
-        "a tab": good.replace("    launch", "\tlaunch").replace("\tlaunch", "    \tlaunch"),
-        "trailing": good.replace("// Adds.", "// Adds. "),
-        "two empty": good.replace("}\n\n// L", "}\n\n\n// L"),
-        "no newline": good[:-1],
-        "contents": good.replace("1  Ground", "1  Roof"),
-        "no chapter": good.replace("chapter Ground", "chapter Cellar"),
-        "kernel": good.replace("// Adds.\n", ""),
-    }
-    missed = [kind for kind, text in seeds.items()
-              if not any(kind in fault for fault in check_sources({"a.cu": text}))]
-    if check_sources({"a.cu": good}):
-        missed.append("a source without a fault: " + check_sources({"a.cu": good})[0])
-    for kind in missed:
-        print(f"layout --self-test: {kind}  FAILED")
-    print(f"{len(seeds) + 1 - len(missed)} passed, {len(missed)} failed, 0 skipped")
-    return bool(missed)
-
-
 def main():
-    if sys.argv[1:] == ["--self-test"]:
-        return self_test()
     names = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True)
     files = {}
     for name in names.stdout.split("\n"):

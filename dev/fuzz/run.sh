@@ -30,7 +30,7 @@ one() {
             awk -F / -v all="${ALL:-}" 'all || NR % 20 == 1 || length($NF) != 40') > "$log" 2>&1
     else
         FUZZ_TARGET=$1 "$program" -max_total_time="$2" -max_len=16384 -timeout=60 \
-            -rss_limit_mb=2048 -print_final_stats=1 -dict=dev/fuzz/words.dict \
+            -rss_limit_mb=2048 -print_final_stats=1 \
             -artifact_prefix=build/found/"$1"- build/corpus/"$1" > "$log" 2>&1
     fi || { echo "fuzz  $1  FAILED" && tail -n 40 "$log" && return 1; }
     echo "fuzz  $1  $(grep -aoE 'cov: [0-9]+|[0-9]+ inputs|executed_units: [0-9]+' "$log" |

@@ -152,8 +152,7 @@ static Text json_fault(const Text &json) {
     return j.fault ? j.fault : "";
 }
 
-// Valid and almost valid JSON, and one text with every byte changed in turn and cut to every
-// length.
+// Valid and almost valid JSON, and one text cut to every length.
 TEST(json) {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
     static const char value[] = "expected a value", ends[] = "unterminated string",
@@ -182,11 +181,6 @@ TEST(json) {
     const Text good = "{\"a\":[true,-1.5e+3,\"x\\u00e9\\n\"],\"b\":{\"c\":null}}";
     for (size_t i = 0; i < good.size(); i++) {
         expect(!json_fault(good.substr(0, i)).empty(), "cut to %zu", i);
-        for (int c = 0; c < 256; c++) {
-            Text other = good;
-            other[i] = (char)c;
-            json_fault(other);  // for the sanitizers
-        }
     }
     detail = text("%zu texts", table.size());
 }

@@ -47,21 +47,16 @@ inline Ids bytes_in_order() {
     return order;
 }
 
-// Returns the character by which vocab.bpe represents the i-th of these bytes: the byte's own
-// character if it is printable, else one from U+0100 on.
-inline int merges_character(int i) {
-    enum { PRINT = 188 };
-    return i < PRINT ? bytes_in_order()[(size_t)i] : 0x100 + i - PRINT;
-}
-
-// Returns a token as vocab.bpe writes it.
+// Returns a token as vocab.bpe writes it: a printable byte by its own character, the others by
+// those from U+0100 on.
 inline Text merges_word(const Text &token) {
     static Words characters;
     if (characters.empty()) {
         characters.resize(256);
+        const Ids order = bytes_in_order();
         for (int i = 0; i < 256; i++) {
-            const int c = merges_character(i);
-            characters[bytes_in_order()[(size_t)i]] =
+            const int c = i < 188 ? order[(size_t)i] : 0x100 + i - 188;
+            characters[order[(size_t)i]] =
                 c < 128 ? Text(1, (char)c) : Text{(char)(0xc0 | c >> 6), (char)(0x80 | (c & 63))};
         }
     }

@@ -6,7 +6,6 @@
 // its main, and accepts
 //     NAME...       run the tests whose names start with NAME; default: all
 //     --list        print the names
-//     --all         print every numeric comparison, not only the closest one
 //     --here NAME   run one test without a separate process or time limit, for gdb; its folder is
 //                   kept
 // The last line is `N passed, N failed, N skipped`; the exit status is 0 only if no test failed.
@@ -73,7 +72,7 @@ struct Listed {
 inline Text root, scratch;        // the repository; the parent of all tests' folders
 inline int failures;              // of the current test
 inline Text detail;               // text of its output line
-inline int shows_all, stays_here; // --all, --here
+inline int stays_here;            // --here
 inline Text (*switches)();        // returns the variables that reproduce the run; NULL: none
 inline struct {
     double err, tol, share;
@@ -120,12 +119,10 @@ inline void near_at(const char *file, int line, long double got, long double wan
                     const Text &where) {
     double err = got == want ? 0 : fabs((double)(got - want));
     double share = err == 0 ? 0 : err / tol;
-    const Text numbers = text("  got %.9g, want %.9g, tol %.1e", (double)got, (double)want, tol);
     if (!(err <= tol)) {
         share = HUGE_VAL;
-        fail(file, line, where + numbers);
-    } else if (shows_all) {
-        printf("    %s%s, err %.1e\n", where.c_str(), numbers.c_str(), err);
+        fail(file, line, where + text("  got %.9g, want %.9g, tol %.1e", (double)got, (double)want,
+                                      tol));
     }
     if (share > worst.share) {
         worst = {err, tol, share, where};
@@ -354,12 +351,10 @@ inline int harness_main(int argc, char **argv) {
         const Text word = argv[a];
         if (word == "--list") {
             lists = true;
-        } else if (word == "--all") {
-            shows_all = 1;
         } else if (word == "--here" && a + 1 < argc) {
             here = argv[++a];
         } else if (word[0] == '-') {
-            fprintf(stderr, "%s: unknown option; expected --list, --all or --here NAME\n", argv[a]);
+            fprintf(stderr, "%s: unknown option; expected --list or --here NAME\n", argv[a]);
             return 1;
         } else {
             names.push_back(word);

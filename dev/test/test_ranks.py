@@ -229,9 +229,7 @@ def test_two_jobs():
     ("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2",
      "set MASTER_ADDR to the machine of rank 0"),
     ("SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 SLURM_NNODES=2", "set MASTER_ADDR to the machine"),
-    ("WORLD_SIZE=two", "WORLD_SIZE is 'two', expected a number from 0 to "),
-    ("WORLD_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3",
-     "WORLD_SIZE is 2, but SLURM_STEP_NUM_TASKS is 3: both count the processes of this run")])
+    ("WORLD_SIZE=two", "WORLD_SIZE is 'two', expected a number from 0 to ")])
 def test_variables(variables, expected):
     refused(TINY + "-x 1", expected, env=dict(word.split("=") for word in variables.split()))
 
@@ -376,7 +374,7 @@ def test_one_gpu():
     env = [{**SRUN(r, 2), "SLURM_LOCALID": "0"} for r in range(2)]
     zero = outcomes(start_ranks(TINY + "-x 1 --timeout 4", env))[0]
     assert "ranks 0 and 1 would share GPU " in zero.err
-    assert "have srun show all of them to each: --gpus-per-node with --gpu-bind=none" in zero.err
+    assert "srun needs --gpu-bind=none" in zero.err
 
 
 @pytest.mark.parametrize("arguments,env,expected", [
@@ -389,8 +387,7 @@ def test_one_gpu():
     ("--gpus 2 --offload weights", {}, "--offload weights on 2 GPUs needs --zero (-z) 3"),
     ("--gpus 2 -z 2 --offload weights", {}, "--offload weights on 2 GPUs needs --zero (-z) 3"),
     ("--gpus 3", {"EMU_GPUS": "2"}, "ranks 0 and 2 would share GPU 00000000"),
-    ("--gpus 2", {**HYDRA(0, 2)}, "a launcher has already started ranks"),
-    ("--gpus 2", {"NCCL_MAX_CTAS": "0"}, "NCCL_MAX_CTAS is '0'; allowed: a number from 1 to 64")])
+    ("--gpus 2", {**HYDRA(0, 2)}, "a launcher has already started ranks")])
 def test_refused(arguments, env, expected):
     refused(ODD + arguments, expected, env=env)
 

@@ -354,35 +354,6 @@ TEST(fit_sizes, FLOAT) {
     expect(recompute_text(&w.s).s == Text("gelu") && w.tier == 0);
 }
 
-// With several GPUs, the largest batch that --fit finds takes its plan's bytes plus NCCL's on each
-// GPU; the next larger batch does not fit; gradients are never offloaded.
-TEST(fit_ranks, FLOAT) {
-    static const struct {
-        int ranks, zero;
-        int64_t nccl;
-    } table[] = {{2, 0, 112}, {4, 1, 112}, {8, 2, 112}, {8, 3, 112}, {64, 3, 136}};
-    for (const auto &row : table) {
-        const Text options = text("-e d24 --gpu-mem 14GiB -r block --gpus %d -z %d -b ", row.ranks,
-                                  row.zero);
-        const Settings one = planned(options + "1");
-        Options o;
-        parse(&o, ("--plan " + options + "1").c_str());
-        const MemoryBudget budget = budget_named(&o, &one);
-        expect((int64_t)budget.device == ((13 << 10) - row.nccl) << 20, "%s", options.c_str());
-        int B = 0;
-        for (const Way &w : fit_ways("--fit bits " + options.substr(0, options.size() - 4))) {
-            expect(!(w.s.placement[KIND_GRADIENTS] & PLACE_HOST), "%s", options.c_str());
-            B = w.tier == 0 ? std::max(B, w.s.B) : B;
-            if (w.tier == 0 && w.s.B == B) {
-                Settings s = planned(options + text("%d --offload none", B));
-                expect(w.device == plan_bytes(&s), "%s%d", options.c_str(), B);
-            }
-        }
-        Settings next = planned(options + text("%d --offload none", next_batch(B)));
-        expect(B > 0 && plan_bytes(&next) > budget.device, "%s%d", options.c_str(), B);
-    }
-}
-
 // -b auto: the largest batch that divides the step, fits the card without recomputation, and has at
 // most 65,536 tokens and as many sequences as the data; every larger divisor does not fit. 4 if
 // none does, without -d and on the CPU.

@@ -219,49 +219,6 @@ TEST(eval_network, ALL) {
     }
 }
 
-// --eval plans weights and a forward pass only: no gradients, moments or master weights, and only
-// the weights grow with the number of blocks. Losses equal those of a training engine bit by bit.
-TEST(eval_plan, ALL | CUDA_ALL) {
-    for (const char *options : {"-b 3", "-b 2 -t 9 --logit-rows 7", "-b 3 -r block:1,mlp"}) {
-        for (const char *dtype : {"--dtype fp32", "--dtype bf16 -w none"}) {
-            const Model m = shape("l2h3c48t14", 257), deep = shape("l5h3c48t14", 257);
-            const Text rest = Text(options) + " " + (TEST_CUDA ? dtype : "");
-            const Batch b(3 * m.maxT, m.V, 1);
-            auto losses = [&](const Net &n) {
-                Reals all((size_t)(n.s.B * n.s.T));
-                Engine e = n.e;
-                e.forward_loss(&e, all.data(), b.inputs.data(), b.targets.data());
-                return all;
-            };
-            const Reals want = losses(Net(m, rest));  // closed again: one engine at a time
-#if TEST_CUDA && CUDA_CPU
-            emu::peak_bytes = 0;
-#endif
-            Net scores(m, "--eval x " + rest);
-            expect(same_bits(losses(scores), want), "%s: losses", rest.c_str());
-#if TEST_CUDA && CUDA_CPU
-            expect(emu::peak_bytes == scores.plan.device_bytes, "%s: peak %zu of %zu", rest.c_str(),
-                   emu::peak_bytes, scores.plan.device_bytes);
-#endif
-            Settings more = scores.s;
-            more.model = deep;
-            Plan p;
-            plan_build(&p, &more);
-            size_t device[2][GROUPS], host[2][GROUPS];
-            plan_groups(&scores.plan, device[0], host[0]);
-            plan_groups(&p, device[1], host[1]);
-            for (int g = 0; g < GROUPS; g++) {
-                const bool learns = g >= GROUP_GRADIENTS && g <= GROUP_MASTER;
-                expect(!learns || device[1][g] + host[1][g] == 0, "%s: %s", rest.c_str(),
-                       group_names[g]);
-                expect(g == GROUP_WEIGHTS || g == GROUP_WORKSPACE || device[1][g] == device[0][g],
-                       "%s: %s of five blocks", rest.c_str(), group_names[g]);
-            }
-            plan_free(&p);
-        }
-    }
-}
-
 // Failures from inside.
 // These situations cannot be produced from outside the built program: a failing engine, a machine
 // with very little memory. Failures that a user can cause are tested by dev/test/*.py.
