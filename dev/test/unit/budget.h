@@ -325,7 +325,7 @@ static std::vector<Way> fit_ways(const Text &options, Way *best = nullptr) {
         expect(w.device <= budget.device && w.fits, "%s: -b %d", options.c_str(), w.s.B);
     }
     if (best) {
-        *best = *fit_choose(list.data(), (int)list.size(), o.tokens_per_step > 0);
+        *best = *fit_choose(list.data(), (int)list.size());
     }
     return list;
 }
@@ -355,26 +355,25 @@ TEST(fit_sizes, FLOAT) {
 }
 
 // -b auto: the largest batch that divides the step, fits the card without recomputation, and has at
-// most 65,536 tokens and as many sequences as the data; every larger divisor does not fit. 4 if
-// none does, without -d and on the CPU.
+// most 65,536 tokens; every larger divisor does not fit. 4 if none does, without -d and on the CPU.
 TEST(auto_batch, FLOAT) {
     int found = 0;
-    auto chosen = [](const Text &options, uint64_t total, int64_t most) {
+    auto chosen = [](const Text &options, uint64_t total) {
         Planned run(options);
-        settings_auto_batch(&run.s, &run.o, total, most, 0);
+        settings_auto_batch(&run.s, &run.o, total, 0);
         return (int64_t)run.s.B == run.o.batch ? run.s.B : -1;
     };
     for (int n = 0; n < 30; n++) {
-        const int64_t sequences = draw(1, 720), most = draw(1, 400);
+        const int64_t sequences = draw(1, 720);
         const Text base = text("-e l%dh2c%dt64 -r none -d %d", draw(1, 4), 16 * draw(1, 12),
                                (int)sequences * 64);
         const Settings four = planned(base);
         const uint64_t bytes = plan_bytes(&four) / 100 * (uint64_t)draw(30, 3000);
-        const int B = chosen(base, library_reserve_bytes + bytes, most);
+        const int B = chosen(base, library_reserve_bytes + bytes);
         auto fits = [&](int64_t batch) {
             Settings s = four;
             settings_batch(&s, (int)batch);
-            return sequences % batch == 0 && batch <= most && plan_bytes(&s) <= bytes;
+            return sequences % batch == 0 && plan_bytes(&s) <= bytes;
         };
         expect(fits(B) || (B == USUAL_BATCH && !fits(1)), "%s: %d", base.c_str(), B);
         for (int64_t larger = B + 1; larger <= sequences; larger++) {
@@ -383,9 +382,9 @@ TEST(auto_batch, FLOAT) {
         found += B > USUAL_BATCH;
     }
     expect(found > 5, "%d", found);
-    expect(chosen("-e d12", (uint64_t)80 << 30, 1 << 26) == USUAL_BATCH, "without -d");
-    expect(chosen("-e d12 -d 524288", 0, 1 << 26) == USUAL_BATCH, "unknown memory");
-    expect(chosen("-e d12 -d 524288 -b 2", (uint64_t)80 << 30, 1 << 26) == 2, "-b 2");
+    expect(chosen("-e d12", (uint64_t)80 << 30) == USUAL_BATCH, "without -d");
+    expect(chosen("-e d12 -d 524288", 0) == USUAL_BATCH, "unknown memory");
+    expect(chosen("-e d12 -d 524288 -b 2", (uint64_t)80 << 30) == 2, "-b 2");
 }
 
 // NCCL's memory and the exchange rate depend on the link in the card's table row and on
