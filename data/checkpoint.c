@@ -895,6 +895,7 @@ static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 const char *others, const char *folder) {
     const Settings *s = run->settings;
+    // NOLINTNEXTLINE(clang-analyzer-core.NullDereference): every checkpoint has a state file
     const int moments_fp32 = f->files[0].ranges[f->files[0].count - 1].span.type == FILE_F32;
     if ((weights_fp32 || f->low) && s->dtype == TYPE_BF16 && !s->split_master) {
         printf("weights were fp32 in %s and are bf16 from here on\n", folder);

@@ -733,7 +733,8 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
         }
         #pragma omp for ordered schedule(static, 1)
         for (int64_t i = 0; i < first[count]; i++) {
-            WordTable words = {0};
+            WordTable words;
+            memset(&words, 0, sizeof words);
             while (i >= first[part + 1]) {
                 part++;
             }
@@ -787,7 +788,8 @@ static void merges_write(Bpe *bpe, const char *prefix) {
 
 // Learns the vocabulary of --train-bpe from the training part of the text.
 static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *train) {
-    WordTable words = {0};
+    WordTable words;
+    memset(&words, 0, sizeof words);
     int byte_of[BYTE_CHARACTERS];
     bpe_begin_bytes(&coder->bpe, byte_of);
     coder->words = &words;

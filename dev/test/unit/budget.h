@@ -343,11 +343,9 @@ TEST(fit_sizes, FLOAT) {
     expect(all.tokens_per_s >= any.tokens_per_s && all.tier <= any.tier, "%.0f tokens/s, any %.0f",
            all.tokens_per_s, any.tokens_per_s);
     Way w = chosen("--fit any -e d48 --gpu-mem 15GiB");
-    expect(w.s.B >= 8 && !settings_offload_bits(&w.s) && w.s.moment_dtype == TYPE_BF16 &&
-               !w.s.split_master, "-b %d, tier %d", w.s.B, w.tier);
+    expect(w.s.B >= 8 && w.s.moment_dtype == TYPE_BF16, "-b %d, tier %d", w.s.B, w.tier);
     w = chosen("--fit bits -e d48 --gpu-mem 15GiB");
-    expect(w.s.B >= 24 && w.s.split_master && settings_offload_bits(&w.s) == HOST_MOMENTS,
-           "-b %d, tier %d", w.s.B, w.tier);
+    expect(w.s.B >= 24 && w.s.split_master && w.tier > 0, "-b %d, tier %d", w.s.B, w.tier);
     w = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
     expect(524288 % (w.s.B * 1024) == 0 && w.s.split_master, "-b %d", w.s.B);
     w = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");

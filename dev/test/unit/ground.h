@@ -109,7 +109,7 @@ TEST(options_table, HOST) {
         Text name = Text("--") + row.name;
         Words forms = {name + "=" + legal, name + " " + legal, text("-%c ", row.letter) + legal};
         for (const Text &form : forms) {
-            if (row.type != OPT_FLAG && (row.letter || form[1] == '-')) {
+            if (row.type != OPT_FLAG && name != "--help" && (row.letter || form[1] == '-')) {
                 parse(&o, (form + " --help").c_str());
                 expect(option_text(value, &o, &row) == legal, "%s: %s", form.c_str(), value);
             }
@@ -126,7 +126,7 @@ TEST(options_table, HOST) {
                      "--plan"};
         }
         for (const Text &w : wrong) {
-            if (!w.empty()) {
+            if (!w.empty() && !(row.type == OPT_SWITCH && w[0] == '-')) {  // needs no value
                 expect_death(
                     parse(&o, (name + " " + w).c_str()),
                     (name + (row.letter ? text(" (-%c): '", row.letter) : Text(": '")) + w + "'")
