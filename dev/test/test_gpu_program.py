@@ -63,7 +63,7 @@ def test_refused(arguments, expected):
      " of host memory: out of memory; this machine cannot pin more"),
     ("-i train.bin -b 64 -x 2 -e l4h2c64t16 -r none --offload none", {"EMU_GPU_MEM": "42000000"},
      3, "; it fits with "),
-    (TINY, {"EMU_DRIVER": "11080"}, 1, "the driver is older than this program's CUDA")])
+    (TINY, {"EMU_DRIVER": "11080"}, 1, "CUDA driver version is insufficient")])
 def test_unsuitable(arguments, env, status, expected):
     """A GPU that is missing, too old or too small."""
     refused(arguments + ("" if "--plan" in arguments else " -o out"), expected, status, env=env)

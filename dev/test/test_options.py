@@ -170,7 +170,6 @@ BAD_DATA = [
     (None, "-i train.bin -b 200",
      "a step needs 200 sequences of 16 tokens; train.bin has only"),
     (None, "-i train.bin -d 3200 -b 2", "a step needs 200 sequences"),
-    (None, "-i train.bin -j val.bin -b 30", "val.bin: 24 sequences of 16 tokens, fewer"),
     (None, "-i .", "cannot read token file .: "),
 ]
 
