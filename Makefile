@@ -191,7 +191,8 @@ page: build/plan.html ## the memory plan as a web page, build/plan.html
 data: data/tokenize data/stories ## tinyshakespeare (or else generated stories) as token shards
 	@data/prepare.sh
 
-train: $(PROGRAM) $(if $(wildcard data/*_bpe_train.bin),,data) ## build for this machine, prepare data, train a small GPT-2, print samples
+TRAIN_DATA := $(if $(wildcard data/*_bpe_train.bin),,data)
+train: $(PROGRAM) $(TRAIN_DATA) ## build, prepare data, train a small GPT-2, print samples
 	@dev/train.sh $(PROGRAM)
 
 FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \

@@ -26,7 +26,8 @@ def options_of(program, known={}):
     """The options that --help of a program lists."""
     if program not in known:
         every = ["all"] if program != "data/tokenize" else []
-        said = subprocess.run([program, "--help", *every], capture_output=True, text=True, check=True)
+        said = subprocess.run([program, "--help", *every], capture_output=True, text=True,
+                              check=True)
         known[program] = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", said.stdout))
     return known[program]
 

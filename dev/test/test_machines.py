@@ -123,8 +123,8 @@ def test_no_data(machine):
     assert parts and len(parts) == len(set(parts)) and (machine.clone / "train_gpt2").exists()
     status, said, calls = machine.make("-s", "train_gpt2cu", "ARCH=80", compiler, **mirror)
     assert status == 0 and re.search(
-        r"^no data in data/ yet: preparing tiny.*\n(.*\n)*no data yet \(prepare.sh: DATA_MIRROR=\S* "
-        "has no .*again$", said, re.M)
+        r"^no data in data/ yet: preparing tiny.*\n(.*\n)*"
+        r"no data yet \(prepare.sh: DATA_MIRROR=\S* has no .*again$", said, re.M)
     for name in "train_gpt2cu", "data/tokenize", "data/tokenize.c":
         (machine.clone / name).unlink(missing_ok=True)
     (machine.clone / "data/tokenize.c").write_text('#error "injected"\n')

@@ -67,7 +67,8 @@ def test_refused(mirror, arguments, expected):
 def test_stories():
     """Without mirror and network: stories. A curl that never connects logs its calls."""
     Path("stub").mkdir()
-    Path("stub/curl").write_text('#!/bin/sh\necho $3 $4 $5 >> "%s"\nexit 7\n' % Path("calls").resolve())
+    Path("stub/curl").write_text('#!/bin/sh\necho $3 $4 $5 >> "%s"\nexit 7\n'
+                                 % Path("calls").resolve())
     os.chmod("stub/curl", 0o755)
     offline = {"PATH": "%s:%s" % (Path("stub").resolve(), os.environ["PATH"])}
     o = run("", env=offline)

@@ -88,13 +88,13 @@ def test_make_train(repository):
 
 
 def test_install(tmp_path):
-    """The manual page made from --help all lists every option, without warnings of groff; completion
-    offers options and values; all places name the same version."""
+    """The manual page made from --help all lists every option, without warnings of groff;
+    completion offers options and values; all places name the same version."""
     shell(["make", "-s", "install", "PROGRAM=train_gpt2", "DESTDIR=%s/root" % tmp_path,
            "PREFIX=/usr"], cwd=TOP)
     page = Path("root/usr/share/man/man1/train_gpt2.1")
-    options = re.findall(r"^  (?:-\w,|   ) (--[a-z0-9-]+)", shell("root/usr/bin/train_gpt2 --help all"),
-                         re.M)
+    options = re.findall(r"^  (?:-\w,|   ) (--[a-z0-9-]+)",
+                         shell("root/usr/bin/train_gpt2 --help all"), re.M)
     text = page.read_text().replace("\\-", "-")
     assert re.findall(r"^(?:\\fB-.\\fR, )?\\fB(--[a-z0-9-]+)", text, re.M) == options
     completed = shell(["bash", "-c", """. root/usr/share/bash-completion/completions/train_gpt2
