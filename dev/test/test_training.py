@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from files import *
+import program
 from program import *
 
 BOTH = pytest.mark.parametrize("fp32", [
