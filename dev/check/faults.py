@@ -411,7 +411,7 @@ def calls_case(work, command, pool):
             nine = command.index("-x") + 1
             place.run(command[:nine] + ["5"] + command[nine + 1:])
             kept = place.out() + ".kept"
-            shutil.copytree(place.out(), kept)
+            shutil.copytree(place.out(), kept, symlinks=True)
         trace = os.path.join(place.path, "trace")
         place.run(command, ["strace", "-f", "-qq", "-y", "-o", trace, "-e", "trace=" + names])
         count = {}
@@ -438,7 +438,7 @@ def call_fails(work, number, command, whole, kept, begin, name, n, way, lock):
     """Makes call n of a name fail, or the last one before SIGKILL."""
     place, what = Place(work, f"call{number}"), f"{begin}, {name} {n}, {way}"
     if kept:
-        shutil.copytree(kept, place.out())
+        shutil.copytree(kept, place.out(), symlinks=True)
     done = place.run(command, ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=" + name,
                                "-e", f"inject={name}:{way}:when={n}"])
     if way == "signal=KILL":
@@ -536,7 +536,7 @@ class GpuKind:
         if done.returncode:
             sys.exit(f"faults.py: {' '.join(self.command)}: {done.stderr.strip()[:500]}")
         self.first = digest(place.out())
-        shutil.copytree(place.out(), place.out() + ".kept")
+        shutil.copytree(place.out(), place.out() + ".kept", symlinks=True)
         shutil.rmtree(place.env["XDG_CACHE_HOME"], ignore_errors=True)
         journal = os.path.join(place.path, "calls")
         place.env["EMU_CALLS"] = journal
@@ -553,7 +553,7 @@ class GpuKind:
     def fail(self, number, call, ordinal):
         """Runs with one failing call. Returns 1 if the run went on."""
         place = Place(self.work, f"gpu{self.number}.{number}")
-        shutil.copytree(os.path.join(self.path, "out.kept"), place.out())
+        shutil.copytree(os.path.join(self.path, "out.kept"), place.out(), symlinks=True)
         place.env["EMU_NCCL_HANG"] = "1"    # as on GPUs: a rank waits for one that has ended
         place.env["EMU_FAIL"] = " ".join([*call, str(ordinal)])
         place.env["XDG_CACHE_HOME"] = os.path.join(place.path, "cache")
