@@ -1,5 +1,5 @@
-// budget.h -- tests of train_gpt2.c's part B about settings and time: what fits in memory, what
-// -r auto and --fit choose, and forecasts.
+// budget.h -- tests of train_gpt2.c's settings and time: what fits in memory, what -r auto and
+// --fit choose, and forecasts.
 
 // A run as its options describe it: options, settings and plan, on a GPU unless `gpu` is 0.
 struct Planned {

@@ -1,4 +1,4 @@
-// ground.h -- tests of train_gpt2.c's part A: random numbers, texts and options.
+// ground.h -- tests of train_gpt2.c's random numbers, texts and options.
 
 // The generator reproduces its authors' published test vectors.
 TEST(philox, ALL) {
