@@ -256,9 +256,11 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
 
 // Returns the ranges in the state file of a rank, *count of them, in their order: the rank's part
 // of every bucket of the moments and, with `low`, of the masters' low halves before them, without
-// the padding between ranks. The caller frees the array.
-static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int *count) {
-    const int buckets = model_buckets(m), all = STATES * buckets;
+// the padding between ranks. With `muon`, blocks have no v. The caller frees the array.
+static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
+                                int *count) {
+    const int buckets = model_buckets(m);
+    const int all = muon ? STATE_V * buckets + BUCKET_BLOCKS : STATES * buckets;  // v is last
     StateRange *ranges = (StateRange *)alloc_zero((size_t)all, sizeof *ranges);
     *count = 0;
     for (int i = low ? 0 : buckets; i < all; i++) {
@@ -299,7 +301,7 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
     const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
     int count;
-    StateRange *ranges = state_ranges(&s->model, s->rank, s->ranks, s->split_master, &count);
+    StateRange *ranges = state_ranges(&s->model, s->rank, s->ranks, s->split_master, s->muon, &count);
     HeaderText header;
     header_start(&header);
     fprintf(header.file, ",\"run\":\"%s\",\"matmul\":\"", snapshot->identity);
@@ -748,13 +750,15 @@ typedef struct {
 
 // Finds the ranges of rank r's file, after the norms.
 static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetensors *f) {
-    char name[RANGE_NAME] = "";
+    char name[RANGE_NAME] = "", optimizer[16];
     FileTensor t;
     int i = 0, count = 0;
+    safetensors_text(f, "--optimizer", optimizer, sizeof optimizer);  // none: AdamW
+    const int muon = strcmp(optimizer, "muon") == 0;
     for (; safetensors_next(f, &t); i++) {
         if (i == 0) {
             out->low = r ? out->low : strncmp(t.name, "master.", 7) == 0;
-            out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, &count);
+            out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, muon, &count);
         }
         StateRange *range = &out->files[r].ranges[i < count ? i : 0];
         range_name(name, range);
@@ -766,7 +770,7 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
         range->span.type = t.type;
     }
     if (i == 0) {  // more ranks than 64ths of a bucket
-        out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, &count);
+        out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, muon, &count);
     }
     file_require(i == count && (r > 0 || count > 0), f->name, name,
                  "the last tensor: others are missing");
