@@ -415,7 +415,7 @@ template <class E> static void bench_model(const Settings *s) {
 static void bench_open(const Settings *s) {
     const size_t workspace_bytes = (size_t)s->workspace;  // as in a run
     size_t free_bytes = device_available();
-    const Gpu *gpu = gpu_present();
+    const Device *gpu = gpu_present();
     bench.peak_flops = gpu->card && s->dtype != TYPE_FP32 ? 1e12 * gpu->card->tflops : 0;
     bench.cache_bytes = (size_t)gpu->cache_bytes;
     cuda_check(cudaStreamCreateWithFlags(&bench.stream, cudaStreamNonBlocking));
