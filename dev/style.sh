@@ -92,7 +92,7 @@ if [[ $part = *rest* ]]; then
                 $warnings -c train_gpt2.c -o "$scratch/plain.o"
         fi
         for file in train_gpt2.c data/tokenize.c; do
-            check "$cpp: C++17, $file" $cpp $as_cpp $MARCH $omp $warnings -fsyntax-only $file
+            check "$cpp: C++17, $file" $cpp $warnings $as_cpp $MARCH $omp -fsyntax-only $file
         done
     done
     check "in double" "$CC" $as_c $MARCH $OMP $warnings -DGPT2_DOUBLE=1 -fsyntax-only train_gpt2.c
