@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lists the packages that targets need and this machine lacks; as root on Debian or Ubuntu it also
 # installs them.
-#   dev/deps.sh build|test|lint|bench|cuda...  CC and NVCC override the compilers cc and nvcc
+#   dev/deps.sh build|test|lint|cuda...  CC and NVCC override the compilers cc and nvcc
 # Prints nothing if everything is installed. Exit status 1 only if something is missing without
 # which a target fails.
 set -u
@@ -40,10 +40,9 @@ look() {
             have clang || want "the check that clang builds it too" clang
             have clang-tidy || want "the clang-tidy check" clang-tidy
             have cppcheck || want "the cppcheck check" cppcheck ;;
-        bench) has_header dnnl.h || want "oneDNN to compare the matmul with" libdnnl-dev ;;
         cuda) have "${NVCC:-nvcc}" || no_nvcc=1 ;;
         *)
-            echo "deps.sh: unknown target '$target'; known: build test lint bench cuda" >&2
+            echo "deps.sh: unknown target '$target'; known: build test lint cuda" >&2
             exit 1 ;;
         esac
     done
@@ -63,7 +62,7 @@ install() {
     done
 }
 
-[ $# -gt 0 ] || { echo "usage: dev/deps.sh build|test|lint|bench|cuda..." >&2; exit 1; }
+[ $# -gt 0 ] || { echo "usage: dev/deps.sh build|test|lint|cuda..." >&2; exit 1; }
 no_nvcc=0
 look "$@"
 if [ ${#needed[@]} -gt 0 ] || [ ${#wanted[@]} -gt 0 ]; then
