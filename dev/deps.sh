@@ -13,7 +13,6 @@ has_pytest() {
     done
     return 1
 }
-has_header() { echo "#include <$1>" | "${CC:-cc}" -E - > /dev/null 2>&1; }
 
 # need PACKAGE...: a target fails without them. want WHAT PACKAGE...: it only loses WHAT.
 need() { needed+=("$@"); }
