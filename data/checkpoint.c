@@ -667,6 +667,9 @@ static int checkpoint_option(char out[PATH_BYTES], const char *folder, const cha
 static int64_t weights_step(const ModelFile *f) {
     const char *slash = strrchr(f->name, '/');
     int64_t step = 0;
+    while (slash && slash > f->name && slash[-1] == '/') {
+        slash--;
+    }
     if (slash && slash - f->name >= 13) {
         sscanf(slash - 13, "step-%8" SCNd64, &step);
     }

@@ -46,7 +46,7 @@ def test_sample(sample):
                     env={"OMP_NUM_THREADS": threads}) == text
     # Samples depend on the step, which is in the folder's name.
     shutil.copytree("out/step-00000300", "hf/step-00000300", ignore=lambda *_: [STATE])
-    for e in "out/step-00000300/" + MODEL, "hf/step-00000300":
+    for e in "out/step-00000300/" + MODEL, "out/step-00000300/", "hf/step-00000300":
         assert made("--generate -g 60 --prompt abc --quiet %s-e %s" % (SAMPLING, e)) == text
     three = made("--generate -e hf/step-00000300 -g 60 %s--prompt abc --samples 3" % SAMPLING)
     assert three.startswith(text + "---\n") and len(set(three.split("\n---\n"))) == 3
@@ -66,6 +66,18 @@ def test_stdin(sample):
     assert o.status == 1 and want.startswith(o.out) and o.out
     assert "--prompt: '12345678901234567" in o.err and " has 17 tokens, more than" in o.err
     assert made(stdin, stdin="a\0b").startswith("a\0b")
+
+
+def test_newest():
+    """Without -e the model is the checkpoint in runs/ that was written last; with the folder of a
+    run, its newest checkpoint."""
+    refused("--generate", "--model (-e) is not given, and there is no checkpoint in runs/")
+    for name, steps in ("old", 2), ("new", 1):
+        succeeds(TINY + "--quiet -n 1 -o runs/%s -x %d" % (name, steps))
+    os.utime("runs/old/step-00000002/manifest.json", (1, 1))
+    os.utime("runs/old/step-00000001/manifest.json", (2, 2))
+    assert "; runs/new/step-00000001: " in run("--generate -g 1").err
+    assert "; runs/old/step-00000002: " in run("--generate -g 1 -e runs/old").err
 
 
 def test_end():
