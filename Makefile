@@ -90,6 +90,7 @@ VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
             test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
             train_gpt2_asan cuda_example
+.DELETE_ON_ERROR:
 .PHONY: help train test one page fuzz check_torch data style install \
         deps clean FORCE some_data $(PROGRAMS)
 help: ## this list

@@ -33,6 +33,7 @@ look() {
         test)
             have mpirun || want "the runs that mpirun starts" openmpi-bin
             has_pytest || want "most tests" python3-pytest python3-pytest-xdist
+            have xz || want "the inputs of the fuzz targets" xz-utils
             have shellcheck || want "the check of shell scripts" shellcheck
             have strace || want "runs with power losses and failing calls" strace ;;
         lint)

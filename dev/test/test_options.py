@@ -43,7 +43,7 @@ BAD_OPTIONS = [
     ("-i train.bin -e l2h2c16t16 -x 1 --output=", "--output needs a value"),
     ("-e l2h2c16t16 -x 1 --train-data=", "--train-data needs a value"),
     ("--eval .", "--eval: cannot open .: Is a directory"),
-    ("--eval /etc/passwd", "/etc/passwd: not an evaluation file"),
+    ("--eval /bin/sh", "/bin/sh: not an evaluation file"),
     ("--gpu t4", "--gpu needs --plan, --fit, --minimum or --largest"),
     ("-i train.bin -e l2h2c16t16 --gpu-mem 16GiB", "--gpu-mem: this program trains on the CPU"),
     ("-y 1", "need --output (-o)"),
