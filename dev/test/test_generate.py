@@ -48,6 +48,8 @@ def test_sample(sample):
     shutil.copytree("out/step-00000300", "hf/step-00000300", ignore=lambda *_: [STATE])
     for e in "out/step-00000300/" + MODEL, "out/step-00000300/", "hf/step-00000300":
         assert made("--generate -g 60 --prompt abc --quiet %s-e %s" % (SAMPLING, e)) == text
+    shutil.copytree("hf/step-00000300", "hf/step-00000299")
+    assert made("--generate -g 60 --prompt abc --quiet %s-e hf/step-00000299" % SAMPLING) != text
     three = made("--generate -e hf/step-00000300 -g 60 %s--prompt abc --samples 3" % SAMPLING)
     assert three.startswith(text + "---\n") and len(set(three.split("\n---\n"))) == 3
 
