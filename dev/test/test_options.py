@@ -521,10 +521,10 @@ def test_pasted(value):
 
 def test_log_every():
     """Step lines are printed every --log-every steps and for the last step, after a resume too."""
-    out = succeeds(TINY + "-x 10 -n 5 --log-every 4 -y 1 -o out")
+    out = succeeds(TINY + "-x 10 -n 5 -s 10 -g 2 --log-every 4 -y 1 -o out")
     assert re.findall(r"\nstep +(\d+)/10  loss ", out) == ["4", "8", "10"] and \
         log_steps() == [4, 8, 10]
-    assert out.index("step   10/10  loss ") < out.index("saved out/step-00000010")
+    assert out.index("step   10/10  loss ") < out.index("--- sample after step 10")
     # A run that is stopped prints its last step too, although it was not known to be the last.
     process = start(TINY + "-x 99999999 -k constant --log-every 50000000 -n 20 -o cut",
                     before=default_signal())
