@@ -29,7 +29,7 @@ def test_no_vocabulary(sampled):
     for more, expected in {
             "--prompt=Hello": "prepare.sh, which puts vocab.bpe",
             "--tokenizer absent": "cannot read vocabulary absent",
-            "--tokenizer made": "made has 50257 own tokens (",
+            "--tokenizer made": "made has 50257 custom tokens (",
             }.items():
         refused(RUN + more, expected)
     refused(TINY + "--tokenizer made", "--tokenizer: train.bin has byte tokens")

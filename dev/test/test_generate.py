@@ -149,17 +149,17 @@ def contradictions(tmp_path_factory):
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ("-i mine_train.bin -j hash_train.bin", "hash_train.bin has 1000 own tokens (01000000)"),
-    ("-i mine_train.bin -j val.bin", "(-j): val.bin has bytes; mine_train.bin has 1000 own"),
-    ("-i mine_*.bin -j train.bin", "train.bin has bytes; "),
-    ("-i *_train.bin", "hash_train.bin has 1000 own tokens (01000000); alone_train.bin has"),
+    ("-i mine_train.bin -j hash_train.bin", "hash_train.bin has 1000 custom tokens (01000000)"),
+    ("-i mine_train.bin -j val.bin", "(-j): val.bin has bytes, but mine_train.bin has 1000"),
+    ("-i mine_*.bin -j train.bin", "train.bin has bytes, "),
+    ("-i *_train.bin", "hash_train.bin has 1000 custom tokens (01000000), alone_train.bin has"),
     ("-i alone_train.bin -s 1", "alone_train.bin needs its merges: alone_merges.txt cannot be read;"
                                 " give their file with --tokenizer"),
     ("-i alone.bin -o out", "alone.bin needs its merges: give their file with --tokenizer"),
-    ("-i wrong_train.bin -o out", "wrong_merges.txt has 1000 own tokens"),
-    ("-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 own tokens"),
-    ("-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 own tokens"),
-    ("-i gpt2.bin --tokenizer mine_merges.txt", "mine_merges.txt has 1000 own tokens (9ffa328f); "),
+    ("-i wrong_train.bin -o out", "wrong_merges.txt has 1000 custom tokens"),
+    ("-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 custom tokens"),
+    ("-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 custom tokens"),
+    ("-i gpt2.bin --tokenizer mine_merges.txt", "has 1000 custom tokens (9ffa328f), but "),
     ("-i train.bin --tokenizer mine_merges.txt", "--tokenizer: train.bin has byte tokens"),
     ("-i mine_train.bin -e l1h1c8t16v999", "v999 has a vocabulary of 999 tokens, the data, "),
     ("-i train.bin -e model", "model has a vocabulary of 1000 tokens, the data, train.bin, one")])

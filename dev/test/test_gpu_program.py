@@ -223,7 +223,7 @@ def test_exchange():
     assert apart(weights("cpu", 6), cpu) < 1e-2
     shutil.rmtree(step(6, "cpu"))
     succeeds("-i train.bin -e l2h2c16t16 -b 2 -d 64 -x 6 -y 1 -o cpu --dtype bf16 -w none "
-             "--moments bf16", *(what + " were fp32 in cpu/step-00000003 and are bf16 from here on"
+             "--moments bf16", *("converting %s from fp32 in cpu/step-00000003 to bf16" % what
                        for what in ("weights", "moments")))
 
 
@@ -334,7 +334,7 @@ def test_choices_not_used():
 def test_choices_resume():
     """A run resumes with the choices of its checkpoint, whatever it would choose itself; on
     another GPU, or with another workspace, it says that it uses its own."""
-    differ = " differ from those of out/step-00000002: losses may differ by rounding\n"
+    differ = " differ from those in out/step-00000002; losses may differ by rounding\n"
     tuned(CHOOSING, EMU_LT_TIMES="951")
     end = training_state(4)
 
@@ -357,7 +357,7 @@ def test_choices_workspace():
     tuned(CHOOSING + "--workspace 12345678", EMU_LT_TIMES="951")
     shutil.rmtree(step(4))
     shutil.rmtree("cache")
-    tuned(CHOOSING + "--workspace 1234567", " differ from those of out/step-00000002: losses")
+    tuned(CHOOSING + "--workspace 1234567", " differ from those in out/step-00000002; losses")
 
 
 # Candidates for attention kernels, with wgmma, are for heads of 64 channels in bf16. EMU_KERNELS

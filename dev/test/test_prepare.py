@@ -53,9 +53,9 @@ def real(*places):
 @pytest.mark.parametrize("mirror, arguments, expected", [
     ("mirror", "", "mirror/tinyshakespeare.txt: not the expected tinyshakespeare.txt"),
     ("absent", "", "DATA_MIRROR=absent has no tinyshakespeare.txt; unset it to download it"),
-    ("mirror", "pile", "unknown corpus 'pile'; known: tinyshakespeare tinystories fineweb-edu"),
-    ("mirror", "fineweb-edu 0", "fineweb-edu 0: expected a number of training shards"),
-    ("mirror", "hellaswag tinystories", "one corpus at a time")])
+    ("mirror", "pile", "unknown corpus 'pile'; expected tinyshakespeare, tinystories"),
+    ("mirror", "fineweb-edu 0", "fineweb-edu 0: invalid number of training shards"),
+    ("mirror", "hellaswag tinystories", "expected a single corpus")])
 def test_refused(mirror, arguments, expected):
     Path("mirror").mkdir()
     Path("mirror/tinyshakespeare.txt").write_text("another text")
