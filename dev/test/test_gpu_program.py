@@ -37,17 +37,17 @@ def total(options, **more):
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ("--dtype fp16 -w none", "--master (-w) none: with --dtype fp16 the fp32 weights"),
-    ("--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"),
+    ("--dtype fp16 -w none", "--master (-w) none is not supported with --dtype fp16"),
+    ("--dtype bf16 -w 0 --offload master", "--offload master: there are no master weights"),
     ("--offload moments,weight", "--offload: 'moments,weight' is not a list"),
-    ("-z 1", "--zero (-z) 1 shards states across GPUs"),
-    ("-z 4", "--zero (-z): '4' is not a whole number from 0 to 3"),
+    ("-z 1", "--zero (-z) 1 needs several GPUs"),
+    ("-z 4", "--zero (-z): invalid value '4'; expected an integer between 0 and 3"),
     ("--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"),
     ("--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"),
     ("--dtype fp64", "--dtype: 'fp64'"), ("-r block:3", "must be from 0 to 2"),
     ("-e l2h2c20t16", "20 channels in 2 heads: on a GPU, channels must be a multiple of 8"),
     ("-e l2h4c16t16", "16 channels in 4 heads"), ("-e l1h1c136t16", "136 channels in 1 heads"),
-    ("-e l1h64c8192t4", "at most 4096"), ("-e l2h3c16t16", "allowed are")])
+    ("-e l1h64c8192t4", "at most 4096"), ("-e l2h3c16t16", "expected 1-400 layers")])
 def test_refused(arguments, expected):
     shape = "" if "-e " in arguments else "-e l2h2c16t16 "
     refused("-i train.bin -b 2 -x 2 -o out " + shape + arguments, expected)
@@ -268,7 +268,7 @@ def test_batch_resume():
     assert [batch("2"), batch("3 --gpus 2"), batch("4 -b 6")] == [8, 12, 6]
     given = succeeds("-i train.bin -e l1h1c16t16 -d 384 -x 1 -b 8 -o given", env=large)
     assert losses("given") == losses()[:1] and given
-    refused(options + "4 -b auto8", "--batch (-b): 'auto8' is not a whole number from 1 to 65536")
+    refused(options + "4 -b auto8", "--batch (-b): invalid value 'auto8'; expected an integer")
     refused("-i train.bin -e l1h1c16t16 -d 100", "-d): 100 is not a multiple of B x T", env=large)
 
 
@@ -443,7 +443,7 @@ def test_batches():
     at = HEADER + 2 * 70  # in the fifth sequence, part of step 3
     Path("odd.bin").write_bytes(data[:at] + struct.pack("<H", 300) + data[at + 2:])
     refused("-i odd.bin -e l1h1c16t16 -b 2 -x 4 --shuffle 0 -o odd --quiet", "token 70 is 300, "
-            "outside the vocabulary of 257; the run ended after step 2, which is saved")
+            "out of range for a vocabulary of 257; the run ended after step 2, which is saved")
     assert losses("odd") == losses("plain")[:2] and names("odd", "step") == [step(2).name]
 
 

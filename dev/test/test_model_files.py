@@ -288,7 +288,7 @@ def test_no_config():
     write_model("model", good(), "")
     os.unlink("model/config.json")
     model_refused("model", "cannot open model/config.json: No such file")
-    model_refused("model/none", "'model/none' is neither a preset")
+    model_refused("model/none", "unknown model 'model/none'; expected a preset")
     os.mkfifo("model/config.json")
     model_refused("model", "cannot open model/config.json: ")
 
@@ -349,7 +349,7 @@ def test_padded_vocabulary():
                    for name, (dtype, sizes, values) in hugging_face(shape).items()}
         write_model("model", safetensors({}, members), config_text(shape))
         if rows == 50305:
-            refused(options, "has a vocabulary of 50305 tokens, the data")
+            refused(options, "has a vocabulary of 50305 tokens, but the data")
     succeeds(options + "-x 1 -s 1 -g 40 --temperature 100 -o out", "loss 10.8258 ")  # ln 50304
     config = json.loads((step(1) / CONFIG).read_text())
     assert config["vocab_size"] == 50304 and config["eos_token_id"] == 50256

@@ -229,7 +229,7 @@ def test_two_jobs():
     ("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2",
      "set MASTER_ADDR to the machine of rank 0"),
     ("SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 SLURM_NNODES=2", "set MASTER_ADDR to the machine"),
-    ("WORLD_SIZE=two", "WORLD_SIZE is 'two', expected a number from 0 to ")])
+    ("WORLD_SIZE=two", "WORLD_SIZE : invalid value 'two'; expected an integer between 0 and ")])
 def test_variables(variables, expected):
     refused(TINY + "-x 1", expected, env=dict(word.split("=") for word in variables.split()))
 
@@ -241,7 +241,7 @@ def test_cpu_program(arguments, variables, monkeypatch):
     """The CPU program refuses to run as one of several copies."""
     monkeypatch.setattr(program, "path", program.cpu_path)
     expected = "--gpus is 2" if arguments else "%s is %s" % next(iter(variables.items()))
-    refused(TINY + arguments, expected + ": several ranks are not supported: this program runs on",
+    refused(TINY + arguments, expected + ", but several ranks are not supported: this program runs",
             env=variables)
     succeeds(TINY + "-x 1 --quiet", env={name: "1" for name in variables})
 
@@ -380,7 +380,7 @@ def test_one_gpu():
 @pytest.mark.parametrize("arguments,env,expected", [
     ("--gpus 3 -d 100", {}, "is not a multiple of B x T = 2 x 12 times the number of ranks, 3"),
     ("--gpus 2 -z 4", {}, "--zero (-z): '4'"),
-    ("--gpus 2 -z 3 --eval nothing", {}, "--zero (-z) 3 is for training"),
+    ("--gpus 2 -z 3 --eval nothing", {}, "--eval does not support --zero (-z) 3"),
     ("--gpus 2 --check", {}, "--gpus 2: --check, --compare and --generate run on one GPU only"),
     ("--timeout 9", {}, "--timeout needs several ranks"),
     ("--gpus 2 --offload gradients", {}, "works on one GPU only"),
@@ -581,7 +581,7 @@ def test_fault():
     data[at:at + 2] = b"\xff\xff"
     Path("wrong.bin").write_bytes(data)
     err = refused(line, "rank 2: wrong.bin: token ")
-    assert "outside the vocabulary" in err and "ended after step 2, which is saved" in err
+    assert "out of range for a vocab" in err and "ended after step 2, which is saved" in err
     assert names("out", "step") == ["step-00000002"]
 
 
