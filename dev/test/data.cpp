@@ -300,7 +300,7 @@ static Text awkward_text(uint64_t seed, size_t count) {
     return all;
 }
 
-// Encodes one pre-token by the definition of BPE: repeatedly merge the best pair of neighbours.
+// Encodes one pre-token by the definition of BPE: repeatedly merge the best pair of neighbors.
 static Ids naive_merge(const Text &piece) {
     std::vector<Text> parts;
     for (char c : piece) {
@@ -510,7 +510,7 @@ TEST(bpe_own) {
     const Text some = "Lily wanted to play. \"Can I?\" she said\xc3\xa9\xff 12 times!\n\nThe end";
     expect(decode(encode(some)) == some && encode(some).size() < some.size() * 2 / 3,
            "%zu tokens", encode(some).size());
-    for (const char *word : {" Peter", "wanted", " neighbourhood", "zzzz", "bananas", " the"}) {
+    for (const char *word : {" Peter", "wanted", " neighborhood", "zzzz", "bananas", " the"}) {
         expect(encode(word) == naive_merge(word), "%s", word);
     }
     write_file("no_newline", merges.substr(0, merges.size() - 1));
@@ -553,7 +553,7 @@ static WordTable word_table(const Words &words) {
     return t;
 }
 
-// Learns `merges` merges by the definition: count all pairs of neighbours, take the most frequent
+// Learns `merges` merges by the definition: count all pairs of neighbors, take the most frequent
 // one (ties: the lowest ids), and merge it from left to right.
 static std::vector<std::pair<int, int>> naive_merges(const Words &words, int merges) {
     std::vector<std::vector<int>> parts;
