@@ -64,7 +64,7 @@ OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-p
 OPT += -pthread -Wall -Wextra -Wundef $(WERROR)
 C := $(CC) -std=c11 $(OPT) -Wc++-compat
 # AROUND: for programs that include train_gpt2.c but do not use all its functions. CPP: g++ warns
-# about C's partial initialisers.
+# about C's partial initializers.
 AROUND := -Wno-unused-function
 CPP := $(CXX) -std=c++17 $(OPT) -Wno-missing-field-initializers $(AROUND) -x c++
 # Line tables only, and no checks that duplicate ASan's: halves the compile time.

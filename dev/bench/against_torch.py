@@ -77,7 +77,7 @@ class GPT2(nn.Module):
         self.blocks = nn.ModuleList(Block(C, NH) for _ in range(L))
         self.head = Head(C, self.wte.weight)
         self.recompute = recompute
-        # Random inputs need no careful initialisation, only one that keeps the loss finite.
+        # Random inputs need no careful initialization, only one that keeps the loss finite.
         nn.init.normal_(self.wte.weight, std=0.02)
         nn.init.normal_(self.wpe.weight, std=0.02)
 

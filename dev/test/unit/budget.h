@@ -245,7 +245,7 @@ TEST(cards, HOST) {
     for (const char *name : {"4080s", "3090x", "rtx"}) {
         Options o = default_options();
         o.gpu = name;
-        expect_death(gpu_find(&o), "is not a known card");
+        expect_death(gpu_find(&o), "unknown GPU");
     }
 }
 

@@ -673,7 +673,7 @@ static void update_with(E *p, Master<E> *low, M *m, M *v, const G *g, size_t cou
 // Three steps (clipped, not clipped, skipped) compared with the AdamW of chapter Optimizer and
 // schedules; what lies before and after the updated elements is not touched. States stored exactly
 // must be bitwise equal. States stored only in 16 bits are rounded stochastically: to one of the
-// two neighbours, without bias (the mean within four standard deviations); these runs end after one
+// two neighbors, without bias (the mean within four standard deviations); these runs end after one
 // step.
 template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
     enum { FIRST = 64, N = 24008, EVERY = FIRST + N + 64 };
@@ -740,7 +740,7 @@ TEST(gpu_adamw, CUDA_ALL) {
 }
 
 // A NaN weight, written by the host or by AdamW, stays NaN in the weights that forward reads and in
-// those that are saved, and its neighbours are unchanged.
+// those that are saved, and its neighbors are unchanged.
 template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(const char *who) {
     enum { N = 4096 };
     static const uint32_t nan_bits[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff807fff,

@@ -373,7 +373,7 @@ TEST(generated_tokens, ALL) {
 
 // The standard deviations of the initial weights are within four standard errors; constant weights
 // are exact.
-TEST(initialise, ALL) {
+TEST(initialize, ALL) {
     Model m = shape("l3h2c64t20", 257);
     Net n(m, 1, 4);
     n.set_state(STATE_WEIGHTS, Reals((size_t)n.size()));  // as an engine opens
