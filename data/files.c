@@ -44,7 +44,7 @@ static const char *program_name = "train_gpt2";
 
 // Counts units of work, so that the watchdog (chapter Starting and watching the ranks) can tell a
 // long phase from a hang. Several threads may increment it.
-static uint64_t progress_own, *progress_count = &progress_own;
+static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
 // Milliseconds that die() waits before it prints its message. If several processes fail with the
@@ -73,7 +73,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     while (nanosleep(&wait, &wait) != 0) {  // resume after signals, such as SIGALRM
     }
     fprintf(stderr, "%s: %s\n", program_name, text);
-    if (progress_count != &progress_own) {  // only in a rank
+    if (progress_count != &local_progress) {  // only in a rank
         // exit() would make CUDA free resources that NCCL's threads still use (NVIDIA/nccl#1013).
         fflush(NULL);
         _exit(die_status);

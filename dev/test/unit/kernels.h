@@ -116,7 +116,7 @@ template <class E> static void compare_in(int line, const Reals &got, Nums want,
             e += want[i].e * want[i].e;
             want[i].e += 2 * traits<E>.unit * fabs(v) + (traits<E>.narrow ? 0x1p-24 : 0);
         }
-        near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), name + ", norm");
+        expect_near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), name + ", norm");
     }
     compare_at(line, got, want, name);
 }
@@ -384,7 +384,7 @@ static void expect_naive_at(int line, const Reals &got, const Nums &want, const 
         loss += (n - v) * (n - v);
         e += want[i].e * want[i].e;
     }
-    near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who);
+    expect_near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who);
 }
 
 template <class E> static Outputs check_attention(int B, int T, int HS, int NH, double sharp) {

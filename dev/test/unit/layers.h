@@ -66,7 +66,7 @@ static void compare_at(int line, const Reals &got, const Nums &want, const Text 
             at = i;
         }
     }
-    near_at(line, got[at], want[at].v, want[at].e, where + text(" [%zu]", at));
+    expect_near_at(line, got[at], want[at].v, want[at].e, where + text(" [%zu]", at));
 }
 #define compare(got, want, ...) compare_at(__LINE__, got, want, text(__VA_ARGS__))
 

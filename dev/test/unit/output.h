@@ -199,11 +199,11 @@ TEST(eval_network, ALL) {
             means.push_back(sums.back() / (double)completion.size());
         }
         const auto least = std::min_element(sums.begin(), sums.end());  // the first of equal ones
-        const auto least_mean = std::min_element(means.begin(), means.end());
+        const auto min_mean = std::min_element(means.begin(), means.end());
         correct += least - sums.begin() == q.label;
-        correct_norm += least_mean - means.begin() == q.label;
+        correct_norm += min_mean - means.begin() == q.label;
         sum = *least;
-        mean = *least_mean;
+        mean = *min_mean;
     }
     EvalScore first = eval_score(&one.e, bytes, V, 1, T);
     expect(first.correct == correct && first.correct_norm == correct_norm, "%d and %d, want %d, %d",
