@@ -67,7 +67,7 @@ template <class E> static void bench_patterns() {
             host[i] = from_float<E>((float)(positive ? 0.25 + 0.75 * x : 2 * x - 1));
         }
         cuda_check(cudaMalloc((void **)&bench.noise[positive], PATTERN));
-        copy_wait(bench.noise[positive], host.data(), PATTERN, bench.stream);
+        copy_sync(bench.noise[positive], host.data(), PATTERN, bench.stream);
     }
 }
 
@@ -76,7 +76,7 @@ static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 // Fills one array; NOISE and POSITIVE repeat their pattern.
 static void array_fill(char *to, const Array &array) {
     if (array.fill == INTS) {
-        copy_wait(to, array.ints, array.bytes, bench.stream);
+        copy_sync(to, array.ints, array.bytes, bench.stream);
         return;
     }
     for (size_t at = 0; at < array.bytes; at += PATTERN) {

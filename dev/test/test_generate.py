@@ -73,7 +73,7 @@ def test_stdin(sample):
 def test_newest():
     """Without -e the model is the checkpoint in runs/ that was written last; with the folder of a
     run, its newest checkpoint."""
-    refused("--generate", "--model (-e) is not given, and there is no checkpoint in runs/")
+    refused("--generate", "--generate: no checkpoint found in runs/; use --model (-e)")
     for name, steps in ("old", 2), ("new", 1):
         succeeds(TINY + "--quiet -n 1 -o runs/%s -x %d" % (name, steps))
     os.utime("runs/old/step-00000002/manifest.json", (1, 1))
