@@ -23,7 +23,6 @@ SAN = $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++)
 # for ARM; gcc-12-multilib can.
 CC32 = $(CC) -m32 -msse2 -mfpmath=sse -idirafter /usr/include/$(shell $(CC) -print-multiarch)
 M32 = $(call try,$(CC32) -include errno.h -x c,-lm)
-DNNL = $(if $(call try,$(CC) -include dnnl.h -x c,-ldnnl),-ldnnl)
 FUZZ_CC = $(firstword $(foreach c,clang clang-14,$(call on_path,$(c))) clang)
 # If nvcc is a symbolic link, as in /usr/bin, its headers and the programs it calls are next to the
 # link's target (unless it links to ccache, whose target has another name). make would split a path
@@ -65,7 +64,7 @@ OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-p
 OPT += -pthread -Wall -Wextra -Wundef $(WERROR)
 C := $(CC) -std=c11 $(OPT) -Wc++-compat
 # AROUND: for programs that include train_gpt2.c but do not use all its functions. CPP: g++ warns
-# about C's partial initialisers.
+# about C's partial initializers.
 AROUND := -Wno-unused-function
 CPP := $(CXX) -std=c++17 $(OPT) -Wno-missing-field-initializers $(AROUND) -x c++
 # Line tables only, and no checks that duplicate ASan's: halves the compile time.
@@ -90,8 +89,9 @@ VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@
 # These can also be built without the prefix build/.
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
             test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
-            train_gpt2_asan bench_cpu cuda_example
-.PHONY: help train test one page fuzz bench bench_packages check_torch data style install \
+            train_gpt2_asan cuda_example
+.DELETE_ON_ERROR:
+.PHONY: help train test one page fuzz check_torch data style install \
         deps clean FORCE some_data $(PROGRAMS)
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9_\/]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -120,17 +120,13 @@ build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test/%_asan: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
 build/test/%: dev/test/%.cpp build/flags | data/stories data/tokenize ; $(build_test)
 build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
-build/bench_cpu: dev/bench/cpu.c build/flags
-build/bench_cpu: VARIANT = -DBENCH_DNNL=$(if $(DNNL),1 $(DNNL),0)
-build/bench_cpu: | bench_packages
-bench_packages: ; @dev/deps.sh bench
 FUZZ := fuzz fuzz_tokenize
 REPLAY := fuzz_replay fuzz_tokenize_replay
 $(addprefix build/,$(FUZZ) $(REPLAY)): FUZZ_PROGRAM = \
     -DFUZZ_PROGRAM=$(if $(findstring tokenize,$@),1,0)
 $(REPLAY:%=build/%): VARIANT = -DFUZZ_REPLAY=1 $(if $(SAN),$(ASAN)) $(FUZZ_PROGRAM)
 $(addprefix build/,$(FUZZ) $(REPLAY)): dev/fuzz/fuzz.c build/flags
-$(addprefix build/,train_gpt2_asan train_gpt2_double bench_cpu fuzz_replay fuzz_tokenize_replay):
+$(addprefix build/,train_gpt2_asan train_gpt2_double fuzz_replay fuzz_tokenize_replay):
 	$(C) $(AROUND) $(DEPEND) -pthread $< $(VARIANT) -o $@ -lm
 build/fuzz build/fuzz_tokenize: FUZZ_CC += -std=c11
 $(FUZZ:%=build/%):
@@ -205,9 +201,6 @@ test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compiler
 	$(SHARED)@WERROR='$(or $(WERROR),-Werror)' $(FOUND) dev/test.sh
 fuzz: $(FUZZ:%=build/%) ## fuzz each reader, FUZZ_SECONDS=60
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
-bench: build/bench_cpu ## compare with oneDNN and (PYTHON=...) PyTorch
-	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
-	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --bench build/$@.txt)
 check_torch: train_gpt2 ## compare with transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources
@@ -223,8 +216,8 @@ install: $(PROGRAM) data/tokenize ## programs, manual page and bash completion, 
 	install dev/report.py '$(INSTALL_TO)/bin/train_gpt2_report'
 	$(call from_help,man,share/man/man1/$(PROGRAM).1)
 	$(call from_help,bash,share/bash-completion/completions/$(PROGRAM))
-deps: ## install, or name, the packages that tests and benchmarks need
-	@dev/deps.sh build test lint bench
+deps: ## install, or name, the packages that tests need
+	@dev/deps.sh build test lint
 clean: ## remove everything built; data/*.bin and runs/ stay
 	rm -rf build train_gpt2 train_gpt2cu train_gpt2cu_cpu data/tokenize data/stories
 -include $(wildcard build/*.d)

@@ -88,9 +88,9 @@ static Reals noise(size_t n, double scale, uint64_t seed) {
     return out;
 }
 
-// Like harness.h's near_at, with this file's name.
-static void near_at(int line, wide got, wide want, double tol, const Text &where) {
-    near_at(__FILE__, line, got, want, tol, where);
+// Like harness.h's expect_near_at, with this file's name.
+static void expect_near_at(int line, wide got, wide want, double tol, const Text &where) {
+    expect_near_at(__FILE__, line, got, want, tol, where);
 }
 
 // Runs the whole program in a child process; `other` replaces train_gpt2_main's engine.

@@ -420,7 +420,7 @@ static void save_file(Saving *save, int file) {
     row->bytes = w.bytes;
     memcpy(row->sha256, w.hash, SHA256_TEXT);
     if (w.error) {
-        save_problem(save, "cannot write %s: %s; the previous checkpoint is kept", w.file,
+        save_problem(save, "cannot write %s: %s; the previous checkpoint is intact", w.file,
                      strerror(w.error));
     }
 }
@@ -440,7 +440,7 @@ static void save_agree(Saving *save) {
     engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
-        die("rank %d cannot save; see its message", fault - 1);
+        die("rank %d failed to save; see its error message", fault - 1);
     }
     die("%s", save->problem);
 }
@@ -622,7 +622,7 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     if (!wrong && (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0)) {
         return "damaged";
     }
-    return !wrong && version != 3 ? "unsupported version, expected 3" : wrong;
+    return !wrong && version != 3 ? "unsupported version; expected 3" : wrong;
 }
 
 // Opens and parses a manifest file. Returns NULL on success, otherwise an error message, also if
@@ -669,6 +669,9 @@ static int checkpoint_option(char out[PATH_BYTES], const char *folder, const cha
 static int64_t weights_step(const ModelFile *f) {
     const char *slash = strrchr(f->name, '/');
     int64_t step = 0;
+    while (slash && slash > f->name && slash[-1] == '/') {
+        slash--;
+    }
     if (slash && slash - f->name >= 13) {
         sscanf(slash - 13, "step-%8" SCNd64, &step);
     }
@@ -684,7 +687,7 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     int64_t size = 0, count = 0;
     const int fd = file_open(path, &size);
     const char *wrong = fd < 0                ? "cannot be read"
-                        : size != row->bytes ? "does not have the size given in manifest.json"
+                        : size != row->bytes ? "has a different size than in manifest.json"
                                               : NULL;
     unsigned char *piece = (unsigned char *)alloc_zero(PIECE, 1);
     sha256_start(&sha);
@@ -698,7 +701,7 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
         close(fd);
     }
     sha256_end(&sha, text);
-    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is damaged: SHA-256 mismatch";
+    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is corrupted: SHA-256 mismatch";
 }
 
 // Verifies every file of a checkpoint against its manifest. Returns the number of ranks that saved
@@ -763,7 +766,7 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
         StateRange *range = &out->files[r].ranges[i < count ? i : 0];
         range_name(name, range);
         file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->piece.count,
-                     f->name, t.name, "not a range of this model in this place");
+                     f->name, t.name, "is not the range of this model expected here");
         file_require(range->state == STATE_WEIGHTS ? t.type == FILE_U16 : t.type <= FILE_BF16,
                      f->name, t.name, "wrong dtype");
         range->span.data = t.data;
@@ -773,7 +776,7 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
         out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, muon, &count);
     }
     file_require(i == count && (r > 0 || count > 0), f->name, name,
-                 "the last tensor: others are missing");
+                 "is the last one, but more are required");
     out->files[r].count = count;
 }
 
@@ -800,7 +803,8 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
         }
         const int64_t value = strtoll(text, &end, 10);
         if (end == text || *end != 0 || value < 0) {
-            die("%s: metadata '%s' is '%s', not a count", name, counter_rows[i].name, text);
+            die("%s: invalid metadata: '%s' is '%s'; expected a count", name, counter_rows[i].name,
+                text);
         }
         *counter(&run, i) = value;
     }
@@ -873,8 +877,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
             continue;
         }
         if (row->on_resume == SAME) {
-            die("checkpoint %s is from a different run: it has --%s %s, this run --%s %s", folder,
-                row->name, was, row->name, now);
+            die("checkpoint %s is from a different run: it has --%s %s, this run has --%s %s",
+                folder, row->name, was, row->name, now);
         }
         if (saying) {
             printf("  --%s is '%s', was '%s'\n", row->name, now, was);
@@ -902,13 +906,13 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     // NOLINTNEXTLINE(clang-analyzer-core.NullDereference): every checkpoint has a state file
     const int moments_fp32 = f->files[0].ranges[f->files[0].count - 1].span.type == FILE_F32;
     if ((weights_fp32 || f->low) && s->dtype == TYPE_BF16 && !s->split_master) {
-        printf("weights were fp32 in %s and are bf16 from here on\n", folder);
+        printf("converting weights from fp32 in %s to bf16\n", folder);
     }
     if (moments_fp32 && s->moment_dtype == TYPE_BF16) {
-        printf("moments were fp32 in %s and are bf16 from here on\n", folder);
+        printf("converting moments from fp32 in %s to bf16\n", folder);
     }
     if (others) {
-        printf("%s differ from those of %s: losses may differ by rounding\n", others, folder);
+        printf("%s differ from those in %s; losses may differ by rounding\n", others, folder);
     }
     if (f->run.loss_scale_log2 && s->dtype != TYPE_FP16) {
         printf("ignoring the fp16 loss scale of %s, 2^%" PRId64 "\n", folder,
@@ -931,7 +935,7 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
     }
     sscanf(was + pair, "%*s %*s%n", &ends[0]);
     sscanf(now + pair, "%*s %*s%n", &ends[1]);
-    die("checkpoint %s is from a different run: it has %.*s; this run: %.*s", folder, ends[0],
+    die("checkpoint %s is from a different run: it has %.*s, this run has %.*s", folder, ends[0],
         was + pair, ends[1], now + pair);
 }
 
@@ -948,13 +952,13 @@ static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char
             continue;
         }
         if (k == 0) {
-            die("checkpoint %s was trained on other data than %s is now; -e %s -o FOLDER starts a "
-                "new run from its weights", folder, path, folder);
+            die("checkpoint %s: the training data %s has changed since; to start a new run from "
+                "its weights, use -e %s -o FOLDER", folder, path, folder);
         }
         option_was(was, f, row);
         if (this_rank.rank == 0 && strcmp(was, path) == 0) {
-            fprintf(stderr, "%s: warning: the validation data, %s, has changed since checkpoint "
-                    "%s: validation losses before and after are not comparable\n", program_name,
+            fprintf(stderr, "%s: warning: the validation data %s has changed since checkpoint %s; "
+                    "validation losses are not comparable across the change\n", program_name,
                     path, folder);
         }
     }

@@ -44,7 +44,7 @@ static const char *program_name = "train_gpt2";
 
 // Counts units of work, so that the watchdog (chapter Starting and watching the ranks) can tell a
 // long phase from a hang. Several threads may increment it.
-static uint64_t progress_own, *progress_count = &progress_own;
+static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
 // Milliseconds that die() waits before it prints its message. If several processes fail with the
@@ -73,7 +73,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     while (nanosleep(&wait, &wait) != 0) {  // resume after signals, such as SIGALRM
     }
     fprintf(stderr, "%s: %s\n", program_name, text);
-    if (progress_count != &progress_own) {  // only in a rank
+    if (progress_count != &local_progress) {  // only in a rank
         // exit() would make CUDA free resources that NCCL's threads still use (NVIDIA/nccl#1013).
         fflush(NULL);
         _exit(die_status);
@@ -211,7 +211,7 @@ __attribute__((format(printf, 2, 3))) static void path_print(char *path, const c
     int n = vsnprintf(path, PATH_BYTES, format, args);
     va_end(args);
     if (n < 0 || n >= PATH_BYTES) {
-        die("path longer than %d bytes: %.60s...", PATH_BYTES - 1, path);
+        die("path is longer than %d bytes: %.60s...", PATH_BYTES - 1, path);
     }
 }
 
@@ -288,8 +288,8 @@ static void folder_lock(const char *folder) {
         die("--output (-o): %s is in use by another run%s%s (%s is locked)", folder,
             holder[0] ? ": " : "", holder, path);
     } else {
-        fprintf(stderr, "%s: warning: cannot lock %s: %s; a second run in this folder would "
-                "damage the checkpoints\n", program_name, path, strerror(errno));
+        fprintf(stderr, "%s: warning: cannot lock %s: %s; do not start a second run in this "
+                "folder, it would damage the checkpoints\n", program_name, path, strerror(errno));
     }
 }
 
@@ -384,16 +384,16 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
     const int32_t *versions = llmc_files[kind].versions;
     LlmcHeader h;
     if (size < LLMC_HEADER_BYTES) {
-        die("%s: %zu bytes is too short for %s, whose header has %d", name, size, what,
+        die("%s: %zu bytes is too short for %s: the header alone is %d bytes", name, size, what,
             LLMC_HEADER_BYTES);
     }
     memcpy(h.words, bytes, sizeof h.words);
     if (h.words[0] != llmc_files[kind].magic) {
-        die("%s: not %s: the first word is %d, expected %d", name, what, h.words[0],
+        die("%s: not %s: the first word is %d; expected %d", name, what, h.words[0],
             llmc_files[kind].magic);
     }
     if (h.words[1] != versions[0] && h.words[1] != versions[1]) {
-        die("%s: %s of version %d; this program reads version %d%s", name, what, h.words[1],
+        die("%s: %s of version %d; supported: version %d%s", name, what, h.words[1],
             versions[0], versions[1] != versions[0] ? " (fp32) and 5 (bf16)" : "");
     }
     return h;
@@ -624,7 +624,7 @@ static int json_escape(Json *j) {
     if (letter) {
         return values[letter - letters];
     }
-    return code > 0 ? code : json_fail(j, "unknown escape in a string");
+    return code > 0 ? code : json_fail(j, "invalid escape sequence in string");
 }
 
 // Reads a string into `out`, truncated to capacity - 1 bytes. \uXXXX is converted to UTF-8, each
@@ -677,7 +677,7 @@ static int64_t json_count(Json *j) {
     json_scalar(j, text);
     int64_t value = strtoll(text, NULL, 10);
     if (text[strspn(text, "0123456789")] != 0 || value > (int64_t)1 << 53) {
-        json_fail(j, "expected an integer from 0 to 2^53");
+        json_fail(j, "expected an integer between 0 and 2^53");
     }
     return j->fault ? 0 : value;
 }
@@ -713,7 +713,7 @@ static void json_skip_to(Json *j, int depth) {
     } else if (c != '{' && c != '[') {
         json_scalar(j, text);
     } else if (depth == 0) {
-        json_fail(j, "values nested deeper than 64");
+        json_fail(j, "nesting is deeper than 64 levels");
     } else {
         while (json_next(j, &n, (char)c, NULL, 0)) {
             json_skip_to(j, depth - 1);
@@ -726,7 +726,7 @@ static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 // Ends the run on an error, or if more text follows the JSON value.
 static void json_end(Json *j, const char *name) {
     if (json_peek(j) >= 0) {
-        json_fail(j, "unexpected text after the end");
+        json_fail(j, "trailing characters");
     }
     if (j->fault) {
         die("%s: invalid JSON: %s at byte %zu", name, j->fault, j->at);
@@ -796,10 +796,10 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
     f->name = name;
     memcpy(&length, bytes, size < 8 ? 0 : 8);
     if (size > 15 && memcmp(bytes, "version https://", 16) == 0) {
-        die("%s: a Git LFS pointer, not the file itself; run git lfs pull", name);
+        die("%s: this is a Git LFS pointer, not the file itself; run git lfs pull", name);
     }
     if (length < 2 || length > 100000000 || length > size - 8) {
-        die("%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", name,
+        die("%s: not a safetensors file: header of %" PRIu64 " bytes in a file of %zu bytes", name,
             length, size);
     }
     f->json.bytes = bytes;
@@ -831,7 +831,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
             k++;
         }
         if (k == 3 || seen[k]++) {
-            json_fail(j, "duplicate or unknown key; expected dtype, shape and data_offsets");
+            json_fail(j, "duplicate or unknown key; expected dtype, shape or data_offsets");
         } else if (k == 0) {
             json_string(j, type, sizeof type);
         } else {
@@ -858,10 +858,10 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
         t->type++;
     }
     file_require(seen[0] && seen[1] && seen[2] && offsets == 2, f->name, t->name,
-                 "dtype, shape and two data_offsets are required");
+                 "dtype, shape or data_offsets is missing");
     file_require(t->type < FILE_TYPES, f->name, t->name, "unknown dtype");
     file_require(offset[0] <= offset[1] && offset[1] <= f->size, f->name, t->name,
-                 "data_offsets are outside the file");
+                 "data_offsets are out of range");
     file_require((int64_t)(offset[1] - offset[0]) == t->count * file_types[t->type].bytes, f->name,
                  t->name, "data_offsets do not match the shape");
     t->data = f->data + offset[0];
@@ -887,12 +887,12 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
             json_string(j, NULL, 0);
         }
         if (j->fault) {
-            die("%s: __metadata__, an object of strings: %s at byte %zu", f->name, j->fault, j->at);
+            die("%s: invalid __metadata__: %s at byte %zu", f->name, j->fault, j->at);
         }
     }
     json_end(j, f->name);
     if (f->tiling != hash_u64(f->size) - hash_u64(0)) {
-        die("%s: tensors overlap or do not cover its %" PRIu64 " bytes of data", f->name,
+        die("%s: tensors overlap or do not cover all %" PRIu64 " bytes of data", f->name,
             f->size);
     }
     return 0;

@@ -181,7 +181,7 @@ tinystories() {
 fineweb_edu() {
     local i file
     [[ "$1" =~ ^[0-9]{1,4}$ ]] && [ "$((10#$1))" -ge 1 ] && [ "$((10#$1))" -le 1001 ] ||
-        die "fineweb-edu $1: expected a number of training shards from 1 to 1001"
+        die "fineweb-edu $1: invalid number of training shards; expected 1 to 1001"
     for ((i = 0; i <= 10#$1; i++)); do
         file=edu_fineweb_$([ $i = 0 ] && echo val || echo train)_$(printf %06d $i).bin
         obtain "$file" "$file" \
@@ -200,10 +200,11 @@ hellaswag() {
 }
 
 corpus=${1:-tinyshakespeare}
-[ $# -le 1 ] || [ "$corpus $#" = "fineweb-edu 2" ] || die "one corpus at a time"
+[ $# -le 1 ] || [ "$corpus $#" = "fineweb-edu 2" ] || die "expected a single corpus"
 [ -w data ] || die "cannot write in data/"
 case $corpus in
     tinyshakespeare | tinystories | hellaswag) $corpus ;;
     fineweb-edu) fineweb_edu "${2:-3}" ;;
-    *) die "unknown corpus '$corpus'; known: tinyshakespeare tinystories fineweb-edu hellaswag" ;;
+    *) die "unknown corpus '$corpus'; expected tinyshakespeare, tinystories, fineweb-edu or" \
+        "hellaswag" ;;
 esac

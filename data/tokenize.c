@@ -28,20 +28,20 @@ static const char marker[] = "<|endoftext|>";
 
 static const char *const usage_text =
     "usage: data/tokenize --bpe|--bytes|--train-bpe N [options] -o PREFIX FILE...|-\n\n"
-    "Writes the text of the FILEs (-: standard input) to shards PREFIX_train.bin and\n"
+    "Tokenizes the FILEs (-: standard input) into shards PREFIX_train.bin and\n"
     "PREFIX_val.bin.\n\n"
-    "  --bpe               GPT-2's tokens, or those of --tokenizer\n"
-    "  --bytes             one token per byte\n"
+    "  --bpe               use GPT-2's tokenizer, or the one given by --tokenizer\n"
+    "  --bytes             use one token per byte\n"
     "  --train-bpe N       learn a vocabulary of N tokens (257 to 65535) from the training text:\n"
-    "                      256 bytes, N - 257 merges and end of text; writes PREFIX_merges.txt\n"
-    "  -o PREFIX           start of the names of the shards\n"
-    "  --documents         every FILE, and every part between <|endoftext|> in one, is a\n"
-    "                      document: an end-of-text token is written before it, and whitespace\n"
-    "                      at both ends is dropped; by default the FILEs are plain text\n"
-    "  --val-fraction F    use this fraction of the text, at its end, for validation; default\n"
-    "                      0.1; 0: none; with --documents it begins at the next document\n"
-    "  --val-file FILE     use this text for validation instead, all others for training\n"
-    "  --shard-tokens N    write shards of N tokens: PREFIX_train_000000.bin, ...\n"
+    "                      256 bytes, N - 257 merges and end-of-text; writes PREFIX_merges.txt\n"
+    "  -o PREFIX           path prefix of the output files, such as data/mine\n"
+    "  --documents         treat each FILE, split at <|endoftext|>, as separate documents: strip\n"
+    "                      them and put an end-of-text token before each; default: one plain\n"
+    "                      text\n"
+    "  --val-fraction F    hold out the last fraction F of the text for validation, rounded to\n"
+    "                      whole documents with --documents; default: 0.1; 0: no validation\n"
+    "  --val-file FILE     validate on this file instead; train on all the others\n"
+    "  --shard-tokens N    split into shards of N tokens: PREFIX_train_000000.bin, ...\n"
     "  --tokenizer FILE    GPT-2's vocab.bpe or a merges.txt, which is copied to\n"
     "                      PREFIX_merges.txt; default: GPT-2's in data/\n";
 
@@ -59,8 +59,8 @@ static double number(const char *option, double low, double high, int whole) {
     const double value = strtod(optarg, &end);
     if (end == optarg || *end != 0 || !(value >= low && value <= high) ||
         (whole && value != floor(value))) {
-        die("--%s: '%s' is not a %s from %.10g to %.10g", option, optarg,
-            whole ? "whole number" : "number", low, high);
+        die("--%s: invalid value '%s'; expected %s between %.10g and %.10g", option, optarg,
+            whole ? "an integer" : "a number", low, high);
     }
     return value;
 }
@@ -99,18 +99,18 @@ static Arguments parse_arguments(int argc, char **argv) {
     a.file_count = argc - optind;
     const int ways = a.bpe + a.bytes + (a.train_bpe > 0);
     if (!a.file_count || !a.prefix || ways == 0) {
-        die("%s is missing; --help shows how to call it",
+        die("missing %s; see --help",
             ways == 0 ? "--bpe, --bytes or --train-bpe"
-                      : !a.prefix ? "-o PREFIX" : "the input, FILE or -,");
+                      : !a.prefix ? "-o PREFIX" : "input: FILE or -");
     }
     const char *slash = strrchr(a.prefix, '/'), *name = slash ? slash + 1 : a.prefix;
     if (name[0] == 0 || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) {
-        die("-o '%s': a PREFIX ends in the start of a file's name, as in data/mine", a.prefix);
+        die("-o '%s': PREFIX must end in a file name, such as data/mine", a.prefix);
     }
     if (ways > 1 || (a.tokenizer && !a.bpe) || (a.val_fraction >= 0 && a.val_file)) {
-        die("%s contradict each other: give one",
+        die("%s are mutually exclusive",
             ways > 1                ? "--bpe, --bytes and --train-bpe"
-            : a.tokenizer && !a.bpe ? "--tokenizer and --bytes or --train-bpe"
+            : a.tokenizer && !a.bpe ? "--tokenizer and --bytes/--train-bpe"
                                     : "--val-fraction and --val-file");
     }
     return a;
@@ -276,7 +276,7 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
         }
     }
     if (t->text_bytes + n > UINT32_MAX) {
-        die("--train-bpe: the distinct pre-tokens of this text have more than 4 GiB");
+        die("--train-bpe: the distinct pre-tokens of this text exceed 4 GiB");
     }
     if (t->word_count == t->word_capacity) {
         t->word_capacity = t->word_capacity ? 2 * t->word_capacity : 1 << 11;
@@ -478,7 +478,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
         memcpy(both, left, n);
         memcpy(both + n, right, m);
         if (!bpe_add(bpe, both, n + m)) {
-            die("--train-bpe: the first %d merges make tokens of %u bytes in total; at most %d fit",
+            die("--train-bpe: after %d merges the tokens take %u bytes in total; at most %d fit",
                 done, bpe->start[id], BPE_TEXT);
         }
         l->bytes[id] = (uint16_t)(n + m);
@@ -610,7 +610,7 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     for (int64_t now; count > 0; tokens += now, count -= now) {
         if (s->fd >= 0 && s->shard_tokens == most) {
             if (!numbered) {
-                die("%s: one shard holds at most %d tokens: give --shard-tokens", s->path,
+                die("%s: too large for one shard of at most %d tokens; use --shard-tokens", s->path,
                     INT32_MAX);
             }
             sink_finish(s);
@@ -635,7 +635,8 @@ static void sink_check_others(const Sink *s) {
     for (int i = 0; i < 2; i++) {
         const int ours = i == 1 && !numbered && s->shards > 0;
         if (!ours && access(path[i], F_OK) == 0) {
-            die("%s is left from an earlier run on another text: remove it", path[i]);
+            die("%s is left over from an earlier run on a different text; remove it first",
+                path[i]);
         }
     }
 }
@@ -803,11 +804,11 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
         return;
     }
     if (merges < wanted) {
-        die("--train-bpe %d: this text has only %d merges, which make a vocabulary of %d",
+        die("--train-bpe %d: this text yields only %d merges, a vocabulary of %d",
             a->train_bpe, merges, merges + MIN_VOCABULARY);
     }
     if (!bpe_add(&coder->bpe, marker, MARKER_BYTES)) {
-        die("--train-bpe %d: the tokens have more than %d bytes in total", a->train_bpe,
+        die("--train-bpe %d: the tokens exceed %d bytes in total", a->train_bpe,
             BPE_TEXT);
     }
     merges_write(&coder->bpe, a->prefix);
@@ -822,7 +823,7 @@ static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train
         learn_vocabulary(coder, a, train);
     } else if (a->bpe) {
         if (!bpe_find(path, a->tokenizer ? a->tokenizer : "")) {
-            die("--bpe needs GPT-2's vocab.bpe: run data/prepare.sh, or use --tokenizer FILE");
+            die("--bpe needs GPT-2's vocab.bpe; run data/prepare.sh or use --tokenizer FILE");
         }
         bpe_open(&coder->bpe, path, a->tokenizer ? NULL : &gpt2_tokenizer, "--bpe");
         if (coder->bpe.tokenizer.kind == TOKENIZER_MERGES) {
@@ -857,8 +858,8 @@ int main(int argc, char **argv) {
         corpus_encode(&coder, sink, &texts[i]);
         sink_finish(sink);
         if (sink->tokens == 0 && (i == 0 || a.val_fraction != 0) && !stop_signal) {
-            die("%s: of %" PRId64 " bytes nothing is left for %s", a.files[0],
-                texts[0].size + texts[1].size, i ? "validation: --val-fraction 0 writes none"
+            die("%s: too short: nothing of its %" PRId64 " bytes is left for %s", a.files[0],
+                texts[0].size + texts[1].size, i ? "validation; use --val-fraction 0 to skip it"
                                                  : "training");
         }
         sink_check_others(sink);

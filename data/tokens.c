@@ -53,7 +53,7 @@ static int tokenizers_equal(const Tokenizer *a, const Tokenizer *b) {
 static ShortText tokenizer_text(const Tokenizer *t) {
     ShortText text;
     if (t->kind == TOKENIZER_MERGES) {
-        snprintf(text.s, sizeof text.s, "%d own tokens (%08x)", t->vocabulary,
+        snprintf(text.s, sizeof text.s, "%d custom tokens (%08x)", t->vocabulary,
                  (unsigned)(t->hash >> 32));
     } else {
         snprintf(text.s, sizeof text.s, "%s",
@@ -219,7 +219,7 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
     bpe_begin_bytes(bpe, byte_of);
     size_t at = sizeof merges_first_line - 1;
     if (n < at || memcmp(bytes, merges_first_line, at) != 0) {
-        die("%s: not a vocab.bpe: its first line is not '#version: 0.2'", name);
+        die("%s: not a vocab.bpe file: the first line must be '#version: 0.2'", name);
     }
     for (; at < n; at++, line++) {
         char both[BPE_LONGEST];
@@ -230,22 +230,23 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
             if (c == ' ' && left == 0) {
                 left = length;
             } else if (length == BPE_LONGEST || c >= BYTE_CHARACTERS || byte_of[c] < 0) {
-                die("%s:%d: not two tokens in GPT-2's alphabet for bytes, of %d bytes at most",
+                die("%s:%d: expected two tokens in GPT-2's byte alphabet, at most %d bytes long",
                     name, line, BPE_LONGEST);
             } else {
                 both[length++] = (char)byte_of[c];
             }
         }
         if (bpe->count == MAX_VOCABULARY - 1) {
-            die("%s:%d: more than %d merges", name, line, MAX_VOCABULARY - MIN_VOCABULARY);
+            die("%s:%d: too many merges, at most %d are supported", name, line,
+                MAX_VOCABULARY - MIN_VOCABULARY);
         }
         if (bpe_id(bpe, both, left) < 0 || bpe_id(bpe, both + left, length - left) < 0 ||
             !bpe_add(bpe, both, length)) {
-            die("%s:%d: not a merge of two earlier tokens into a new one", name, line);
+            die("%s:%d: a merge must join two earlier tokens into a new one", name, line);
         }
     }
     if (!bpe_add(bpe, "<|endoftext|>", 13)) {
-        die("%s: one of its merges makes <|endoftext|>, which ends a text", name);
+        die("%s: a merge produces <|endoftext|>, which is reserved", name);
     }
 }
 
@@ -518,7 +519,7 @@ static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name
     const Tokenizer own = {TOKENIZER_MERGES, bpe->count, strtoull(digits, NULL, 16)};
     bpe->tokenizer = own.hash == gpt2_hash ? gpt2_tokenizer : own;
     if (size - at > (bytes[n - 1] != '\n')) {  // the last newline may be missing
-        die("%s:%d: this merge can never be applied after those above it", name, line);
+        die("%s:%d: this merge can never apply: earlier merges take precedence", name, line);
     }
 }
 
@@ -533,7 +534,7 @@ static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const ch
     bpe_identify(bpe, (const char *)file.bytes, file.size, path);
     mapping_close(&file);
     if (want && !tokenizers_equal(want, &bpe->tokenizer)) {
-        die("--tokenizer: %s has %s; %s has %s", path, tokenizer_text(&bpe->tokenizer).s, of,
+        die("--tokenizer: %s has %s, but %s has %s", path, tokenizer_text(&bpe->tokenizer).s, of,
             tokenizer_text(want).s);
     }
 }
@@ -611,8 +612,8 @@ static void shard_open(Shard *shard, const char *path) {
         die("cannot read token file %s: %s", path, fault);
     }
     if (first > 0 && !memchr(header, 0, (size_t)first)) {  // every header contains zeros
-        die("%s is text, not tokens: data/tokenize --train-bpe 8192 -o PREFIX %s writes token "
-            "files PREFIX_train.bin and PREFIX_val.bin", path, path);
+        die("%s is a text file, not token data; to tokenize it, run data/tokenize --train-bpe 8192 "
+            "-o PREFIX %s", path, path);
     }
     LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
     int count = h.words[2], kind = h.words[4];
@@ -623,18 +624,18 @@ static void shard_open(Shard *shard, const char *path) {
                          kind == TOKENIZER_MERGES ? hash : 0};
     int64_t bytes = LLMC_HEADER_BYTES + 2 * (int64_t)count;
     if (count < 0 || size != bytes) {
-        die("%s: the header counts %d tokens, which makes %" PRId64 " bytes; the file has %" PRId64,
-            path, count, bytes, size);
+        die("%s: expected %" PRId64 " bytes for the %d tokens in the header, found %" PRId64,
+            path, bytes, count, size);
     }
     if (kind != TOKENIZER_GPT2 && kind != TOKENIZER_BYTES && kind != TOKENIZER_MERGES) {
-        die("%s: tokenizer %d in the header; known are 0 (GPT-2), 1 (bytes) and 2 (own merges)",
+        die("%s: unknown tokenizer %d in the header; expected 0 (GPT-2), 1 (bytes) or 2 (custom)",
             path, kind);
     }
     const int own = kind == TOKENIZER_MERGES;
     const int least = own ? (int)MIN_VOCABULARY
                       : kind == TOKENIZER_BYTES ? (int)BYTE_VOCABULARY : (int)GPT2_VOCABULARY;
     if (t.vocabulary < least || t.vocabulary > (own ? (int)MAX_VOCABULARY : least)) {
-        die("%s: a vocabulary of %d in the header; its tokenizer has %d%s", path, t.vocabulary,
+        die("%s: invalid vocabulary size %d in the header; expected %d%s", path, t.vocabulary,
             least, own ? " to 65535" : "");
     }
     shard->tokenizer = t;
@@ -702,22 +703,22 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
     const unsigned char *p = f->bytes + at;
     const size_t left = f->size - at;
     if (left < 2 * EVAL_EXAMPLE_WORDS) {
-        die("%s: example %d: the file ends before it, or in its first words", f->name, number);
+        die("%s: example %d: unexpected end of file", f->name, number);
     }
     const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
     if (start != EVAL_START || index != number) {
-        die("%s: example %d: begins with %d and index %d; expected %d and %d", f->name, number,
+        die("%s: example %d: starts with %d and index %d; expected %d and %d", f->name, number,
             start, index, EVAL_START, number);
     }
     if ((size_t)bytes > left || (size_t)bytes > f->longest_bytes) {
-        die("%s: example %d: has %d bytes; the file has %zu left and the header allows %zu",
+        die("%s: example %d: size is %d bytes; %zu are left and the header's maximum is %zu",
             f->name, number, bytes, left, f->longest_bytes);
     }
     memset(x, 0, sizeof *x);
     x->label = eval_word(p, 3);
     x->completions = eval_word(p, 4);
     if (x->completions < 2 || x->completions > EVAL_COMPLETIONS || x->label >= x->completions) {
-        die("%s: example %d: label %d of %d completions; allowed are 2 to %d, labels from 0",
+        die("%s: example %d: label %d of %d completions; expected 2 to %d, labels start at 0",
             f->name, number, x->label, x->completions, EVAL_COMPLETIONS);
     }
     int place = EVAL_EXAMPLE_WORDS;
@@ -727,8 +728,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
         tokens->count = space >= 0 ? eval_word(p, place) : 0;
         tokens->words = p + 2 * (place + 1);
         if (tokens->count < 1 || tokens->count > space) {
-            die("%s: example %d: text %d (0 is the context) has %d tokens; the example's bytes "
-                "leave space for %d, and at least 1 is required",
+            die("%s: example %d: text %d (0 is the context) has %d tokens; expected 1 to %d, the "
+                "space left",
                 f->name, number, k, tokens->count, space > 0 ? space : 0);
         }
         for (int i = 0; i < tokens->count; i++) {
@@ -741,8 +742,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
         x->longest = k && tokens->count > x->longest ? tokens->count : x->longest;
     }
     if (2 * place != bytes) {
-        die("%s: example %d: has %d bytes, but its tokens fill only %d", f->name, number, bytes,
-            2 * place);
+        die("%s: example %d: size is %d bytes, but its contents take only %d", f->name,
+            number, bytes, 2 * place);
     }
     return (size_t)bytes;
 }
@@ -755,7 +756,7 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
     LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);
     int examples = h.words[2], longest_bytes = h.words[3];
     if (examples < 1 || examples > 65535 || longest_bytes < 1 || longest_bytes > 65535) {
-        die("%s: the header counts %d examples of at most %d bytes; allowed are 1 to 65535 of both",
+        die("%s: %d examples of up to %d bytes in the header; expected 1 to 65535 for both",
             name, examples, longest_bytes);
     }
     const EvalFile file = {.name = name, .bytes = bytes, .size = size,
@@ -773,6 +774,6 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
         }
     }
     if (at != size) {
-        die("%s: %zu bytes follow the last of its %d examples", name, size - at, f->examples);
+        die("%s: %zu trailing bytes after the last of %d examples", name, size - at, f->examples);
     }
 }

@@ -103,8 +103,9 @@ static int file_tensor_find(const char *name, int L, int *layer) {
 // option.
 static void model_require(const Model *m, const char *name) {
     if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
-        die("%s: model with %d layers, %d heads, %d channels, %d positions, %d tokens; allowed are "
-            "1-400 layers, 1-65536 channels in equal heads, 1-1048576 positions, 1-65536 tokens",
+        die("%s: unsupported model: %d layers, %d heads, %d channels, %d positions, %d tokens; "
+            "expected 1-400 layers, 1-65536 channels divisible by the heads, 1-1048576 positions, "
+            "1-65536 tokens",
             name, m->L, m->NH, m->C, m->maxT, m->V);
     }
 }
@@ -117,7 +118,7 @@ static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, c
     safetensors_start(&f, map->bytes, map->size, name);
     while (safetensors_next(&f, &t)) {
         int layer, i = file_tensor_find(t.name, m->L, &layer);
-        file_require(i >= 0, name, t.name, "not a tensor of a GPT-2 model with this many layers");
+        file_require(i >= 0, name, t.name, "not part of a GPT-2 model with this many layers");
         Span *s = file_span(spans, i, layer);
         file_require(!s->data, name, t.name, "appears twice");
         s->data = t.data;
@@ -129,7 +130,7 @@ static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, c
         int64_t want[2] = {tensor_rows(m, tensor), tensor_cols(m, tensor)};
         if (t.dims != 1 + tensor_is_matrix(tensor) || t.shape[0] != want[swap] ||
             (t.dims == 2 && t.shape[1] != want[!swap])) {
-            die("%s: tensor %s: shape is not (%" PRId64 ", %" PRId64 ") as in config.json",
+            die("%s: tensor %s: expected shape (%" PRId64 ", %" PRId64 ") from config.json",
                 name, t.name, want[swap], want[!swap]);
         }
         file_require(t.type <= FILE_F16, name, t.name, "dtype must be F32, BF16 or F16");
@@ -155,7 +156,7 @@ static void spans_complete(const Span *spans, const Model *m, const char *name) 
         span_values(a, head, i, count);
         span_values(b, wte, i, count);
         file_require(memcmp(a, b, (size_t)count * sizeof *a) == 0, name, "lm_head.weight",
-                     "differs from wte.weight; GPT-2's head is tied to the embedding");
+                     "must equal wte.weight: GPT-2 ties its head to the embedding");
     }
 }
 
@@ -186,13 +187,13 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
         }
         if (s < SIZES) {
             if (value[s]) {
-                json_fail(&j, "duplicate size");
+                json_fail(&j, "duplicate key");
             }
             value[s] = json_count(&j);
         } else if (f < fact_count) {
             json_peek(&j) == '"' ? json_string(&j, text, sizeof text) : json_scalar(&j, text);
             if (!j.fault && !choice_find(facts[f].allowed, text, strlen(text))) {
-                die("%s: %s is '%.40s'; supported: %s", name, key, text,
+                die("%s: unsupported %s '%.40s'; expected %s", name, key, text,
                     facts[f].allowed);
             }
         } else if (strcmp(key, "n_inner") == 0 && json_peek(&j) != 'n') {
@@ -204,11 +205,11 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
     json_end(&j, name);
     for (int s = 0; s < SIZES; s++) {
         if (value[s] < 1 || value[s] > 1 << 20) {
-            die("%s: %s is %s", name, sizes[s], value[s] ? "too large" : "missing or 0");
+            die("%s: %s is %s", name, sizes[s], value[s] ? "too large" : "missing or zero");
         }
     }
     if (inner && inner != 4 * value[2]) {
-        die("%s: n_inner is %" PRId64 "; supported: 4 x n_embd", name, inner);
+        die("%s: unsupported n_inner %" PRId64 "; expected 4 x n_embd", name, inner);
     }
     m->L = (int)value[0];
     m->NH = (int)value[1];
@@ -234,7 +235,7 @@ static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const c
     model_set_vocabulary(m, m->V);
     int64_t want = LLMC_HEADER_BYTES + model_elements(m) * file_types[type].bytes;
     if (h.words[7] != m->Vp || (int64_t)size != want) {
-        die("%s: %zu bytes with %d padded rows; its shape requires %" PRId64 " with %d", name,
+        die("%s: %zu bytes with %d padded rows; expected %" PRId64 " with %d for this shape", name,
             size, h.words[7], want, m->Vp);
     }
     return type;
@@ -273,7 +274,7 @@ static void model_file_open(ModelFile *f, const char *path) {
         path_print(pattern, "%s/model-*-of-*.safetensors", path);
     }
     if (glob(pattern, GLOB_NOCHECK, NULL, &parts) != 0 || parts.gl_pathc > MODEL_FILES) {
-        die("--model (-e): %s: more than %d parts", pattern, MODEL_FILES);
+        die("--model (-e): %s: too many parts, at most %d are supported", pattern, MODEL_FILES);
     }
     for (; f->files < (int)parts.gl_pathc; f->files++) {
         path_print(f->name, "%s", parts.gl_pathv[f->files]);
@@ -290,7 +291,7 @@ static void model_file_open(ModelFile *f, const char *path) {
     }
     model_file_beside(config, f, "config.json");
     if (mapping_open(&map, config) != 0) {
-        die("--model (-e): cannot open %s: %s; it must be in the same folder as the weights",
+        die("--model (-e): cannot open %s: %s; it must be next to the weights",
             config, file_error());
     }
     config_parse(&f->model, map.bytes, map.size, config);
@@ -381,7 +382,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                 }
                 if (!finite) {
                     file_tensor_name(name, "", tensor, l);
-                    die("%s: tensor %s: a number is not finite", f->name, name);
+                    die("%s: tensor %s: contains NaN or infinity", f->name, name);
                 }
                 e->write(e, STATE_WEIGHTS, tensor_piece(m, tensor, l, i, count), values);
             }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lists the packages that targets need and this machine lacks; as root on Debian or Ubuntu it also
 # installs them.
-#   dev/deps.sh build|test|lint|bench|cuda...  CC and NVCC override the compilers cc and nvcc
+#   dev/deps.sh build|test|lint|cuda...  CC and NVCC override the compilers cc and nvcc
 # Prints nothing if everything is installed. Exit status 1 only if something is missing without
 # which a target fails.
 set -u
@@ -13,7 +13,6 @@ has_pytest() {
     done
     return 1
 }
-has_header() { echo "#include <$1>" | "${CC:-cc}" -E - > /dev/null 2>&1; }
 
 # need PACKAGE...: a target fails without them. want WHAT PACKAGE...: it only loses WHAT.
 need() { needed+=("$@"); }
@@ -34,16 +33,16 @@ look() {
         test)
             have mpirun || want "the runs that mpirun starts" openmpi-bin
             has_pytest || want "most tests" python3-pytest python3-pytest-xdist
+            have xz || want "the inputs of the fuzz targets" xz-utils
             have shellcheck || want "the check of shell scripts" shellcheck
             have strace || want "runs with power losses and failing calls" strace ;;
         lint)
             have clang || want "the check that clang builds it too" clang
             have clang-tidy || want "the clang-tidy check" clang-tidy
             have cppcheck || want "the cppcheck check" cppcheck ;;
-        bench) has_header dnnl.h || want "oneDNN to compare the matmul with" libdnnl-dev ;;
         cuda) have "${NVCC:-nvcc}" || no_nvcc=1 ;;
         *)
-            echo "deps.sh: unknown target '$target'; known: build test lint bench cuda" >&2
+            echo "deps.sh: unknown target '$target'; known: build test lint cuda" >&2
             exit 1 ;;
         esac
     done
@@ -63,7 +62,7 @@ install() {
     done
 }
 
-[ $# -gt 0 ] || { echo "usage: dev/deps.sh build|test|lint|bench|cuda..." >&2; exit 1; }
+[ $# -gt 0 ] || { echo "usage: dev/deps.sh build|test|lint|cuda..." >&2; exit 1; }
 no_nvcc=0
 look "$@"
 if [ ${#needed[@]} -gt 0 ] || [ ${#wanted[@]} -gt 0 ]; then

@@ -208,7 +208,7 @@ positions() {
 # --- Stages ---------------------------------------------------------------------------------------
 
 # Records the machine, and from now on the GPU's memory in use, five times a second. As a client of
-# the driver this also keeps the GPU initialised, which otherwise takes seconds at every start.
+# the driver this also keeps the GPU initialized, which otherwise takes seconds at every start.
 stage_machine() {
     local commit
     commit=$(git rev-parse --short=12 HEAD 2> /dev/null || echo unknown)

@@ -20,8 +20,8 @@ import os
 import statistics
 import sys
 
-# In the order of the plan's table. Most are Paul Tol's "bright" colours, which are distinguishable
-# with every kind of colour vision. Groups not listed here are grey.
+# In the order of the plan's table. Most are Paul Tol's "bright" colors, which are distinguishable
+# with every kind of color vision. Groups not listed here are gray.
 GROUPS = {"weights": "#4477aa", "gradients": "#66ccee", "moments": "#228833", "master": "#9fbf4f",
           "activations kept": "#ccbb44", "working set": "#ee6677", "logits": "#aa3377",
           "workspaces": "#9a8c7c", "batch": "#ee8866", "KV cache": "#ddaa33",
@@ -232,7 +232,7 @@ def plan_svg(plan):
 
 
 def fit_svg(fit):
-    """Device memory (x) and tokens/s (y) of every way to run, with host memory as the colour; the
+    """Device memory (x) and tokens/s (y) of every way to run, with host memory as the color; the
     staircase shows the highest tokens/s that fits in the memory."""
     figure, at = pyplot().subplots(figsize=(10, 4.6))
     rows = sorted((row for row in fit["ways"] if row["tokens_per_s"]),

@@ -92,7 +92,7 @@ if [[ $part = *rest* ]]; then
                 $warnings -c train_gpt2.c -o "$scratch/plain.o"
         fi
         for file in train_gpt2.c data/tokenize.c; do
-            check "$cpp: C++17, $file" $cpp $as_cpp $MARCH $omp $warnings -fsyntax-only $file
+            check "$cpp: C++17, $file" $cpp $warnings $as_cpp $MARCH $omp -fsyntax-only $file
         done
     done
     check "in double" "$CC" $as_c $MARCH $OMP $warnings -DGPT2_DOUBLE=1 -fsyntax-only train_gpt2.c
@@ -104,7 +104,7 @@ if [[ $part = *rest* ]]; then
     [ -z "${CUDA_HEADERS:-}" ] || check "one file: CUDA" "$CXX" $as_cpp $MARCH $OMP $warnings \
         -Idev/cuda_cpu $CUDA_INCLUDE -fsyntax-only build/train_gpt2_one.cu
     # Each of these is a program; those of dev/ include train_gpt2.c.
-    for file in data/{stories,tokenize}.c dev/bench/cpu.c dev/fuzz/fuzz.c; do
+    for file in data/{stories,tokenize}.c dev/fuzz/fuzz.c; do
         check "$file" "$CC" $as_c $MARCH $OMP $warnings -Wno-unused-function -fsyntax-only "$file"
     done
     check "cppcheck" cppcheck --quiet --std=c11 --language=c --enable=warning,portability \

@@ -67,7 +67,7 @@ template <class E> static void bench_patterns() {
             host[i] = from_float<E>((float)(positive ? 0.25 + 0.75 * x : 2 * x - 1));
         }
         cuda_check(cudaMalloc((void **)&bench.noise[positive], PATTERN));
-        copy_wait(bench.noise[positive], host.data(), PATTERN, bench.stream);
+        copy_sync(bench.noise[positive], host.data(), PATTERN, bench.stream);
     }
 }
 
@@ -76,7 +76,7 @@ static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 // Fills one array; NOISE and POSITIVE repeat their pattern.
 static void array_fill(char *to, const Array &array) {
     if (array.fill == INTS) {
-        copy_wait(to, array.ints, array.bytes, bench.stream);
+        copy_sync(to, array.ints, array.bytes, bench.stream);
         return;
     }
     for (size_t at = 0; at < array.bytes; at += PATTERN) {
@@ -415,7 +415,7 @@ template <class E> static void bench_model(const Settings *s) {
 static void bench_open(const Settings *s) {
     const size_t workspace_bytes = (size_t)s->workspace;  // as in a run
     size_t free_bytes = device_available();
-    const Gpu *gpu = gpu_present();
+    const Device *gpu = gpu_present();
     bench.peak_flops = gpu->card && s->dtype != TYPE_FP32 ? 1e12 * gpu->card->tflops : 0;
     bench.cache_bytes = (size_t)gpu->cache_bytes;
     cuda_check(cudaStreamCreateWithFlags(&bench.stream, cudaStreamNonBlocking));

@@ -8,8 +8,6 @@
                                          its ways, or is the last one before SIGKILL
     dev/check/faults.py gpu [COUNT]      calls of CUDA, cuBLASLt and NCCL fail once, on the emulated
                                          device: each function and line once if COUNT allows it
-    dev/check/faults.py long [STEPS]     no fault: a run of many steps, whose memory, descriptors,
-                                         threads and files must not grow
 
 Options: --seed N draws other moments and settings; --program PATH tests one program only; --jobs N
 runs at once (2). `kill` and `power` draw settings from `train_gpt2` and, if it is built,
@@ -22,8 +20,8 @@ and one line. Prints a line per violation, then `N <what was tried>, K violation
 is not 0, if nothing was tried, or if none of 100 kills or more hit one of the PARTS of a run. Files
 are written to a temporary folder only.
 """
-import argparse, collections, concurrent.futures, glob, hashlib, json, os, random, re, shutil
-import signal, subprocess, sys, tempfile, time
+import argparse, collections, concurrent.futures, glob, hashlib, os, random, re, shutil, signal
+import subprocess, sys, tempfile, time
 
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 RUN = ("-i t_train.bin -e l2h2c16t16 -b 1 -d 192 -x 9 -v 0 -s 4 -g 3 --tune 0 -y 1 -o out").split()
@@ -457,53 +455,6 @@ def call_fails(work, number, command, whole, kept, begin, name, n, way, lock):
     shutil.rmtree(place.path)
 
 
-# --- Long runs ------------------------------------------------------------------------------------
-
-def usage(pid, out):
-    """Memory in KiB, descriptors and threads of a run's processes, and the files in its folder."""
-    used = collections.Counter(files=sum(len(names) for _, _, names in os.walk(out)))
-    for process in [pid, *children(pid)]:
-        try:
-            with open(f"/proc/{process}/status") as f:
-                for name, value in re.findall(r"^(VmSize|VmRSS|Threads):\s+(\d+)", f.read(), re.M):
-                    used[name] += int(value)
-            used["descriptors"] += len(os.listdir(f"/proc/{process}/fd"))
-        except OSError:
-            return None    # it has just ended
-    return used
-
-
-def long_case(work, command, steps):
-    """Compares what a run uses early and late, and reads its log."""
-    every, part, place = max(1, steps // 2000), str(steps // 20), Place(work, "long")
-    command += ["-x", str(steps), "-n", part, "--keep", "2", "-v", part, "-m", "2", "-s", part,
-                "-g", "4", "--log-every", str(every), "-o", "out", "--quiet"]
-    samples, began = [], time.monotonic()
-    process = subprocess.Popen(command, cwd=place.path, env=place.env)
-    while process.poll() is None:
-        sample = usage(process.pid, place.out())
-        if sample and sample["descriptors"]:    # 0: it is ending
-            samples.append((time.monotonic() - began, sample))
-        time.sleep(min(0.5, 0.01 + (time.monotonic() - began) / 100))
-    if process.returncode:
-        sys.exit(f"faults.py: {' '.join(command)}: status {process.returncode}")
-    end = samples[-1][0]    # seconds
-    for name, more in [("VmSize", 0), ("VmRSS", 256), ("descriptors", 0), ("Threads", 0),
-                       ("files", 0)]:    # the least: a save needs more for a moment
-        first, last = (min(sample[name] for at, sample in samples if low * end <= at <= high * end)
-                       for low, high in ((0.25, 0.5), (0.75, 1)))
-        print(f"{name}: {first} in the second quarter, {last} in the last")
-        if last > first + more:
-            violation("a long run", command, f"{name} grew from {first} to {last}")
-    with open(os.path.join(place.out(), "log.jsonl")) as f:
-        rows = [json.loads(line) for line in f]
-    logged = [row["step"] for row in rows if "loss" in row]
-    if logged != [*range(every, steps + 1, every)] + [steps] * (steps % every != 0):
-        violation("a long run", command, f"its log has {len(logged)} steps")
-    print(f"{end:.1f} s, {len(samples)} samples; log of {len(rows)} lines")
-    return steps
-
-
 # --- Failing CUDA, cuBLASLt and NCCL calls --------------------------------------------------------
 
 GPU_RUN = ("-i t_train.bin -j t_train.bin -e l2h2c16t16 -b 1 -d 64 -n 1 -v 1 -m 1 -s 2 -g 2 "
@@ -600,12 +551,11 @@ def gpu_cases(work, program, count, draw, pool):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["kill", "power", "calls", "gpu", "long"])
+    parser.add_argument("what", choices=["kill", "power", "calls", "gpu"])
     parser.add_argument("count", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--program", action="append")
-    parser.add_argument("--options", help="more options of a long run")
     given = parser.parse_args()
     if given.what in ("power", "calls") and not shutil.which("strace"):
         sys.exit("faults.py: needs strace")
@@ -624,10 +574,6 @@ def main():
         every = settings(programs)
         if given.what == "calls":
             tried = calls_case(work, [programs[0]] + RUN + ["-n", "2", "-k", "constant"], pool)
-        elif given.what == "long":
-            shape = "-i t_train.bin -e l1h1c8t8 -b 1 --tune 0".split()
-            tried = long_case(work, [programs[0]] + shape + (given.options or "").split(),
-                              given.count)
         elif given.what == "gpu":
             tried = gpu_cases(work, programs[-1], given.count, random.Random(given.seed), pool)
         else:
@@ -640,7 +586,7 @@ def main():
                 cases.append(pool.submit(case, work, number, draw.choice(every), draw, *faults))
             tried = sum(case.result() for case in cases)
     noun = {"kill": "kills", "power": "losses of power", "calls": "faults",
-            "gpu": "failing calls", "long": "steps"}[given.what]
+            "gpu": "failing calls"}[given.what]
     for name, number in sorted(tally.items()):
         print(f"{number:6} {name}")
     if given.what == "kill" and given.count >= 100:

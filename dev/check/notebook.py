@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 
-MOST_LINES = 200
+MAX_LINES = 200
 # The first word of a command, and the program whose options it has; {} is a value in an f-string.
 PROGRAMS = {"./{}": "./train_gpt2", "{}": "./train_gpt2", "./train_gpt2": "./train_gpt2",
             "./train_gpt2cu": "./train_gpt2", "data/tokenize": "data/tokenize"}
@@ -90,8 +90,8 @@ def faults(path):
     except (ValueError, KeyError, TypeError) as error:
         yield f"not a notebook: {error!r}"
         return
-    if lines > MOST_LINES:
-        yield f"{lines} lines, more than {MOST_LINES}"
+    if lines > MAX_LINES:
+        yield f"{lines} lines, more than {MAX_LINES}"
     for number, cell in enumerate(cells, 1):
         found = []
         if cell["cell_type"] == "code" and (cell["outputs"] or cell["execution_count"]):

@@ -124,7 +124,7 @@ template <bool BARRIER> static __global__ void k_two_phases(float *out) {
         }
     }
 }
-// Each lane passes a number to its neighbour through shared memory, twice. Without the second warp
+// Each lane passes a number to its neighbor through shared memory, twice. Without the second warp
 // barrier a fast lane overwrites what a slow one has yet to read.
 template <bool BARRIER> static __global__ void k_neighbours(float *out) {
     SHARED(float, value, [256]);
@@ -201,7 +201,7 @@ static int inversions(const int *order, int size) {
     }
     return n;
 }
-// Seeds shuffle: a fair share of all neighbouring lanes, warps and blocks is reversed, in a
+// Seeds shuffle: a fair share of all neighboring lanes, warps and blocks is reversed, in a
 // different order for each seed. Without a seed nothing is reversed, by the same measure.
 TEST(shuffled) {
     enum { SEEDS = 8 };
@@ -236,7 +236,7 @@ TEST(shuffled) {
     }
     expect(order_of(SEEDS - 1, 7000) == seen[SEEDS - 1]);  // a seed is reproducible
     expect(order_of(SEEDS - 1, 7001) != seen[SEEDS - 1]);  // another launch has another order
-    detail = text("at least %d %% of neighbours turned round, of 50 expected", least);
+    detail = text("at least %d %% of neighbors turned round, of 50 expected", least);
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/../.." || exit 1
 export OMP_NUM_THREADS=1
 mkdir -p build/found build/logs build/corpus
 tar -C build/corpus -xJkf dev/fuzz/corpus.tar.xz 2> /dev/null    # keeps what is there
-programs=${2-}
+programs=${2-} log=build/logs/${2+${2##*/}_}all    # replays may run side by side
 [ "$1" = replay ] || programs="build/fuzz build/fuzz_tokenize"
 pairs=$(for program in $programs; do    # libFuzzer runs an empty input, which lists the targets
     env -u FUZZ_TARGET "$program" -artifact_prefix=build/ 2> /dev/null | grep -x '[a-z0-9_]*' |
@@ -37,8 +37,8 @@ one() {
         tail -n 2 | tr '\n' ' ') ok"
 }
 export -f one
-echo "$pairs" | xargs -P "$(nproc)" -I{} bash -c 'one {} '"$1" | tee build/logs/fuzz
-passed=$(grep -c ' ok$' build/logs/fuzz)
+echo "$pairs" | xargs -P "$(nproc)" -I{} bash -c 'one {} '"$1" | tee "$log"
+passed=$(grep -c ' ok$' "$log")
 failed=$(($(echo "$pairs" | wc -l) - passed))
 echo "$passed passed, $failed failed, 0 skipped"
 [ "$failed" -eq 0 ]

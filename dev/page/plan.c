@@ -66,8 +66,8 @@ static void tables_print(void) {
         print_pair(i == 0, level_table[i].name, level_table[i].help);
     }
     printf("],\n\"offloads\":[");
-    for (int i = 0; i < OFFLOAD_TIERS; i++) {
-        settings_offload(&s, offload_tiers[i]);
+    for (int i = 0; i < OFFLOAD_LEVELS; i++) {
+        settings_offload(&s, offload_levels[i]);
         print_pair(i == 0, offload_text(text, &s), "");
     }
     const char *separator = "";

@@ -144,7 +144,7 @@ static Text json_fault(const Text &json) {
     Json j = {bytes.data(), 0, bytes.size(), NULL};
     json_skip(&j);
     if (json_peek(&j) >= 0) {
-        json_fail(&j, "unexpected text after the end");
+        json_fail(&j, "trailing characters");
     }
     expect(j.at <= j.end);
     return j.fault ? j.fault : "";
@@ -154,8 +154,8 @@ static Text json_fault(const Text &json) {
 TEST(json) {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
     static const char value[] = "expected a value", ends[] = "unterminated string",
-                      escape[] = "unknown escape", comma[] = "expected a comma",
-                      deep[] = "values nested deeper", more[] = "unexpected text";
+                      escape[] = "invalid escape", comma[] = "expected a comma",
+                      deep[] = "nesting is deeper", more[] = "trailing characters";
     const std::vector<std::pair<Text, Text>> table = {
         {" {\"a\" : [ 1,-2.5e+3,0.5E-7, {} ],\r\n\t\"\":null} ", ""}, {"-0", ""}, {"0e0", ""},
         {"\"\\\"\\\\\\/\\b\\f\\n\\r\\t\\u00e9\x7f\xff\"", ""}, {open64 + close64, ""},
@@ -300,7 +300,7 @@ static Text awkward_text(uint64_t seed, size_t count) {
     return all;
 }
 
-// Encodes one pre-token by the definition of BPE: repeatedly merge the best pair of neighbours.
+// Encodes one pre-token by the definition of BPE: repeatedly merge the best pair of neighbors.
 static Ids naive_merge(const Text &piece) {
     std::vector<Text> parts;
     for (char c : piece) {
@@ -437,23 +437,23 @@ TEST(bpe_files) {
     const Text merges = made_merges(), first = "#version: 0.2\n";
     Text swapped = merges;    // its last two lines, of six bytes each, are swapped
     std::rotate(swapped.end() - 12, swapped.end() - 6, swapped.end());
-    const char *const never = "bad:698: this merge can never be applied";
+    const char *const never = "bad:698: this merge can never apply";
     const struct {
         Text bytes;
         const char *words;
     } table[] = {
         {"", "not a vocab.bpe"},
         {"#ver", "not a vocab.bpe"},
-        {first, "--tokenizer: bad has 257 own tokens ("},
-        {first + "a b\na b\n", ":3: not a merge of two earlier tokens into a new one"},
-        {first + "\n", ":2: not a merge"},
-        {first + "ab\n", ":2: not a merge"},
-        {first + "a bc\n", ":2: not a merge"},
-        {first + "ab c\n", ":2: not a merge"},
-        {first + "a b c\n", ":2: not two tokens"},
-        {first + "a \xff\n", ":2: not two tokens"},
-        {first + "a b\r\n", ":2: not two tokens"},
-        {first + "a " + Text(3000, 'b'), "not two tokens in GPT-2's alphabet for bytes, of 512"},
+        {first, "--tokenizer: bad has 257 custom tokens ("},
+        {first + "a b\na b\n", ":3: a merge must join two earlier tokens into"},
+        {first + "\n", ":2: a merge must join"},
+        {first + "ab\n", ":2: a merge must join"},
+        {first + "a bc\n", ":2: a merge must join"},
+        {first + "ab c\n", ":2: a merge must join"},
+        {first + "a b c\n", ":2: expected two tokens"},
+        {first + "a \xff\n", ":2: expected two tokens"},
+        {first + "a b\r\n", ":2: expected two tokens"},
+        {first + "a " + Text(3000, 'b'), "in GPT-2's byte alphabet, at most 512 bytes"},
         {Text("a b\n") + merges.substr(first.size()), "not a vocab.bpe"},
         {merges, never},
         {swapped, never},
@@ -510,7 +510,7 @@ TEST(bpe_own) {
     const Text some = "Lily wanted to play. \"Can I?\" she said\xc3\xa9\xff 12 times!\n\nThe end";
     expect(decode(encode(some)) == some && encode(some).size() < some.size() * 2 / 3,
            "%zu tokens", encode(some).size());
-    for (const char *word : {" Peter", "wanted", " neighbourhood", "zzzz", "bananas", " the"}) {
+    for (const char *word : {" Peter", "wanted", " neighborhood", "zzzz", "bananas", " the"}) {
         expect(encode(word) == naive_merge(word), "%s", word);
     }
     write_file("no_newline", merges.substr(0, merges.size() - 1));
@@ -526,14 +526,14 @@ TEST(bpe_own) {
         Text bytes;
         const char *words;
     } table[] = {
-        {first + "a b\nb c\na bc\n", "bad:4: this merge can never be applied after those"},
-        {first + "a a\naa aa\na aaa\n", "bad:4: not a merge of two earlier tokens"},
-        {first + "a a\na aa\n", "bad:3: this merge can never be applied"},
-        {many, ":65280: more than 65278 merges"},
-        {first + "e n\n", "--tokenizer: bad has 258 own tokens ("},
-        {merges + "q q\n", "bad has 1001 own tokens ("},
+        {first + "a b\nb c\na bc\n", "bad:4: this merge can never apply: earlier merges"},
+        {first + "a a\naa aa\na aaa\n", "bad:4: a merge must join two earlier tokens"},
+        {first + "a a\na aa\n", "bad:3: this merge can never apply"},
+        {many, ":65280: too many merges, at most 65278"},
+        {first + "e n\n", "--tokenizer: bad has 258 custom tokens ("},
+        {merges + "q q\n", "bad has 1001 custom tokens ("},
         {merges.substr(0, merges.rfind('\n', merges.size() - 2) + 1) + "q q\n",
-         "bad has 1000 own tokens ("},
+         "bad has 1000 custom tokens ("},
     };
     for (auto &row : table) {
         write_file("bad", row.bytes);
@@ -553,7 +553,7 @@ static WordTable word_table(const Words &words) {
     return t;
 }
 
-// Learns `merges` merges by the definition: count all pairs of neighbours, take the most frequent
+// Learns `merges` merges by the definition: count all pairs of neighbors, take the most frequent
 // one (ties: the lowest ids), and merge it from left to right.
 static std::vector<std::pair<int, int>> naive_merges(const Words &words, int merges) {
     std::vector<std::vector<int>> parts;
@@ -705,31 +705,31 @@ TEST(eval_fields) {
     } table[] = {
         {"", "x.bin: 0 bytes is too short for an evaluation file"},
         {with_int(good, 0, 20240520),
-         "not an evaluation file: the first word is 20240520, expected 20240522"},
-        {with_int(good, 1, 2), "an evaluation file of version 2"},
-        {with_int(good, 2, 0), "counts 0 examples of at most 34 bytes; allowed are 1 to 65535"},
-        {with_int(good, 2, 65536), "counts 65536 examples"},
-        {with_int(good, 2, 1), "22 bytes follow the last of its 1 examples"},
-        {with_int(good, 2, 3), "example 2: the file ends before it"},
-        {with_int(good, 3, 0), "of at most 0 bytes"},
-        {with_int(good, 3, 65536), "of at most 65536 bytes"},
-        {with_int(good, 3, 33), "example 0: has 34 bytes; the file has 56 left and the header "
-                                "allows 33"},
-        {with_word(body, 65534), "example 0: begins with 65534 and index 0; expected 65535 and 0"},
+         "not an evaluation file: the first word is 20240520; expected 20240522"},
+        {with_int(good, 1, 2), "an evaluation file of version 2; supported: version 1"},
+        {with_int(good, 2, 0), "0 examples of up to 34 bytes in the header; expected 1 to 65535"},
+        {with_int(good, 2, 65536), "65536 examples"},
+        {with_int(good, 2, 1), "22 trailing bytes after the last of 1 examples"},
+        {with_int(good, 2, 3), "example 2: unexpected end of file"},
+        {with_int(good, 3, 0), "of up to 0 bytes"},
+        {with_int(good, 3, 65536), "of up to 65536 bytes"},
+        {with_int(good, 3, 33), "example 0: size is 34 bytes; 56 are left and the header's "
+                                "maximum is 33"},
+        {with_word(body, 65534), "example 0: starts with 65534 and index 0; expected 65535 and 0"},
         {with_word(body + 2, 33), "example 0: text 4 (0 is the context) has 1 tokens"},
-        {with_word(body + 2, 35), "example 0: has 35 bytes"},
+        {with_word(body + 2, 35), "example 0: size is 35 bytes"},
         {with_word(body + 2, 6), "example 0: text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 4, 1), "begins with 65535 and index 1; expected 65535 and 0"},
+        {with_word(body + 4, 1), "starts with 65535 and index 1; expected 65535 and 0"},
         {with_word(body + 6, 4), "example 0: label 4 of 4 completions"},
-        {with_word(body + 8, 1), "label 3 of 1 completions; allowed are 2 to 8"},
+        {with_word(body + 8, 1), "label 3 of 1 completions; expected 2 to 8"},
         {with_word(body + 10, 0), "text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 10, 12), "leave space for 11"},
+        {with_word(body + 10, 12), "expected 1 to 11, the space left"},
         {with_word(body + 12, 50257), "token 50257 is outside the model's vocabulary of 50257"},
         {with_word(body + 32, 50257), "example 0: token 50257"},
-        {with_word(second, 1), "example 1: begins with 1 and index 1; expected 65535 and 1"},
-        {with_word(second + 2, 24), "example 1: has 24 bytes; the file has 22"},
-        {with_word(second + 2, 24) + "ab", "example 1: has 24 bytes, but its tokens fill only 22"},
-        {good + "x", "1 bytes follow the last of its 2 examples"},
+        {with_word(second, 1), "example 1: starts with 1 and index 1; expected 65535 and 1"},
+        {with_word(second + 2, 24), "example 1: size is 24 bytes; 22 are left"},
+        {with_word(second + 2, 24) + "ab", "size is 24 bytes, but its contents take only 22"},
+        {good + "x", "1 trailing bytes after the last of 2 examples"},
     };
     expect(good.size() == second + 22);
     expect_success(eval_parsed(good), "the file itself");

@@ -115,8 +115,8 @@ inline void fail(const char *file, int line, const Text &what) {
                  : fail(__FILE__, __LINE__, Text(#condition "  ") + text(" " __VA_ARGS__)))
 
 // Expects |got - want| <= tol. The comparison closest to failing appears on the test's line.
-inline void near_at(const char *file, int line, long double got, long double want, double tol,
-                    const Text &where) {
+inline void expect_near_at(const char *file, int line, long double got, long double want,
+                           double tol, const Text &where) {
     double err = got == want ? 0 : fabs((double)(got - want));
     double share = err == 0 ? 0 : err / tol;
     if (!(err <= tol)) {
@@ -129,7 +129,7 @@ inline void near_at(const char *file, int line, long double got, long double wan
     }
 }
 #define expect_near(got, want, tol, ...)                                                           \
-    near_at(__FILE__, __LINE__, got, want, tol, text(__VA_ARGS__))
+    expect_near_at(__FILE__, __LINE__, got, want, tol, text(__VA_ARGS__))
 
 // Ends a test that cannot run on this machine.
 __attribute__((noreturn)) inline void skip(const char *why) {
@@ -299,7 +299,7 @@ inline void run_here(const Test *t) {
 
 // Runs one test in its own process. Returns its exit status: 0, FAILED or SKIPPED if the test
 // finished; any other value also counts as a failure.
-inline int run_apart(const Test *t, const char *program) {
+inline int run_in_child(const Test *t, const char *program) {
     const double began = wall_ms();
     fflush(NULL);
     pid_t pid = fork();
@@ -377,7 +377,7 @@ inline int harness_main(int argc, char **argv) {
             printf("\n    its files are in %s/%s\n", scratch.c_str(), t.name);
             return failures != 0;
         } else if (!here && asked) {
-            const int status = run_apart(&t, argv[0]);
+            const int status = run_in_child(&t, argv[0]);
             passed += status == 0;
             skipped += status == SKIPPED;
             failed += status != 0 && status != SKIPPED;

@@ -27,9 +27,9 @@ def test_no_vocabulary(sampled):
     assert len(sampled) == 9
     Path("made").write_text(made_merges())
     for more, expected in {
-            "--prompt=Hello": "prepare.sh, which puts vocab.bpe",
+            "--prompt=Hello": "GPT-2's vocab.bpe; run data/prepare.sh",
             "--tokenizer absent": "cannot read vocabulary absent",
-            "--tokenizer made": "made has 50257 own tokens (",
+            "--tokenizer made": "made has 50257 custom tokens (",
             }.items():
         refused(RUN + more, expected)
     refused(TINY + "--tokenizer made", "--tokenizer: train.bin has byte tokens")
@@ -45,7 +45,7 @@ def test_bpe_samples(sampled):
     succeeds(RUN + "--tokenizer vocab --prompt=Hello,\xe9 -o out", BEGINS + "Hello,\xe9")
     assert [e for e in log() if e.get("sample", "").startswith("Hello,\xe9")]
     refused(RUN + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9",
-            "--prompt: '1,2,3,4,5,6,7,8,9' has 17 tokens, more than --seq-len (-t) 16")
+            "--prompt: '1,2,3,4,5,6,7,8,9' is too long: 17 tokens, --seq-len (-t) is 16")
 
 
 def test_eval_command():
@@ -70,9 +70,9 @@ def test_eval_command():
         "e.bin", "l1h1c16t16", 12, 12, 12]
     assert found["acc_norm"] == pytest.approx(found["correct_norm"] / 12)
     assert found["correct"] == round(numbers[0] * 0.12)
-    succeeds(command + "--quiet -t 5", "rows were truncated at the start: with T = 5, ")
-    refused(command + "-t 4", ": a completion has 5 tokens, more than --seq-len (-t) 4")
-    refused(command + "-t 17", "--seq-len (-t): 17 is more than the model's 16")
+    succeeds(command + "--quiet -t 5", "rows to fit T = 5 (at most 6 tokens")
+    refused(command + "-t 4", ": a completion of 5 tokens exceeds --seq-len (-t) 4")
+    refused(command + "-t 17", "--seq-len (-t): 17 exceeds the model's maximum of 16")
     asked[7][2][3][-1] = 50257
     Path("e.bin").write_bytes(eval_file(asked))
     refused(command, "e.bin: example 7: token 50257 is outside")
@@ -82,7 +82,7 @@ def test_eval_command():
     wait_until(lambda: "example " in Path("stdout").read_text())
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
-    assert process.stderr.read() == "stopping; a second signal quits at once\n"
+    assert process.stderr.read() == "stopping; send the signal again to quit immediately\n"
     assert re.search("e.bin: interrupted after .* of 60 examples, accuracy ",
                      Path("stdout").read_text())
 

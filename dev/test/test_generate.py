@@ -46,8 +46,10 @@ def test_sample(sample):
                     env={"OMP_NUM_THREADS": threads}) == text
     # Samples depend on the step, which is in the folder's name.
     shutil.copytree("out/step-00000300", "hf/step-00000300", ignore=lambda *_: [STATE])
-    for e in "out/step-00000300/" + MODEL, "hf/step-00000300":
+    for e in "out/step-00000300/" + MODEL, "out/step-00000300/", "hf/step-00000300":
         assert made("--generate -g 60 --prompt abc --quiet %s-e %s" % (SAMPLING, e)) == text
+    shutil.copytree("hf/step-00000300", "hf/step-00000299")
+    assert made("--generate -g 60 --prompt abc --quiet %s-e hf/step-00000299" % SAMPLING) != text
     three = made("--generate -e hf/step-00000300 -g 60 %s--prompt abc --samples 3" % SAMPLING)
     assert three.startswith(text + "---\n") and len(set(three.split("\n---\n"))) == 3
 
@@ -64,8 +66,20 @@ def test_stdin(sample):
     assert o.status == 0 and o.out == ""
     o = run(stdin, stdin="abc\n12345678901234567\nd\n")
     assert o.status == 1 and want.startswith(o.out) and o.out
-    assert "--prompt: '12345678901234567" in o.err and " has 17 tokens, more than" in o.err
+    assert "--prompt: '12345678901234567" in o.err and " is too long: 17 tokens" in o.err
     assert made(stdin, stdin="a\0b").startswith("a\0b")
+
+
+def test_newest():
+    """Without -e the model is the checkpoint in runs/ that was written last; with the folder of a
+    run, its newest checkpoint."""
+    refused("--generate", "--generate: no checkpoint found in runs/; use --model (-e)")
+    for name, steps in ("old", 2), ("new", 1):
+        succeeds(TINY + "--quiet -n 1 -o runs/%s -x %d" % (name, steps))
+    os.utime("runs/old/step-00000002/manifest.json", (1, 1))
+    os.utime("runs/old/step-00000001/manifest.json", (2, 2))
+    assert "; runs/new/step-00000001: " in run("--generate -g 1").err
+    assert "; runs/old/step-00000002: " in run("--generate -g 1 -e runs/old").err
 
 
 def test_end():
@@ -80,7 +94,7 @@ def test_end():
         "--generate -e l1h1c8t16 -g 3").err
     odd = 1, 1, 8, 16, 300
     write_model("odd", safetensors({}, hugging_face(odd)), config_text(odd))
-    refused("--generate -e odd", "--generate: odd has a vocabulary of 300 and no merges.txt; give")
+    refused("--generate -e odd", "--generate: odd has a vocabulary of 300 and no merges.txt; use")
 
 
 def test_gpt2():
@@ -90,7 +104,7 @@ def test_gpt2():
     succeeds("-i gpt2.bin -e l1h2c16t16 -b 2 -x 40 -l 2e-2 --quiet -o out")
     generate = "--generate -e out/step-00000040 --temperature 0 --quiet -g 3 "
     assert made(generate) == "995 995 995 \n"
-    refused(generate + "--prompt=Hello", "prepare.sh, which puts vocab.bpe")
+    refused(generate + "--prompt=Hello", "GPT-2's vocab.bpe; run data/prepare.sh")
     Path("out/step-00000040/merges.txt").write_text(vocab_bpe())
     assert made(generate) == " world world world\n"
     assert made(generate + "--prompt=Hello,\xe9").startswith("Hello,\xe9")
@@ -149,20 +163,19 @@ def contradictions(tmp_path_factory):
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ("-i mine_train.bin -j hash_train.bin", "hash_train.bin has 1000 own tokens (01000000)"),
-    ("-i mine_train.bin -j val.bin", "(-j): val.bin has bytes; mine_train.bin has 1000 own"),
-    ("-i mine_*.bin -j train.bin", "train.bin has bytes; "),
-    ("-i *_train.bin", "hash_train.bin has 1000 own tokens (01000000); alone_train.bin has"),
-    ("-i alone_train.bin -s 1", "alone_train.bin needs its merges: alone_merges.txt cannot be read;"
-                                " give their file with --tokenizer"),
-    ("-i alone.bin -o out", "alone.bin needs its merges: give their file with --tokenizer"),
-    ("-i wrong_train.bin -o out", "wrong_merges.txt has 1000 own tokens"),
-    ("-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 own tokens"),
-    ("-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 own tokens"),
-    ("-i gpt2.bin --tokenizer mine_merges.txt", "mine_merges.txt has 1000 own tokens (9ffa328f); "),
+    ("-i mine_train.bin -j hash_train.bin", "hash_train.bin has 1000 custom tokens (01000000)"),
+    ("-i mine_train.bin -j val.bin", "(-j): val.bin has bytes, but mine_train.bin has 1000"),
+    ("-i mine_*.bin -j train.bin", "train.bin has bytes, "),
+    ("-i *_train.bin", "hash_train.bin has 1000 custom tokens (01000000), alone_train.bin has"),
+    ("-i alone_train.bin -s 1", "alone_train.bin: cannot find its merges in alone_merges.txt; use"),
+    ("-i alone.bin -o out", "alone.bin: cannot find its merges; use --tokenizer FILE"),
+    ("-i wrong_train.bin -o out", "wrong_merges.txt has 1000 custom tokens"),
+    ("-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 custom tokens"),
+    ("-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 custom tokens"),
+    ("-i gpt2.bin --tokenizer mine_merges.txt", "has 1000 custom tokens (9ffa328f), but "),
     ("-i train.bin --tokenizer mine_merges.txt", "--tokenizer: train.bin has byte tokens"),
-    ("-i mine_train.bin -e l1h1c8t16v999", "v999 has a vocabulary of 999 tokens, the data, "),
-    ("-i train.bin -e model", "model has a vocabulary of 1000 tokens, the data, train.bin, one")])
+    ("-i mine_train.bin -e l1h1c8t16v999", "v999 has a vocabulary of 999 tokens, but the data "),
+    ("-i train.bin -e model", "model has a vocabulary of 1000 tokens, but the data train.bin has")])
 def test_own_refused(contradictions, monkeypatch, arguments, expected):
     """Data, tokenizer, weights and shape that disagree are refused with a message that names
     them."""
@@ -178,13 +191,14 @@ def test_own_more(contradictions, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ("-y 1 -o out", "--generate neither trains nor writes files: leave --output out"),
-    ("-x 3", "leave --steps out"), ("-i train.bin", "leave --train-data out"),
-    ("-b 2", "leave --batch out"), ("-s 0", "leave --sample-every out"),
-    ("--eval e.bin", "leave --eval out"), ("--offload weights", "leave --offload out"),
-    ("-t 17", "--seq-len (-t): 17 is more than the model's 16"),
-    ("--prompt=12345678901234567", "' has 17 tokens, more than --seq-len (-t) 16"),
-    ("-t 4 --prompt=12345", "--prompt: '12345' has 5 tokens, more than --seq-len (-t) 4"),
+    ("-y 1 -o out", "--generate does not support --output"),
+    ("-x 3", "does not support --steps"), ("-i train.bin", "does not support --train-data"),
+    ("-b 2", "does not support --batch"), ("-s 0", "does not support --sample-every"),
+    ("--eval e.bin", "does not support --eval"),
+    ("--offload weights", "does not support --offload"),
+    ("-t 17", "--seq-len (-t): 17 exceeds the model's maximum of 16"),
+    ("--prompt=12345678901234567", "' is too long: 17 tokens, --seq-len (-t) is 16"),
+    ("-t 4 --prompt=12345", "--prompt: '12345' is too long: 5 tokens, --seq-len (-t) is 4"),
     ("--tokenizer v", "--tokenizer: l1h1c8t16 has byte tokens")])
 def test_refused(arguments, expected):
     """Options without effect on generation, and a prompt longer than T, are refused."""

@@ -37,17 +37,17 @@ def total(options, **more):
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ("--dtype fp16 -w none", "--master (-w) none: with --dtype fp16 the fp32 weights"),
-    ("--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"),
-    ("--offload moments,weight", "--offload: 'moments,weight' is not a list"),
-    ("-z 1", "--zero (-z) 1 shards states across GPUs"),
-    ("-z 4", "--zero (-z): '4' is not a whole number from 0 to 3"),
+    ("--dtype fp16 -w none", "--master (-w) none is not supported with --dtype fp16"),
+    ("--dtype bf16 -w 0 --offload master", "--offload master: there are no master weights"),
+    ("--offload moments,weight", "--offload: invalid value 'moments,weight'"),
+    ("-z 1", "--zero (-z) 1 needs several GPUs"),
+    ("-z 4", "--zero (-z): invalid value '4'; expected an integer between 0 and 3"),
     ("--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"),
     ("--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"),
-    ("--dtype fp64", "--dtype: 'fp64'"), ("-r block:3", "must be from 0 to 2"),
-    ("-e l2h2c20t16", "20 channels in 2 heads: on a GPU, channels must be a multiple of 8"),
+    ("--dtype fp64", "--dtype: invalid value 'fp64'"), ("-r block:3", "0 to 2 (the blocks left)"),
+    ("-e l2h2c20t16", "20 channels in 2 heads; on a GPU, channels must be a multiple of 8"),
     ("-e l2h4c16t16", "16 channels in 4 heads"), ("-e l1h1c136t16", "136 channels in 1 heads"),
-    ("-e l1h64c8192t4", "at most 4096"), ("-e l2h3c16t16", "allowed are")])
+    ("-e l1h64c8192t4", "up to 4096"), ("-e l2h3c16t16", "expected 1-400 layers")])
 def test_refused(arguments, expected):
     shape = "" if "-e " in arguments else "-e l2h2c16t16 "
     refused("-i train.bin -b 2 -x 2 -o out " + shape + arguments, expected)
@@ -57,10 +57,10 @@ def test_refused(arguments, expected):
 @emulated
 @pytest.mark.parametrize("arguments, env, status, expected", [
     (TINY, {"EMU_GPUS": "0"}, 1, "no NVIDIA GPU found"),
-    (TINY + "--dtype bf16", {"EMU_CC": "75"}, 1, "has no bf16; it has fp16 and fp32"),
-    (TINY + "--dtype bf16 --plan", {"EMU_CC": "75"}, 1, "has no bf16; it has fp16 and fp32"),
+    (TINY + "--dtype bf16", {"EMU_CC": "75"}, 1, "; use fp16 or fp32"),
+    (TINY + "--dtype bf16 --plan", {"EMU_CC": "75"}, 1, "; use fp16 or fp32"),
     (TINY + "--offload moments", {"EMU_HOST_MEM": "4096"}, 1,
-     " of host memory: out of memory; this machine cannot pin more"),
+     " of host memory: out of memory; cannot pin more host memory"),
     ("-i train.bin -b 64 -x 2 -e l4h2c64t16 -r none --offload none", {"EMU_GPU_MEM": "42000000"},
      3, "; it fits with "),
     (TINY, {"EMU_DRIVER": "11080"}, 1, "CUDA driver version is insufficient")])
@@ -223,7 +223,7 @@ def test_exchange():
     assert apart(weights("cpu", 6), cpu) < 1e-2
     shutil.rmtree(step(6, "cpu"))
     succeeds("-i train.bin -e l2h2c16t16 -b 2 -d 64 -x 6 -y 1 -o cpu --dtype bf16 -w none "
-             "--moments bf16", *(what + " were fp32 in cpu/step-00000003 and are bf16 from here on"
+             "--moments bf16", *("converting %s from fp32 in cpu/step-00000003 to bf16" % what
                        for what in ("weights", "moments")))
 
 
@@ -268,7 +268,7 @@ def test_batch_resume():
     assert [batch("2"), batch("3 --gpus 2"), batch("4 -b 6")] == [8, 12, 6]
     given = succeeds("-i train.bin -e l1h1c16t16 -d 384 -x 1 -b 8 -o given", env=large)
     assert losses("given") == losses()[:1] and given
-    refused(options + "4 -b auto8", "--batch (-b): 'auto8' is not a whole number from 1 to 65536")
+    refused(options + "4 -b auto8", "--batch (-b): invalid value 'auto8'; expected an integer")
     refused("-i train.bin -e l1h1c16t16 -d 100", "-d): 100 is not a multiple of B x T", env=large)
 
 
@@ -276,7 +276,7 @@ def test_batch_resume():
 # EMU_LT_TIMES for each algorithm, the first of which is the reference. EMU_LT_WRONG=n makes the
 # n-th wrong, which shows whether a run uses it.
 CHOOSING = SMALL + "-x 4 -n 2 -y 1 -o out "
-TIMING = "timing matmul algorithms and attention kernels on this GPU, once\n"
+TIMING = "benchmarking matmul algorithms and attention kernels (once per GPU model)\n"
 
 
 def journal():
@@ -318,8 +318,8 @@ def test_choices_not_used():
     plain = losses()
     for name, env, expected in (
             ("1 %", {"EMU_LT_TIMES": "951"}, "=9.000"),
-            ("wrong", {"EMU_LT_TIMES": "951", "EMU_LT_WRONG": "3"}, "=wrong: far from the refer"),
-            ("odd", {"EMU_LT_TIMES": "951", "EMU_LT_UNSTABLE": "3"}, "=wrong: not the same bits")):
+            ("wrong", {"EMU_LT_TIMES": "951", "EMU_LT_WRONG": "3"}, "=wrong: differs from the ref"),
+            ("odd", {"EMU_LT_TIMES": "951", "EMU_LT_UNSTABLE": "3"}, "=wrong: not determin")):
         shutil.rmtree("cache")
         tuned(SMALL + "-x 1", **env)
         text = journal().read_text()
@@ -334,7 +334,7 @@ def test_choices_not_used():
 def test_choices_resume():
     """A run resumes with the choices of its checkpoint, whatever it would choose itself; on
     another GPU, or with another workspace, it says that it uses its own."""
-    differ = " differ from those of out/step-00000002: losses may differ by rounding\n"
+    differ = " differ from those in out/step-00000002; losses may differ by rounding\n"
     tuned(CHOOSING, EMU_LT_TIMES="951")
     end = training_state(4)
 
@@ -357,7 +357,7 @@ def test_choices_workspace():
     tuned(CHOOSING + "--workspace 12345678", EMU_LT_TIMES="951")
     shutil.rmtree(step(4))
     shutil.rmtree("cache")
-    tuned(CHOOSING + "--workspace 1234567", " differ from those of out/step-00000002: losses")
+    tuned(CHOOSING + "--workspace 1234567", " differ from those in out/step-00000002; losses")
 
 
 # Candidates for attention kernels, with wgmma, are for heads of 64 channels in bf16. EMU_KERNELS
@@ -408,7 +408,7 @@ def test_kernels_end(planted):
                                                 journal().read_text())
     o = run(ATTENTION + "-o out", env=env)
     assert o.status == 0 and losses() == losses("plain") and chosen() == []
-    assert o.err.count(" ended an earlier start, so it is not used; delete ") == 3
+    assert o.err.count(" crashed an earlier start and is disabled; to retry, delete ") == 3
     assert str(journal()) in o.err
 
 
@@ -443,7 +443,7 @@ def test_batches():
     at = HEADER + 2 * 70  # in the fifth sequence, part of step 3
     Path("odd.bin").write_bytes(data[:at] + struct.pack("<H", 300) + data[at + 2:])
     refused("-i odd.bin -e l1h1c16t16 -b 2 -x 4 --shuffle 0 -o odd --quiet", "token 70 is 300, "
-            "outside the vocabulary of 257; the run ended after step 2, which is saved")
+            "out of range for a vocabulary of 257; the run ended after step 2, which is saved")
     assert losses("odd") == losses("plain")[:2] and names("odd", "step") == [step(2).name]
 
 

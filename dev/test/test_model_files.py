@@ -99,8 +99,8 @@ LLMC = [
     (1, 4, "bad.bin: an llm.c model of version 4"), (1, 1, "version 1"),
     (7, 257, "with 257 padded rows"), (7, -1, "padded"), (2, 0, "0 positions"), (3, 0, "0 tokens"),
     (3, 70000, "70000 tokens"), (3, INT32_MAX, "tokens"), (4, -2, "-2 layers"),
-    (4, 400, "its shape requires"), (4, 401, "401 layers"), (5, 0, "0 heads"), (5, 3, "3 heads"),
-    (6, 65536, "its shape requires"), (6, INT32_MIN, "channels")]
+    (4, 400, "for this shape"), (4, 401, "401 layers"), (5, 0, "0 heads"), (5, 3, "3 heads"),
+    (6, 65536, "for this shape"), (6, INT32_MIN, "channels")]
 
 
 @pytest.mark.parametrize("version", [3, 5])
@@ -111,8 +111,8 @@ def test_llmc(version):
     succeeds("--plan -e bad.bin", before=little_memory)
     loads("bad.bin", members)
     changes = [(with_ints(file, word, value), expected) for word, value, expected in LLMC]
-    changes += [(file + b"x", "bad.bin: "), (file[:-1], "its shape requires"),
-                (with_ints(file, 1, 8 - version), "its shape requires")]
+    changes += [(file + b"x", "bad.bin: "), (file[:-1], "for this shape"),
+                (with_ints(file, 1, 8 - version), "for this shape")]
     changes += [(file[:n], "cannot open config.json" if n < 4 else "too short for an llm.c model")
                 for n in (0, 3, 4, 12, 39, 1023)]
     for data, expected in changes:
@@ -123,7 +123,7 @@ def test_llmc(version):
 NOT_ONE = "model/model.safetensors: not a safetensors file"
 JSON = "model/model.safetensors: invalid JSON: "
 WTE = "model/model.safetensors: tensor wte.weight: "
-METADATA = "model/model.safetensors: __metadata__, an object of strings: "
+METADATA = "model/model.safetensors: invalid __metadata__: "
 
 
 def length(number):
@@ -136,7 +136,7 @@ def header(was, now):
 
 FILES = [
     (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 135\n",
-     "model/model.safetensors: a Git LFS pointer"),
+     "model/model.safetensors: this is a Git LFS pointer"),
     (lambda _: b"", NOT_ONE), (lambda _: b"{}", NOT_ONE), (lambda _: bytes(7), NOT_ONE),
     (lambda _: bytes(8), NOT_ONE), (lambda _: length(1) + b"{}", NOT_ONE),
     (lambda file: length(2**63) + file[8:], NOT_ONE),
@@ -151,16 +151,16 @@ FILES = [
     (lambda _: with_length(b'{"a":' + b"[" * (5 << 20), b""), "expected an object"),
     (lambda _: with_length(b'{"wte.weight":{"shape":' + b"[" * (5 << 20), b""), WTE),
     (header("{", '{"__metadata__":{},'), "duplicate __metadata__"),
-    (lambda file: file + b"x", "do not cover its"),
-    (lambda file: file[:-1], "outside the file"), (lambda file: file[:400], NOT_ONE),
-    (header('"dtype":"F32",', ""), WTE + "dtype, shape and two data_offsets"),
+    (lambda file: file + b"x", "do not cover all"),
+    (lambda file: file[:-1], "data_offsets are out of range"), (lambda file: file[:400], NOT_ONE),
+    (header('"dtype":"F32",', ""), WTE + "dtype, shape or data_offsets is missing"),
     (header('"F32"', '"F32","dtype":"F32"'), WTE + "duplicate or unknown"),
     (header('"dtype"', '"Dtype"'), WTE + "duplicate or unknown key"),
     (header('"F32"', "5"), WTE), (header("F32", "F32\\u0000"), WTE), (header("[5,4]", "5"), WTE),
     (header("[5,4]", "[5,4"), WTE), (header("[0,80]", "[0]"), WTE),
     (header("[0,80]", "[0,80,80]"), WTE), (header("[0,80]", "[-80,0]"), WTE),
     (header("[0,80]", "[0,8e1]"), WTE),
-    (header("[0,80]", "[80,0]"), WTE + "data_offsets are outside"),
+    (header("[0,80]", "[80,0]"), WTE + "data_offsets are out of"),
     (header("[0,80]", "[0,18446744073709551615]"), WTE),
     (header("[0,80]", "[9007199254740912,9007199254740992]"), WTE + "data_offsets"),
     (header("{", "x"), JSON), (header("}}", "}"), JSON),
@@ -183,9 +183,9 @@ TENSORS = [
     ("wpe.weight", "dtype", '""', "wpe.weight: unknown dtype"),
     ("wpe.weight", "dtype", '"F64"', "wpe.weight: data_offsets do not match"),
     ("wpe.weight", "dtype", '"I32"', "wpe.weight: dtype must be F32, BF16 or F16"),
-    ("wpe.weight", "shape", "[4,3]", "wpe.weight: shape is not (3, 4)"),
-    ("wpe.weight", "shape", "[12]", "wpe.weight: shape is not (3, 4)"),
-    ("wpe.weight", "shape", "[3,4,1]", "wpe.weight: shape is not (3, 4)"),
+    ("wpe.weight", "shape", "[4,3]", "wpe.weight: expected shape (3, 4)"),
+    ("wpe.weight", "shape", "[12]", "wpe.weight: expected shape (3, 4)"),
+    ("wpe.weight", "shape", "[3,4,1]", "wpe.weight: expected shape (3, 4)"),
     ("wpe.weight", "shape", "[3,5]", "wpe.weight: data_offsets do not match"),
     ("wpe.weight", "shape", "[-3,-4]", "wpe.weight: expected an integer"),
     ("wpe.weight", "shape", "[0,4]", "wpe.weight: data_offsets do not match"),
@@ -193,18 +193,18 @@ TENSORS = [
     ("wpe.weight", "shape", "[1099511627776,1099511627776]", "wpe.weight: shape has more"),
     ("wpe.weight", "shape", "[0,1099511627776,1099511627776]", "wpe.weight: data_offsets"),
     ("wpe.weight", "shape", "[4294967299,4294967296]", "wpe.weight: shape has more"),
-    ("h.1.attn.c_attn.weight", "shape", "[12,4]", "weight: shape is not (4, 12)"),
-    ("h.1.mlp.c_proj.weight", "shape", "[4,16]", "weight: shape is not (16, 4)"),
-    ("ln_f.bias", "shape", "[4,1]", "ln_f.bias: shape is not"),
-    ("ln_f.bias", "shape", "[1,4]", "ln_f.bias: shape is not"),
+    ("h.1.attn.c_attn.weight", "shape", "[12,4]", "weight: expected shape (4, 12)"),
+    ("h.1.mlp.c_proj.weight", "shape", "[4,16]", "weight: expected shape (16, 4)"),
+    ("ln_f.bias", "shape", "[4,1]", "ln_f.bias: expected shape ("),
+    ("ln_f.bias", "shape", "[1,4]", "ln_f.bias: expected shape ("),
     ("h.0.ln_1.weight", "data_offsets", "[160,176]", "overlap"),
     ("h.0.ln_1.weight", "data_offsets", "[132,148]", "overlap"),
     ("wpe.weight", "name", "wte.weight", "wte.weight: appears twice"),
-    ("h.0.ln_1.bias", "name", "h.2.ln_1.bias", "h.2.ln_1.bias: not a tensor of a GPT-2"),
-    ("h.0.ln_1.bias", "name", "h.99.ln_1.bias", "h.99.ln_1.bias: not a tensor of a GPT-2"),
+    ("h.0.ln_1.bias", "name", "h.2.ln_1.bias", "h.2.ln_1.bias: not part of a GPT-2"),
+    ("h.0.ln_1.bias", "name", "h.99.ln_1.bias", "h.99.ln_1.bias: not part of a GPT-2"),
     ("ln_f.bias", "name", "ln_f.bias\\n\\u001b[2J", "tensor ln_f.bias??[2J: "),
-    ("ln_f.bias", "name", "", "tensor : not a tensor of a GPT-2"),
-    *(("h.0.ln_1.bias", "name", name, "not a tensor of a GPT-2") for name in (
+    ("ln_f.bias", "name", "", "tensor : not part of a GPT-2"),
+    *(("h.0.ln_1.bias", "name", name, "not part of a GPT-2") for name in (
         "h.01.ln_1.bias", "h.-1.ln_1.bias", "h.4294967296.ln_1.bias", "h.0.wte.weight",
         "h.18446744073709551616.ln_1.bias", "h..ln_1.bias", "ln_1.bias", "h.0.ln_f.bias",
         "transformer.transformer.ln_f.bias")),
@@ -232,46 +232,46 @@ def test_tensors():
                "transformer." + name + ": appears twice")
     dtype, shape, values = members["wte.weight"]
     refuse(safetensors({}, {**members, "lm_head.weight": [dtype, shape, flipped(values, 79)]}),
-           "lm_head.weight: differs from wte.weight")
+           "lm_head.weight: must equal wte.weight")
     refuse(safetensors({}, {**members, "lm_head.weight": ["U32", shape, values]}),
            "lm_head.weight: dtype must be F32")
     text, data = header_and_data(good())  # a gap
-    refuse(with_length(text, data[:128] + b"gap!" + data[128:]), "do not cover its")
+    refuse(with_length(text, data[:128] + b"gap!" + data[128:]), "do not cover all")
 
 
 # One unsupported or invalid entry of config.json.
 CONFIGS = [
-    ('"n_layer"', '"layers"', "n_layer is missing or 0"),
-    ('"n_head"', '"heads"', "n_head is missing or 0"),
-    ('"n_embd"', '"embd"', "n_embd is missing or 0"),
-    ('"n_positions"', '"positions"', "n_positions is missing or 0"),
-    ('"vocab_size"', '"vocab"', "vocab_size is missing or 0"),
-    ('"n_layer": 2', '"n_layer": 0', "n_layer is missing or 0"),
+    ('"n_layer"', '"layers"', "n_layer is missing or zero"),
+    ('"n_head"', '"heads"', "n_head is missing or zero"),
+    ('"n_embd"', '"embd"', "n_embd is missing or zero"),
+    ('"n_positions"', '"positions"', "n_positions is missing or zero"),
+    ('"vocab_size"', '"vocab"', "vocab_size is missing or zero"),
+    ('"n_layer": 2', '"n_layer": 0', "n_layer is missing or zero"),
     ('"n_layer": 2', '"n_layer": -2', "expected an integer"),
-    ('"n_layer": 2', '"n_layer": 2, "n_layer": 2', "duplicate size"),
+    ('"n_layer": 2', '"n_layer": 2, "n_layer": 2', "duplicate key"),
     ('"n_layer": 2', '"n_layer": 401', "401 layers"),
     ('"n_layer": 2', '"n_layer": 1048577', "n_layer is too large"),
     ('"n_layer": 2', '"n_layer": 4294967298', "n_layer is too large"),
     ('"n_layer": 2', '"n_layer": 99999999999999999999', "expected an integer"),
     ('"n_layer": 2', '"n_layer": "2"', "config.json: "),
-    ('"n_layer": 2', '"n_layer": 1', "h.1.ln_1.weight: not a tensor of a GPT-2"),
+    ('"n_layer": 2', '"n_layer": 1', "h.1.ln_1.weight: not part of a GPT-2"),
     ('"n_layer": 2', '"n_layer": 3', "h.2.ln_1.weight: missing"),
     ('"n_head": 2', '"n_head": 3', "3 heads, 4 channels"),
-    ('"n_embd": 4', '"n_embd": 8', "wte.weight: shape is not (5, 8)"),
+    ('"n_embd": 4', '"n_embd": 8', "wte.weight: expected shape (5, 8)"),
     ('"n_embd": 4', '"n_embd": 65538', "65538 channels"),
     ('"vocab_size": 5', '"vocab_size": 70000', "70000 tokens"),
-    ('"n_positions": 3', '"n_positions": 4', "wpe.weight: shape is not (4, 4)"),
-    ("gelu_new", "relu", "activation_function is 'relu'"),
-    ("gelu_new", "gelu_new|gelu_pytorch_tanh", "activation_function is"),
-    ("gelu_new", "", "activation_function is ''"),
+    ('"n_positions": 3', '"n_positions": 4', "wpe.weight: expected shape (4, 4)"),
+    ("gelu_new", "relu", "unsupported activation_function 'relu'"),
+    ("gelu_new", "gelu_new|gelu_pytorch_tanh", "unsupported activation_function"),
+    ("gelu_new", "", "activation_function ''"),
     ('"gelu_new"', '["gelu_new"]', "config.json: "),
-    ('"n_inner": null', '"n_inner": 17', "n_inner is 17"),
-    ('embeddings": true', 'embeddings": false', "tie_word_embeddings is 'false'"),
-    ('weights": true', 'weights": false', "scale_attn_weights is 'false'"),
-    ("{\n", '{"scale_attn_by_inverse_layer_idx": true,', "inverse_layer_idx is 'true'"),
-    ("1e-05", "1e-06", "layer_norm_epsilon is '1e-06'"),
-    ('"gpt2"', '"gpt_neo"', "model_type is 'gpt_neo'"),
-    ("\n}\n", "\n}\n{", "unexpected text after the end"),
+    ('"n_inner": null', '"n_inner": 17', "unsupported n_inner 17"),
+    ('embeddings": true', 'embeddings": false', "tie_word_embeddings 'false'"),
+    ('weights": true', 'weights": false', "scale_attn_weights 'false'"),
+    ("{\n", '{"scale_attn_by_inverse_layer_idx": true,', "inverse_layer_idx 'true'"),
+    ("1e-05", "1e-06", "layer_norm_epsilon '1e-06'"),
+    ('"gpt2"', '"gpt_neo"', "model_type 'gpt_neo'"),
+    ("\n}\n", "\n}\n{", "trailing characters"),
     ("\n}\n", "", "config.json: invalid JSON"),
     (None, "", "model/config.json: invalid JSON"),
 ]
@@ -288,7 +288,7 @@ def test_no_config():
     write_model("model", good(), "")
     os.unlink("model/config.json")
     model_refused("model", "cannot open model/config.json: No such file")
-    model_refused("model/none", "'model/none' is neither a preset")
+    model_refused("model/none", "unknown model 'model/none'; expected a preset")
     os.mkfifo("model/config.json")
     model_refused("model", "cannot open model/config.json: ")
 
@@ -306,7 +306,7 @@ def test_not_finite(dtype, name, element, values):
     members[name][2] = data[:at] + values + data[at + len(values):]
     write_model("model", safetensors({}, members), config_text(shape))
     # A refused run frees nothing, which a sanitizer would report.
-    refused("-i train.bin -e model -b 2 -x 1", "tensor %s: a number is not finite" % name,
+    refused("-i train.bin -e model -b 2 -x 1", "tensor %s: contains NaN or infinity" % name,
             env={"ASAN_OPTIONS": "detect_leaks=0"})
 
 
@@ -349,7 +349,7 @@ def test_padded_vocabulary():
                    for name, (dtype, sizes, values) in hugging_face(shape).items()}
         write_model("model", safetensors({}, members), config_text(shape))
         if rows == 50305:
-            refused(options, "has a vocabulary of 50305 tokens, the data")
+            refused(options, "has a vocabulary of 50305 tokens, but the data")
     succeeds(options + "-x 1 -s 1 -g 40 --temperature 100 -o out", "loss 10.8258 ")  # ln 50304
     config = json.loads((step(1) / CONFIG).read_text())
     assert config["vocab_size"] == 50304 and config["eos_token_id"] == 50256

@@ -53,9 +53,9 @@ def real(*places):
 @pytest.mark.parametrize("mirror, arguments, expected", [
     ("mirror", "", "mirror/tinyshakespeare.txt: not the expected tinyshakespeare.txt"),
     ("absent", "", "DATA_MIRROR=absent has no tinyshakespeare.txt; unset it to download it"),
-    ("mirror", "pile", "unknown corpus 'pile'; known: tinyshakespeare tinystories fineweb-edu"),
-    ("mirror", "fineweb-edu 0", "fineweb-edu 0: expected a number of training shards"),
-    ("mirror", "hellaswag tinystories", "one corpus at a time")])
+    ("mirror", "pile", "unknown corpus 'pile'; expected tinyshakespeare, tinystories"),
+    ("mirror", "fineweb-edu 0", "fineweb-edu 0: invalid number of training shards"),
+    ("mirror", "hellaswag tinystories", "expected a single corpus")])
 def test_refused(mirror, arguments, expected):
     Path("mirror").mkdir()
     Path("mirror/tinyshakespeare.txt").write_text("another text")
@@ -232,9 +232,9 @@ def test_default_data(stories, monkeypatch):
     train = stories + "-i data/stories_bpe_train.bin"
     succeeds(train, "validation loss")
     os.rename("data/stories_bpe_val.bin", "val.bin")
-    assert succeeds(train, "--val-data (-j) is not given").count("no validation") == 1
+    assert succeeds(train, "no validation without --val-data (-j)").count("no validation") == 1
     refused(stories.replace("t16", "t16v300"),
-            "has a vocabulary of 300 tokens, the data, data/stories_bpe")
+            "has a vocabulary of 300 tokens, but the data data/stories_bpe")
 
 
 def train_sh(**more):

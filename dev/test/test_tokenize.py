@@ -117,33 +117,33 @@ def test_threads():
 
 REFUSED = [
     ("absent", "cannot read absent: No such file"),
-    ("nothing", "nothing: of 0 bytes nothing is left for training"),
+    ("nothing", "nothing: too short: nothing of its 0 bytes is left for training"),
     (".", "cannot read .: Is a directory"),
     ("fifo", "cannot read fifo: not a regular file"),
     ("/dev/zero", "cannot read /dev/zero: not a regular file"),
-    ("--val-fraction 1.5 text", "--val-fraction: '1.5' is not a number from 0 to 1"),
-    ("--documents text", "nothing is left for validation: --val-fraction 0 writes none"),
-    ("--shard-tokens 0 text", "'0' is not a whole number from 1 to 2147483647"),
+    ("--val-fraction 1.5 text", "invalid value '1.5'; expected a number between 0 and 1"),
+    ("--documents text", "is left for validation; use --val-fraction 0 to skip"),
+    ("--shard-tokens 0 text", "'0'; expected an integer between 1 and 2147483647"),
     ("--sbytes text", "unrecognized option '--sbytes'"),
     ("text --shard-tokens", "option '--shard-tokens' requires an argument"),
-    ("--bpe text", "--bpe, --bytes and --train-bpe contradict each other"),
-    ("--tokenizer text text", "--tokenizer and --bytes or --train-bpe contradict each other"),
-    ("--val-fraction 0 --val-file text text", "--val-fraction and --val-file contradict"),
+    ("--bpe text", "--bpe, --bytes and --train-bpe are mutually exclusive"),
+    ("--tokenizer text text", "--tokenizer and --bytes/--train-bpe are mutually exclusive"),
+    ("--val-fraction 0 --val-file text text", "--val-fraction and --val-file are mutually"),
     ("-o absent/bad text", "cannot create absent/bad_train.bin.part: No such file"),
-    ("-o . text", "-o '.': a PREFIX ends in the start of a file's name"),
-    ("-o .. text", "-o '..': a PREFIX"),
-    ("-o /none/ text", "-o '/none/': a PREFIX"),
-    ("", "the input, FILE or -, is missing")]
+    ("-o . text", "-o '.': PREFIX must end in a file name"),
+    ("-o .. text", "-o '..': PREFIX"),
+    ("-o /none/ text", "-o '/none/': PREFIX"),
+    ("", "missing input: FILE or -; see --help")]
 REFUSED_BPE = [
-    ("text", "--bpe, --bytes or --train-bpe is missing"),
-    ("--bpe text", "--bpe needs GPT-2's vocab.bpe: run data/prepare.sh"),
+    ("text", "missing --bpe, --bytes or --train-bpe; see --help"),
+    ("--bpe text", "--bpe needs GPT-2's vocab.bpe; run data/prepare.sh"),
     ("--bpe --tokenizer fifo text", "fifo: not a regular file"),
     ("--bpe --tokenizer text text", "text: not a vocab.bpe"),
-    ("--bpe --tokenizer never text", "never:4: this merge can never be applied"),
-    ("--train-bpe 400 text", "--train-bpe 400: this text has only 6 merges, which make a"),
-    ("--train-bpe 256 text", "'256' is not a whole number from 257 to 65535"),
-    ("--train-bpe 65536 text", "'65536' is not a whole number"),
-    ("--train-bpe 300 --tokenizer never text", "--tokenizer and --bytes or --train-bpe contradict")]
+    ("--bpe --tokenizer never text", "never:4: this merge can never apply: earlier"),
+    ("--train-bpe 400 text", "--train-bpe 400: this text yields only 6 merges, a vocab"),
+    ("--train-bpe 256 text", "'256'; expected an integer between 257 and 65535"),
+    ("--train-bpe 65536 text", "invalid value '65536'"),
+    ("--train-bpe 300 --tokenizer never text", "--tokenizer and --bytes/--train-bpe are")]
 
 
 @pytest.mark.parametrize("arguments, expected",
@@ -161,8 +161,8 @@ def test_leftovers():
     """Shards that a glob pattern would read as well are named before anything is replaced."""
     succeeds("--bytes -o out --shard-tokens 4 text")
     before = shards()
-    refused("--bytes -o out --shard-tokens 8 text", "out_train_000002.bin is left from an earlier")
-    refused("--bytes -o out text", "out_train_000000.bin is left from an earlier run")
+    refused("--bytes -o out --shard-tokens 8 text", "out_train_000002.bin is left over from an")
+    refused("--bytes -o out text", "out_train_000000.bin is left over from an earlier run")
     assert shards() == before and len(before) == 4
 
 

@@ -126,7 +126,7 @@ TEST(loader_problems, HOST) {
     dataset_open(&d, "[abc].bin", T);
     d.tokenizer.vocabulary = 105;
     expect(!dataset_batch(&d, 12, 2, in[0], out[0]) &&
-               Text(d.problem) == "b.bin: token 4 is 105, outside the vocabulary of 105",
+               Text(d.problem) == "b.bin: token 4 is 105, out of range for a vocabulary of 105",
            "%s", d.problem);
     d.tokenizer.vocabulary = GPT2_VOCABULARY;
     expect(truncate("b.bin", LLMC_HEADER_BYTES + 2 * 15) == 0 &&
@@ -172,7 +172,7 @@ TEST(tokenizer, HOST) {
     expect(token_text(out, &byte_tokenizer, NULL, 256) == 0);
     expect(token_text(out, &gpt2_tokenizer, NULL, 31) == 3 && memcmp(out, "31 ", 3) == 0);
     expect_death(prompt_tokens(tokens, 8, &gpt2_tokenizer, NULL, "a", 1),
-                 "--prompt: the data has GPT-2 tokens, but GPT-2's vocabulary was not found");
+                 "--prompt: cannot find GPT-2's vocab.bpe; run data/prepare.sh");
     tokens[2] = -1;
     expect(prompt_tokens(tokens, 2, &byte_tokenizer, NULL, "a\0c", 3) == 3 && tokens[1] == 0 &&
            tokens[2] == -1);

@@ -441,7 +441,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
     const Buffer &row = p->buffers[p->single[BUF_LOGITS]];
     float *logits = gpu_buffer<float>(net, BUF_LOGITS);
     Reals fresh(8);
-    copy_wait(fresh.data(), logits, 8 * sizeof(float), net->stream);
+    copy_sync(fresh.data(), logits, 8 * sizeof(float), net->stream);
     expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
     auto launch_on = [&](float *x) {
         return outcome(spawn([&] {
@@ -607,7 +607,7 @@ TEST(gpu_overflow, CUDA_ALL) {
     };
     auto grow_after = [](Net *net, int steps) {
         auto *network = (GpuNetwork *)net->e.self;
-        copy_wait(&gpu_buffer<GpuState>(network, BUF_STATE)->update.scale_grows, &steps,
+        copy_sync(&gpu_buffer<GpuState>(network, BUF_STATE)->update.scale_grows, &steps,
                   sizeof steps, network->stream);
     };
     const Text options = "-b 2 -t 9 -r block --dtype fp16";

@@ -129,8 +129,8 @@ TEST(options_table, HOST) {
             if (!w.empty() && !(row.type == OPT_SWITCH && w[0] == '-')) {  // needs no value
                 expect_death(
                     parse(&o, (name + " " + w).c_str()),
-                    (name + (row.letter ? text(" (-%c): '", row.letter) : Text(": '")) + w + "'")
-                        .c_str());
+                    (name + (row.letter ? text(" (-%c)", row.letter) : Text()) +
+                     ": invalid value '" + w + "'; expected ").c_str());
             }
         }
     }
@@ -177,7 +177,7 @@ TEST(options_text, HOST) {
     Options o;
     for (const char *wrong : {"none,master", "moments,", ",", "moments|master", "mome"}) {
         expect_death(parse(&o, (Text("--offload=") + wrong).c_str()),
-                     (Text("--offload: '") + wrong + "' is not a list of none|weights|gradients|")
-                         .c_str());
+                     (Text("--offload: invalid value '") + wrong +
+                      "'; expected a comma-separated list of none|weights|gradients|").c_str());
     }
 }

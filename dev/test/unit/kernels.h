@@ -116,7 +116,7 @@ template <class E> static void compare_in(int line, const Reals &got, Nums want,
             e += want[i].e * want[i].e;
             want[i].e += 2 * traits<E>.unit * fabs(v) + (traits<E>.narrow ? 0x1p-24 : 0);
         }
-        near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), name + ", norm");
+        expect_near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), name + ", norm");
     }
     compare_at(line, got, want, name);
 }
@@ -384,7 +384,7 @@ static void expect_naive_at(int line, const Reals &got, const Nums &want, const 
         loss += (n - v) * (n - v);
         e += want[i].e * want[i].e;
     }
-    near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who);
+    expect_near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who);
 }
 
 template <class E> static Outputs check_attention(int B, int T, int HS, int NH, double sharp) {
@@ -673,7 +673,7 @@ static void update_with(E *p, Master<E> *low, M *m, M *v, const G *g, size_t cou
 // Three steps (clipped, not clipped, skipped) compared with the AdamW of chapter Optimizer and
 // schedules; what lies before and after the updated elements is not touched. States stored exactly
 // must be bitwise equal. States stored only in 16 bits are rounded stochastically: to one of the
-// two neighbours, without bias (the mean within four standard deviations); these runs end after one
+// two neighbors, without bias (the mean within four standard deviations); these runs end after one
 // step.
 template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
     enum { FIRST = 64, N = 24008, EVERY = FIRST + N + 64 };
@@ -740,7 +740,7 @@ TEST(gpu_adamw, CUDA_ALL) {
 }
 
 // A NaN weight, written by the host or by AdamW, stays NaN in the weights that forward reads and in
-// those that are saved, and its neighbours are unchanged.
+// those that are saved, and its neighbors are unchanged.
 template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(const char *who) {
     enum { N = 4096 };
     static const uint32_t nan_bits[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff807fff,

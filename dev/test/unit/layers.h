@@ -1,8 +1,8 @@
 // layers.h -- tests of the CPU layers.
-// Tests chapters Matmul and fast maths and Layers of train_gpt2.c with odd shapes. A reference
+// Tests chapters Matmul and fast math and Layers of train_gpt2.c with odd shapes. A reference
 // evaluates the formula in Num, a wider number that carries a bound on the error of the same
 // computation in `real`. The approximate exp and tanh may have the errors documented in chapter
-// Matmul and fast maths (EXP_ULP, TANH_ULP; libm's in double).
+// Matmul and fast math (EXP_ULP, TANH_ULP; libm's in double).
 
 static const double EXP_ULP = 1.05, TANH_ULP = 2.53;
 
@@ -66,7 +66,7 @@ static void compare_at(int line, const Reals &got, const Nums &want, const Text 
             at = i;
         }
     }
-    near_at(line, got[at], want[at].v, want[at].e, where + text(" [%zu]", at));
+    expect_near_at(line, got[at], want[at].v, want[at].e, where + text(" [%zu]", at));
 }
 #define compare(got, want, ...) compare_at(__LINE__, got, want, text(__VA_ARGS__))
 

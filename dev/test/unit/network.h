@@ -373,11 +373,11 @@ TEST(generated_tokens, ALL) {
 
 // The standard deviations of the initial weights are within four standard errors; constant weights
 // are exact.
-TEST(initialise, ALL) {
+TEST(initialize, ALL) {
     Model m = shape("l3h2c64t20", 257);
     Net n(m, 1, 4);
     n.set_state(STATE_WEIGHTS, Reals((size_t)n.size()));  // as an engine opens
-    engine_initialise(&n.e, &m, 42);
+    engine_initialize(&n.e, &m, 42);
     Reals w = n.state(STATE_WEIGHTS), v = n.state(STATE_V);
     expect(std::count(v.begin(), v.end(), (real)0) == n.size());
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -397,9 +397,9 @@ TEST(initialise, ALL) {
         expect_near((wide)sqrt(sum), (wide)std, 4 * std / sqrt(2.0 * (double)size), "%s",
                     tensor_table[tensor].name);
     }
-    engine_initialise(&n.e, &m, 42);
+    engine_initialize(&n.e, &m, 42);
     expect(same_bits(w, n.state(STATE_WEIGHTS)), "the same seed");
-    engine_initialise(&n.e, &m, 43);
+    engine_initialize(&n.e, &m, 43);
     expect(!same_bits(w, n.state(STATE_WEIGHTS)), "another seed");
     const real *first = &w[(size_t)tensor_offset(&m, QKVW, 0)];
     expect(memcmp(first, &w[(size_t)tensor_offset(&m, QKVW, 1)], 64) != 0, "layers differ");

@@ -196,7 +196,7 @@ TEST(plan_monotone, FLOAT) {
     for (int n = 0; n < count; n++) {
         Settings s = draw_settings();
         s.logit_rows = std::min(s.logit_rows, s.T);
-        for (int what = 0; what < 6 + OFFLOAD_TIERS; what++) {
+        for (int what = 0; what < 6 + OFFLOAD_LEVELS; what++) {
             Settings more = s;
             const int level = s.level[0];
             if (what == 0) {
@@ -213,7 +213,7 @@ TEST(plan_monotone, FLOAT) {
                 more.logit_rows = min_int(s.logit_rows, SCRATCH_ROWS);
                 more.workspace = s.gpu ? (int64_t)SCRATCH_WORKSPACE : s.workspace;
             } else if (what >= 6 && s.gpu && s.model.L > SLOTS) {  // 2 blocks: all in slots
-                settings_offload(&more, offload_tiers[what - 6]);
+                settings_offload(&more, offload_levels[what - 6]);
             }
             if (memcmp(&more, &s, sizeof s) == 0) {
                 continue;
@@ -230,7 +230,7 @@ TEST(plan_monotone, FLOAT) {
 // Over all ranks, the pieces of a bucket that AdamW updates (or the shards) cover its tensors once,
 // and each is in one place of its rank. No two elements of a state share a place, and every place
 // is inside its buffer.
-static void check_places(Settings s) {
+static void check_placements(Settings s) {
     const Model &m = s.model;
     const Text who = settings_text(s) + text(" ranks %d", s.ranks);
     static const int buffers[] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER};
@@ -247,7 +247,7 @@ static void check_places(Settings s) {
                 expect(p.count >= 0 && p.first == (whole ? 0 : next), "%s: bucket %d", who.c_str(),
                        bucket);
                 next = whole ? all : next + p.count;
-                const Place at = piece_place(&s, BUF_M, KIND_MOMENTS, p);
+                const Place at = piece_location(&s, BUF_M, KIND_MOMENTS, p);
                 expect(own || !p.count || (at.count == p.count &&
                                            (at.owner < 0 || at.owner == s.rank)),
                        "%s: moments of bucket %d", who.c_str(), bucket);
@@ -258,7 +258,7 @@ static void check_places(Settings s) {
         for (int kind = KIND_WEIGHTS; kind <= KIND_MASTER; kind++) {
             Piece p = {bucket, 0, all};
             for (int64_t n; p.count > 0; p.first += n, p.count -= n) {
-                const Place at = piece_place(&s, buffers[kind], (Kind)kind, p);
+                const Place at = piece_location(&s, buffers[kind], (Kind)kind, p);
                 n = at.count;
                 const int64_t room = rows[at.buffer].count;
                 expect(n > 0 && at.offset >= 0 && (at.offset + n <= room || kind == KIND_MASTER),
@@ -279,12 +279,12 @@ static void check_places(Settings s) {
 
 TEST(places, HOST) {
     for (int n = 0; n < 60; n++) {
-        check_places(draw_placements());
+        check_placements(draw_placements());
     }
     // wpe has 9 rows: T is below maxT, and maxT C is not a multiple of 64. With 1,024 ranks, some
     // shards are padding only.
     for (int ranks : {3, 7, 1024}) {
-        check_places(planned(text("-e l2h3c96t9 -t 8 -b 1 --gpus %d -z %d", ranks, ranks % 4)));
+        check_placements(planned(text("-e l2h3c96t9 -t 8 -b 1 --gpus %d -z %d", ranks, ranks % 4)));
     }
     detail = "63 settings";
 }
@@ -572,7 +572,7 @@ struct Net {
         give_weights(m);
     }
     void give_weights(const Model &m) {
-        engine_initialise(&e, &m, 3);
+        engine_initialize(&e, &m, 3);
         for (int tensor = 0; tensor < TENSORS; tensor++) {
             for (int l = 0; l < tensor_copies(&m, tensor); l++) {
                 size_t size =
