@@ -315,7 +315,7 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     return {
         {"grad_norm", 0, 0, {decided, partials, grads},
          [=](const Buffers &p) {
-             gpu_grad_square_sum((UpdateState *)of(p[0]), (float *)of(p[1]), (G *)of(p[2]), count,
+             gpu_grad_square_sum((float *)of(p[0]), (float *)of(p[1]), (G *)of(p[2]), count,
                                  true, stream);
          }},
         {"adamw", 0, 0, {weights, low, moment, moment, grads, decided},

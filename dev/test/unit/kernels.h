@@ -694,7 +694,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
             squares += (double)g[i] * (double)g[i];
         }
         const float clip = step == 2 ? 0.0f : 1e-3f;
-        gpu_grad_square_sum(state.p, scratch.p, d_g.p + FIRST, N, true, 0);
+        gpu_grad_square_sum(&state.p->square_sum, scratch.p, d_g.p + FIRST, N, true, 0);
         gpu_update_decide(state.p, clip, step == 3 ? 1e-9f : INFINITY, 0);
         update_with<E, G, M, SPLIT>(weights.p.p + FIRST,
                                     SPLIT ? weights.master() + FIRST : nullptr, d_m.p + FIRST,
@@ -852,10 +852,10 @@ TEST(gpu_norm, CUDA_ALL) {
         g[N - 1] = bad;
         Array<float> d_g(g), scratch(gpu_grad_square_sum_bytes() / 4);
         Array<UpdateState> state(std::vector<UpdateState>(1));
-        gpu_grad_square_sum(state.p, scratch.p, d_g.p, 0, true, 0);
+        gpu_grad_square_sum(&state.p->square_sum, scratch.p, d_g.p, 0, true, 0);
         expect(state.raw()[0].square_sum == 0, "no gradients");
-        gpu_grad_square_sum(state.p, scratch.p, d_g.p, N, true, 0);
-        gpu_grad_square_sum(state.p, scratch.p, d_g.p, 8, false, 0);
+        gpu_grad_square_sum(&state.p->square_sum, scratch.p, d_g.p, N, true, 0);
+        gpu_grad_square_sum(&state.p->square_sum, scratch.p, d_g.p, 8, false, 0);
         gpu_update_decide(state.p, 1.0f, INFINITY, 0);
         const UpdateState now = state.raw()[0];
         expect(bad == 2 ? now.square_sum == N + 3 + 8 && !now.skip : now.skip == 1 && now.skipped,
@@ -968,7 +968,7 @@ template <class E, class G> static void check_misaligned() {
                 [&] { gpu_attention_backward(p, f, f, p, p, odd, f, f, 1, N, C, 1, 0); });
     }
     refuses("gpu_classifier", [&] { gpu_classifier(f, odd, ints, 1, f, N, C, C, true, 0); });
-    refuses("gpu_grad_square_sum", [&] { gpu_grad_square_sum(state, f, g + 1, 64, true, 0); });
+    refuses("gpu_grad_square_sum", [&] { gpu_grad_square_sum(&state->square_sum, f, g + 1, 64, true, 0); });
 }
 
 // Refused are a misaligned pointer of each launcher, rows that are not a multiple of 16 bytes, and
@@ -1206,7 +1206,7 @@ static void check_huge_update() {
              Huge<uint16_t> low(count);
              Huge<float> m(count), v(count), scratch(gpu_grad_square_sum_bytes() / 4);
              Huge<UpdateState> state(1);
-             gpu_grad_square_sum(state.p, scratch.p, g.p, count, true, 0);
+             gpu_grad_square_sum(&state.p->square_sum, scratch.p, g.p, count, true, 0);
              gpu_update_decide(state.p, 1, INFINITY, 0);
              update_with<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, count, 0, 1,
                                                   state.p);
