@@ -99,6 +99,164 @@ TEST(update, ALL) {
     expect_near(n.state(STATE_M)[at + 2], (wide)0.05, 0.05 * 8 * unit + 1e-17, "m, not clipped");
 }
 
+// Muon's definition in double: x (rows,cols) over its norm, transposed if rows > cols, five times
+// X <- a X + (b S + c S S) X with S = X X^T.
+using Doubles = std::vector<double>;
+static Doubles muon_reference(Doubles x, int rows, int cols) {
+    const int n = std::min(rows, cols), k = std::max(rows, cols);
+    auto at = [&](Doubles &of, int i, int j) -> double & {
+        return of[(size_t)(rows > cols ? j * n + i : i * k + j)];
+    };
+    double squares = 0;
+    for (double value : x) {
+        squares += value * value;
+    }
+    for (double &value : x) {
+        value /= std::max(sqrt(squares), 1e-7);
+    }
+    for (int round = 0; round < 5; round++) {
+        Doubles s((size_t)(n * n)), f(s), next(x);
+        for (int i = 0; i < n * n; i++) {
+            for (int j = 0; j < k; j++) {
+                s[(size_t)i] += at(x, i / n, j) * at(x, i % n, j);
+            }
+        }
+        for (int i = 0; i < n * n; i++) {
+            for (int j = 0; j < n; j++) {
+                f[(size_t)i] += 2.0315 * s[(size_t)(i / n * n + j)] * s[(size_t)(j * n + i % n)];
+            }
+            f[(size_t)i] += -4.7750 * s[(size_t)i] + (i % (n + 1) ? 0 : 3.4445);
+        }
+        for (int i = 0; i < n * k; i++) {
+            at(next, i / k, i % k) = 0;
+            for (int j = 0; j < n; j++) {
+                at(next, i / k, i % k) += f[(size_t)(i / k * n + j)] * at(x, j, i % k);
+            }
+        }
+        x = next;
+    }
+    return x;
+}
+
+// The distance of two arrays relative to the norm of the second.
+template <class A> static double away(const A *got, const Doubles &want) {
+    double difference = 0, norm = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        difference += pow((double)got[i] - want[i], 2);
+        norm += want[i] * want[i];
+    }
+    return sqrt(difference / (norm + 1e-300));
+}
+
+// Tall, wide and square matrices; of rank 3 (scale 0), where a round multiplies what rounding adds
+// to the other directions by 3.4; of tiny numbers, whose norm counts as 1e-7, and of huge ones.
+TEST(muon_orthogonalize, ALL) {
+    give_workspace();
+    static const int shapes[][2] = {{12, 12}, {48, 12}, {12, 48}, {32, 128}};
+    for (auto &[rows, cols] : shapes) {
+        for (double scale : {0.0, 1e-12, 1.0, 1e12}) {
+            Reals x = noise((size_t)(rows * cols), scale ? scale : 1, 4);
+            for (int i = 3 * cols; i < rows * cols && scale == 0; i++) {
+                x[(size_t)i] = x[(size_t)(i % (3 * cols))];
+            }
+            Reals work(x.size() + 2 * (size_t)(std::min(rows, cols) * std::min(rows, cols)));
+            const Doubles want = muon_reference(Doubles(x.begin(), x.end()), rows, cols);
+            const real *got = muon_orthogonalize(x.data(), work.data(), rows, cols);
+            expect_near((wide)away(got, want), 0, scale == 0 ? 1e-4 : 1e-5, "%dx%d, scale %g", rows, cols, scale);
+            // The largest eigenvalue of 1.6 I - X X^T gives the smallest singular value, and the
+            // other way round.
+            for (double shift : {1.6, 0.0}) {
+                Doubles v((size_t)rows, 1), old;
+                double norm = 1;
+                for (int turn = 0; rows == 32 && scale >= 1 && turn < 300; turn++) {
+                    Doubles xv((size_t)cols);
+                    old = v;
+                    for (int i = 0; i < rows * cols; i++) {
+                        xv[(size_t)(i % cols)] += (double)got[i] * old[(size_t)(i / cols)] / norm;
+                    }
+                    for (int i = 0; i < rows; i++) {
+                        double sum = 0;
+                        for (int j = 0; j < cols; j++) {
+                            sum += (double)got[i * cols + j] * xv[(size_t)j];
+                        }
+                        v[(size_t)i] = fabs(shift) > 0 ? shift * old[(size_t)i] / norm - sum : sum;
+                    }
+                    norm = 0;
+                    for (double value : v) {
+                        norm = hypot(norm, value);
+                    }
+                }
+                const double value = sqrt(fabs(shift - norm));
+                expect(rows < 32 || scale < 1 || (value > 0.65 && value < 1.25),
+                       "a singular value of %g", value);
+            }
+        }
+    }
+}
+
+// Two updates of a network by Muon's definition, of each of six matrices of a block; the other
+// tensors have the bits of AdamW.
+TEST(muon_update, ALL) {
+    Model m = shape("l2h2c16t8", 257);
+    Net muon(m, "-b 1 -t 8 --optimizer muon", 0), adamw(m, "-b 1 -t 8", 0);
+    Options o = default_options();
+    o.weight_decay = 0.5;
+    o.momentum = 0.9;
+    o.clip = 1;
+    const Reals start = muon.state(STATE_WEIGHTS);
+    Doubles w(start.begin(), start.end()), moment(w.size());
+    for (int step = 0; step < 2; step++) {
+        const Reals g = noise(w.size(), 0.1, (uint64_t)step);
+        int skipped;
+        double scale = 0;
+        for (Net *n : {&muon, &adamw}) {
+            memcpy(buffer(&n->plan, BUF_GRADS), g.data(), g.size() * sizeof(real));
+            scale = 1 / network_update(&n->plan, &o, 0.02, HUGE_VAL, step, &skipped);
+        }
+        for (int tensor : {QKVW, ATTPROJW, FCW, FCPROJW}) {
+            const int cols = (int)tensor_cols(&m, tensor), all = (int)tensor_rows(&m, tensor);
+            const int rows = tensor == QKVW ? all / 3 : all;
+            for (int i = 0; i < m.L * all; i += rows) {
+                const size_t size = (size_t)(rows * cols);
+                const size_t at = (size_t)tensor_offset(&m, tensor, i / all) + i % all * (size_t)cols;
+                Doubles u(size);
+                for (size_t k = 0; k < size; k++) {
+                    const double gradient = scale * (double)g[at + k];
+                    moment[at + k] = 0.9 * moment[at + k] + 0.1 * gradient;
+                    u[k] = 0.1 * gradient + 0.9 * moment[at + k];
+                }
+                const Doubles x = muon_reference(u, rows, cols);
+                for (size_t k = 0; k < size; k++) {
+                    w[at + k] -= 0.02 * 0.5 * w[at + k] +
+                                 0.02 * 0.2 * sqrt(std::max(rows, cols)) * x[k];
+                }
+            }
+        }
+    }
+    Reals got = muon.state(STATE_WEIGHTS), other = adamw.state(STATE_WEIGHTS);
+    Reals m1 = muon.state(STATE_M), m2 = adamw.state(STATE_M);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        const bool is_muon =
+            tensor == QKVW || tensor == ATTPROJW || tensor == FCW || tensor == FCPROJW;
+        for (int copy = 0; copy < tensor_copies(&m, tensor); copy++) {
+            const size_t at = (size_t)tensor_offset(&m, tensor, copy);
+            const size_t n = (size_t)tensor_size(&m, tensor);
+            if (is_muon) {
+                const Doubles want(w.begin() + (long)at, w.begin() + (long)(at + n));
+                const Doubles want_m(moment.begin() + (long)at, moment.begin() + (long)(at + n));
+                expect_near((wide)away(&got[at], want), 0, 1e-5, "weights of %s",
+                            tensor_table[tensor].name);
+                expect_near((wide)away(&m1[at], want_m), 0, 1e-5, "m of %s",
+                            tensor_table[tensor].name);
+            } else {
+                expect(memcmp(&got[at], &other[at], n * sizeof(real)) == 0 &&
+                           memcmp(&m1[at], &m2[at], n * sizeof(real)) == 0,
+                       "%s has AdamW's bits", tensor_table[tensor].name);
+            }
+        }
+    }
+}
+
 // The norm of all gradients: buckets of less and of more than a chunk of 65,536 numbers.
 TEST(norm, ALL) {
     Model m = shape("l2h1c36t80", 3000);
