@@ -249,12 +249,55 @@ TEST(gpu_steps, CUDA_ALL) {
     }
 }
 
+// Two updates by Muon, compared with those of the CPU, given the device's gradients: the weights'
+// change and the moments. In bf16 the iteration rounds its matrices.
+static void check_muon(const char *options, double tolerance, double moments) {
+    Model m = shape("l2h2c64t33", 257);
+    const Text muon = text("-b 2 -t 33 --optimizer muon ");
+    Net n(m, muon + options), follows(m, muon, 0);
+    engine_copy(&follows.e, &n.e, &m, TYPE_FP32);
+    Options o = default_options();
+    o.weight_decay = 0.1;
+    o.clip = 0;
+    for (int step = 0; step < 2; step++) {
+        Batch b(66, m.V, (uint64_t)step);
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        follows.set_state(STATE_GRADS, n.gradients());
+        Reals before[2];
+        for (Net *each : {&n, &follows}) {
+            before[each == &follows] = each->state(STATE_WEIGHTS);
+            each->e.update(&each->e, &o, 1e-2, HUGE_VAL, step);
+        }
+        for (int state : {STATE_WEIGHTS, STATE_M}) {
+            Reals got = n.state(state), want = follows.state(state);
+            for (size_t i = 0; i < got.size() && state == STATE_WEIGHTS; i++) {
+                got[i] -= before[0][i];
+                want[i] -= before[1][i];
+            }
+            const double norm = distance(want, Reals(want.size()));
+            expect_near((wide)distance(got, want), 0,
+                        norm * (state == STATE_WEIGHTS ? tolerance : moments),
+                        "%s, step %d: state %d", options, step, state);
+        }
+    }
+}
+
+TEST(gpu_muon, CUDA_ALL) {
+    check_muon("--dtype fp32", 1e-5, 1e-6);
+    check_muon("--dtype fp16", 1e-5, 1e-6);
+    if (!device_lacks_bf16()) {
+        check_muon("--dtype bf16", 2e-2, 1e-6);
+        check_muon("--dtype bf16 -w none --moments bf16 --grad-dtype fp32", 0.3, 1e-2);
+    }
+}
+
 // Losses, gradients and weights of two steps are the same for every recompute level, in every order
 // of threads, and in repeated runs. All levels in bf16, two in other types.
 TEST(gpu_bits, CUDA_ALL) {
     int runs = 0;
     for (const char *dtype :
-         {"fp32", "bf16", "fp16", "bf16 --grad-dtype fp32 --moments bf16 -w none"}) {
+         {"fp32", "bf16", "fp16", "bf16 --grad-dtype fp32 --moments bf16 -w none",
+          "bf16 --optimizer muon"}) {
         if (!sampled(strcmp(dtype, "bf16") == 0)) {
             continue;
         }
@@ -339,6 +382,7 @@ TEST(gpu_allocation, EMULATED_ALL) {
     for (const char *options :
          {"--dtype fp32 -r block", "-r block:1 --moments bf16 -w none",
           "--grad-dtype fp32 -r qkv --logit-rows 7", "--dtype fp16 --offload weights,master",
+          "--optimizer muon -r block",
           "-r block --offload weights,gradients,moments,master,residuals"}) {
         if (!sampled(strstr(options, "residuals"))) {
             continue;
@@ -412,6 +456,7 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
         options += bf16s ? split ? "" : " -w none" : " --dtype fp32";
         options += bf16s && draw(0, 1) ? " --moments bf16" : "";
         options += bf16s && draw(0, 1) ? " --grad-dtype fp32" : "";
+        options += draw(0, 1) ? " --optimizer muon" : "";
         const int bits = draw(1, split ? 31 : 15);
         for (int k = 0; k < 5; k++) {
             placements += bits >> k & 1 ? (placements.empty() ? "" : ",") + Text(names[k]) : "";

@@ -162,7 +162,8 @@ TEST(muon_orthogonalize, ALL) {
             Reals work(x.size() + 2 * (size_t)(std::min(rows, cols) * std::min(rows, cols)));
             const Doubles want = muon_reference(Doubles(x.begin(), x.end()), rows, cols);
             const real *got = muon_orthogonalize(x.data(), work.data(), rows, cols);
-            expect_near((wide)away(got, want), 0, scale == 0 ? 1e-4 : 1e-5, "%dx%d, scale %g", rows, cols, scale);
+            expect_near((wide)away(got, want), 0, scale == 0 ? 1e-4 : 1e-5, "%dx%d, scale %g", rows,
+                        cols, scale);
             // The largest eigenvalue of 1.6 I - X X^T gives the smallest singular value, and the
             // other way round.
             for (double shift : {1.6, 0.0}) {

@@ -590,11 +590,12 @@ struct Net {
         e.close(&e);
         plan_free(&plan);
     }
-    // A whole state, bucket after bucket; see tensor_offset.
+    // A whole state, bucket after bucket; see tensor_offset. With Muon, v of blocks is 0.
     int64_t size() { return bucket_at(&s.model, 1, model_buckets(&s.model)).offset; }
     Reals state(int which) {
+        const int buckets = which == STATE_V ? adamw_buckets(&s) : model_buckets(&s.model);
         Reals all((size_t)size());
-        for (int bucket = 0; bucket < model_buckets(&s.model); bucket++) {
+        for (int bucket = 0; bucket < buckets; bucket++) {
             const int64_t at = bucket_at(&s.model, 1, bucket).offset;
             e.read(&e, which, {bucket, 0, bucket_elements(&s.model, bucket)}, &all[(size_t)at]);
         }
