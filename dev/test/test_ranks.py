@@ -98,7 +98,8 @@ def none_left(pids):
 # Numbers.
 
 @pytest.mark.parametrize("options,tolerance", [
-    ("--dtype fp32 -x 3 -l 3e-3", 1e-6), ("-x 2 -l 3e-3", 5e-3), ("--dtype fp16 -x 2 -l 0", 5e-3)])
+    ("--dtype fp32 -x 3 -l 3e-3", 1e-6), ("-x 2 -l 3e-3", 5e-3),
+    ("--dtype fp32 -x 3 -l 3e-3 --optimizer muon", 1e-6), ("--dtype fp16 -x 2 -l 0", 5e-3)])
 def test_numbers(options, tolerance):
     """Ranks have the numbers of one rank up to rounding, 1e-6 in fp32, and with a learning rate of
     0 the same bits in the validation. In fp16 each rank scales its loss."""
@@ -112,7 +113,8 @@ def test_numbers(options, tolerance):
 
 
 STAGES = [(3, 1, ""), (2, 3, "--moments bf16 -w none"), (2, 1, "--grad-dtype fp32 -l 100 -c 1"),
-          (3, 3, "--dtype fp32 -r block"), (3, 1, "--dtype fp16")]
+          (3, 3, "--dtype fp32 -r block"), (3, 1, "--dtype fp16"),
+          (3, 1, "--optimizer muon --moments bf16"), (2, 1, "--dtype fp16 --optimizer muon")]
 
 
 @pytest.mark.parametrize("ranks,micros,options", STAGES)
@@ -136,7 +138,7 @@ def test_stages(ranks, micros, options):
 @pytest.mark.parametrize("options", [
     "--gpus 3 -d 72 -r block -z 3 --offload weights,moments,master,residuals",
     "--gpus 2 -d 144 --moments bf16 -w none -z 3 --offload weights,residuals",
-    "--gpus 3 -d 72 -z 1 --offload moments,master,residuals",
+    "--gpus 3 -d 72 -z 1 --optimizer muon --offload moments,master,residuals",
     "--gpus 2 -d 144 -z 2 --offload moments,master"])
 def test_offload(options):
     """Offloading changes no bit."""
@@ -447,10 +449,12 @@ def test_one_visible_gpu(card, mib):
 
 # Checkpoints.
 
-def test_resume():
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume(optimizer):
     """A checkpoint of three ranks is one of any number of ranks: the same number continues with
     the same bits, another one up to rounding, at every stage."""
-    line, whole = ODD + "--dtype fp32 -d 144 -k constant -n 2 -v 0 ", "--gpus 3 -z 3 "
+    line = ODD + "--dtype fp32 -d 144 -k constant -n 2 -v 0 --optimizer %s " % optimizer
+    whole = "--gpus 3 -z 3 "
     train(line + whole + "-x 4", "whole")
     train(line + whole + "-x 2", "begun")
     for more in ["--gpus 3 -z 3", "--gpus 3 -z 1", "--gpus 2 -z 2", "--gpus 1", "--gpus 6 -z 0"]:
@@ -651,11 +655,12 @@ def test_gathers(options):
     assert awaited == [(0, 0), (1, 0), (2, 0), (3, 4), (4, 8)]
 
 
-@pytest.mark.parametrize("ranks,stage", [(n, z) for n in (2, 3) for z in range(4)])
-def test_traffic(ranks, stage):
+@pytest.mark.parametrize("ranks,stage,optimizer", [
+    *((n, z, "adamw") for n in (2, 3) for z in range(4)), (3, 0, "muon"), (3, 1, "muon")])
+def test_traffic(ranks, stage, optimizer):
     """A step sends exactly the shards of every bucket, once in the reduce-scatter and once in the
-    all-gather; with k micro-steps, blocks' gradients are reduced in each from stage 2 on. The plan
-    has the same number."""
+    all-gather; with k micro-steps, blocks' gradients are reduced in each from stage 2 on. Muon
+    gathers blocks if they are sharded, and broadcasts them. The plan has the same number."""
     C, L, k = 96, 3, 3 if ranks == 2 and stage > 0 else 1
     padded = lambda count, to: -(-count // to) * to
     to = 64 * ranks
@@ -668,8 +673,10 @@ def test_traffic(ranks, stage):
     # forward keeps for backward, and the first two, which backward keeps for the next micro-step.
     transfers = 2 * k * L - 4 * k + 2 if stage == 3 else L
     gathered = 2 * (stay + blocks // L * transfers) + 4 * vectors
+    gathered += 2 * blocks * (1 + (stage > 0)) * (optimizer == "muon")
     want = (reduced + gathered) // ranks * (ranks - 1)
-    line = ODD + "-d %d --gpus %d -z %d -k constant --quiet " % (24 * ranks * k, ranks, stage)
+    line = ODD + "-d %d --gpus %d -z %d -k constant --quiet --optimizer %s " % (
+        24 * ranks * k, ranks, stage, optimizer)
 
     def sent(arguments):  # without the ranks' statuses
         found = [re.search(r", (\d+) bytes sent$", text) for text in logged(arguments)]
@@ -699,13 +706,13 @@ def test_skip():
             shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("stage,tokens", [(0, 48), (3, 144)])
-def test_first(stage, tokens):
+@pytest.mark.parametrize("stage,tokens,optimizer", [(0, 48, "adamw"), (3, 144, "muon")])
+def test_first(stage, tokens, optimizer):
     """No kernel or matmul is called for the first time while a collective may be waiting for
     another rank: with algorithms that were timed, were read from the journal, or were read from a
     checkpoint. The emulated device ends a program that violates this."""
-    line = ODD + "-d %d --gpus 2 -z %d -v 1 -m 3 -s 1 -g 2 --logit-rows 9 --quiet -o out -x " % (
-        tokens, stage)
+    line = ODD + ("-d %d --gpus 2 -z %d --optimizer %s -v 1 -m 3 -s 1 -g 2 --logit-rows 9 --quiet "
+                  "-o out -x " % (tokens, stage, optimizer))
     succeeds(line + "1", env={"EMU_LT_TIMES": "951"})
     succeeds(line + "2 -y 1", env={"EMU_LT_TIMES": "951"})
     succeeds(line + "3 -y 1", env={"EMU_LT_TIMES": "159", "XDG_CACHE_HOME": os.getcwd() + "/other"})
