@@ -4,16 +4,16 @@
 #   data/prepare.sh [tinyshakespeare]   1,024 tokens learned from the text, and GPT-2's tokens if
 #                                       vocab.bpe is available
 #   data/prepare.sh tinystories         TinyStories V2 (GPT-4) as GPT-2 tokens; 2.3 GB of text
-#   data/prepare.sh fineweb-edu [N]     llm.c's shards of GPT-2 tokens as published, 200 MB each:
-#                                       one for validation, the first N (default 3) for training
+#   data/prepare.sh fineweb [N]         published shards of GPT-2 tokens, 200 MB each: one for
+#   data/prepare.sh fineweb-edu [N]     validation, the first N (default 3) for training
 #   data/prepare.sh hellaswag           llm.c's hellaswag_val.bin, for --eval; 10,042 questions
 #
 # Files are copied from $DATA_MIRROR if it is set, otherwise downloaded. If tinyshakespeare is not
 # available, the stories written by data/stories replace it. A download has the suffix .part until
 # it is complete and its SHA-256 or header is right; an interrupted one is continued. Without a
 # network, a call tries one file, for at most 3 s. DATA_URL=http://localhost:8000 replaces
-# https://HOST in every address, for dev/test/test_prepare.py. tinystories, fineweb-edu and
-# hellaswag have not been tried with the real servers.
+# https://HOST in every address, for dev/test/test_prepare.py. tinystories, fineweb, fineweb-edu
+# and hellaswag have not been tried with the real servers.
 set -u
 unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
@@ -177,16 +177,14 @@ tinystories() {
         --val-file data/TinyStoriesV2-GPT4-valid.txt data/TinyStoriesV2-GPT4-train.txt
 }
 
-# fineweb_edu N
-fineweb_edu() {
+# shards PREFIX DATASET ALL N: the first N of ALL training shards of a Hugging Face data set
+shards() {
     local i file
-    [[ "$1" =~ ^[0-9]{1,4}$ ]] && [ "$((10#$1))" -ge 1 ] && [ "$((10#$1))" -le 1001 ] ||
-        die "fineweb-edu $1: invalid number of training shards; expected 1 to 1001"
-    for ((i = 0; i <= 10#$1; i++)); do
-        file=edu_fineweb_$([ $i = 0 ] && echo val || echo train)_$(printf %06d $i).bin
-        obtain "$file" "$file" \
-            "$huggingface/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main/$file" \
-            whole || exit 1
+    [[ "$4" =~ ^[0-9]{1,4}$ ]] && [ "$((10#$4))" -ge 1 ] && [ "$((10#$4))" -le "$3" ] ||
+        die "$corpus $4: invalid number of training shards; expected 1 to $3"
+    for ((i = 0; i <= 10#$4; i++)); do
+        file=$1_$([ $i = 0 ] && echo val || echo train)_$(printf %06d $i).bin
+        obtain "$file" "$file" "$huggingface/datasets/$2/resolve/main/$file" whole || exit 1
     done
 }
 
@@ -200,11 +198,12 @@ hellaswag() {
 }
 
 corpus=${1:-tinyshakespeare}
-[ $# -le 1 ] || [ "$corpus $#" = "fineweb-edu 2" ] || die "expected a single corpus"
+[ $# -le 1 ] || [[ "$corpus $#" =~ ^fineweb(-edu)?' '2$ ]] || die "expected a single corpus"
 [ -w data ] || die "cannot write in data/"
 case $corpus in
     tinyshakespeare | tinystories | hellaswag) $corpus ;;
-    fineweb-edu) fineweb_edu "${2:-3}" ;;
-    *) die "unknown corpus '$corpus'; expected tinyshakespeare, tinystories, fineweb-edu or" \
-        "hellaswag" ;;
+    fineweb) shards fineweb kjj0/fineweb10B-gpt2 103 "${2:-3}" ;;
+    fineweb-edu) shards edu_fineweb karpathy/fineweb-edu-100B-gpt2-token-shards 1001 "${2:-3}" ;;
+    *) die "unknown corpus '$corpus'; expected tinyshakespeare, tinystories, fineweb," \
+        "fineweb-edu or hellaswag" ;;
 esac

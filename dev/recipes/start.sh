@@ -1,6 +1,8 @@
-# The end of each recipe, which sets `card` (empty: the CPU), `options` and `says` (what to expect):
+# The end of each recipe, which sets `card` (empty: the CPU), `options` and `says` (what to expect),
+# and for a run of hours its `tokens`, `gpus` (default 1) and `price`, dollars per GPU and hour:
 #
-#   dev/recipes/NAME.sh              what to expect, the command line, its plan and forecast
+#   dev/recipes/NAME.sh              what to expect, the command line, its plan, forecast and cost
+#   PRICE=1.2 dev/recipes/NAME.sh    the same at another price
 #   dev/recipes/NAME.sh train        trains; a second call resumes
 #   ... [OPTION...]                  added to the command line, e.g. --gpu 3090 or -x 100
 # shellcheck shell=bash disable=SC2154
@@ -16,4 +18,9 @@ printf '%s\n\n' "$says"
 printf '$ ./%s' "train_gpt2${card:+cu}"
 printf ' %q' "${options[@]}" "$@"
 printf '\n\n'
-exec ./$program --plan ${card:+--gpu "$card"} "${options[@]}" "$@"
+plan=("./$program" --plan ${card:+--gpu "$card"} "${options[@]}" "$@")
+"${plan[@]}"
+[ -z "${price-}" ] || "${plan[@]}" --json | awk -F '"tokens_per_s":' -v tokens="$tokens" \
+    -v gpus="${gpus:-1}" -v price="$price" '$2 && !done++ { hours = tokens / ($2 + 0) / 3600
+    printf "%.1f hours for %.1f billion tokens: $%.0f at $%s per GPU and hour\n", hours,
+        tokens / 1e9, hours * gpus * price, price }'

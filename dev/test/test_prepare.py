@@ -55,6 +55,7 @@ def real(*places):
     ("absent", "", "DATA_MIRROR=absent has no tinyshakespeare.txt; unset it to download it"),
     ("mirror", "pile", "unknown corpus 'pile'; expected tinyshakespeare, tinystories"),
     ("mirror", "fineweb-edu 0", "fineweb-edu 0: invalid number of training shards"),
+    ("mirror", "fineweb 104", "fineweb 104: invalid number of training shards; expected 1 to 103"),
     ("mirror", "hellaswag tinystories", "expected a single corpus")])
 def test_refused(mirror, arguments, expected):
     Path("mirror").mkdir()
@@ -156,6 +157,8 @@ def server(request, monkeypatch):
     monkeypatch.setenv("PATH", os.path.abspath("only"))
     served = Server()
     served.files = {"edu_fineweb_val_000000.bin": shard([7] * 2000000, GPT2),
+                    "fineweb_val_000000.bin": shard([7] * 100, GPT2),
+                    "fineweb_train_000001.bin": shard([8] * 200, GPT2),
                     "edu_fineweb_train_000001.bin": shard([8] * 400000, GPT2),
                     "edu_fineweb_train_000002.bin": shard([9] * 20, BYTES),
                     "edu_fineweb_train_000003.bin": b"x" * 90000,
@@ -195,6 +198,8 @@ def test_download_fails(server):
     assert len(prepared("edu")) == 4
     refused("tinystories", "tinystories needs GPT-2's vocab.bpe: ")
     succeeds("hellaswag")
+    assert run("fineweb 1").status == 0
+    assert prepared("fineweb") == ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
     assert Path("repo/data/hellaswag_val.bin").read_bytes() == server.files["hellaswag_val.bin"]
     os.unlink("repo/data/hellaswag_val.bin")
     server.files["hellaswag_val.bin"] = b"x" * 2000

@@ -246,6 +246,16 @@ def test_bare_machine(tmp_path):
         r"\n[1-9]\d* passed, 0 failed, [1-9]\d* skipped\n$", said)
 
 
+def test_recipes():
+    """Recipes print a plan that fits, a forecast and, if they take long, hours and cost."""
+    for name, tokens in ("gpt2_4090", "6.4"), ("gpt2_muon", "4.2"), ("gpt2_8gpus", "10.0"):
+        said = shell("PRICE=2 %s/dev/recipes/%s.sh" % (TOP, name))
+        speed = re.search(r"\nforecast: ([\d,]+) tokens/s", said)[1].replace(",", "")
+        hours = float(tokens) * 1e9 / int(speed) / 3600
+        assert "%.1f hours for %s billion tokens: $%.0f at $2" % (
+            hours, tokens, 2 * hours * (8 if "8gpus" in name else 1)) in said and "; fits" in said
+
+
 @pytest.mark.full
 def test_own_text_recipe(tmp_path):
     """dev/recipes/own_text.sh on tinyshakespeare reaches 1.6 nats per byte, in ten minutes."""

@@ -275,6 +275,33 @@ TEST(norm, ALL) {
                 (int)n.size());
 }
 
+// A new run of a preset has GPT-3's learning rate, a warm-up of 1 % and decay 0.1, unless these are
+// given; a resumed run and other models keep what they have.
+TEST(preset_options, HOST) {
+    static const struct {
+        const char *options;
+        int step;
+        double lr;
+        int warmup;
+        double decay;
+    } rows[] = {{"-e d12", -1, 6e-4, 5, 0.1},          {"-e gpt2-medium", -1, 3e-4, 5, 0.1},
+                {"-e d36", -1, 2.5e-4, 5, 0.1},        {"-e gpt2-xl", -1, 2e-4, 5, 0.1},
+                {"-e d12 -l 3e-4 -c 0", -1, 3e-4, 5, 0}, {"-e d12 -u 0", -1, 6e-4, 0, 0.1},
+                {"-e d12", 3, 3e-4, 0, 0},             {"-e l12h12c768t1024", -1, 3e-4, 0, 0}};
+    for (auto &row : rows) {
+        Run run;
+        memset(&run, 0, sizeof run);
+        parse(&run.o, (Text("-x 500 ") + row.options).c_str());
+        run.s.B = run.s.T = run.s.ranks = 1;
+        run.train.windows = 1000;
+        run.resume.step = row.step;
+        run_size(&run);
+        expect(fabs(run.o.lr - row.lr) < 1e-12 && run.o.warmup == row.warmup &&
+                   fabs(run.o.weight_decay - row.decay) < 1e-12,
+               "%s: %g %d %g", row.options, run.o.lr, (int)run.o.warmup, run.o.weight_decay);
+    }
+}
+
 // Learning rates at points with simple values.
 TEST(schedules, HOST) {
     // Peak 1, last 0.1, 10 steps of warmup, 110 steps: t = (step - 10) / 100.
