@@ -10,7 +10,9 @@ Three comparisons, with small models of odd shapes:
 
 1. Loss, gradient norm and every gradient, from the same weights and tokens.
 2. AdamW alone: torch.optim.AdamW on our gradients, with decay on matrices only, clipping by the
-   global norm and our schedule; weights and moments after every step.
+   global norm and our schedule; weights and moments after every step. Then Muon, twenty steps:
+   torch.optim.Muon on the blocks' matrices, c_attn as three of them, with torch's iteration in
+   float64 and in its bfloat16.
 3. Folders: transformers loads our checkpoint, and we load what transformers saves.
 
 Our numbers are those of checkpoints, one per step. A run of one step from a checkpoint with
@@ -77,6 +79,9 @@ class Case:
     warmup: int = 2
     final_lr: float = 0.1
     vector_decay: float = 0.0  # train_gpt2 never decays vectors
+    optimizer: str = "adamw"
+    momentum: float = 0.95
+    thirds: int = 3  # matrices of c_attn
 
     @property
     def weight_std(self):
@@ -93,7 +98,8 @@ class Case:
         options = {"-b": self.B, "-t": self.T, "-d": self.B * self.T * self.micros,
                    "-x": self.steps, "-l": self.lr, "-u": self.warmup, "-q": self.final_lr,
                    "-k": self.schedule, "-c": self.decay, "--beta1": self.beta1,
-                   "--beta2": self.beta2, "--eps": self.eps, "--clip": self.clip}
+                   "--beta2": self.beta2, "--eps": self.eps, "--clip": self.clip,
+                   "--optimizer": self.optimizer, "--momentum": self.momentum}
         return [word for pair in options.items() for word in pair]
 
     def step_tokens(self):
@@ -209,8 +215,9 @@ class Trained:
         self.gradients = []
         for step in range(case.steps):
             n = case.step_tokens()
-            train(dataclasses.replace(case, beta1=0, clip=0, steps=1, warmup=0), self.model(step),
-                  self.tokens[step * n:(step + 1) * n + 1], folder / f"grad-{step}")
+            train(dataclasses.replace(case, beta1=0, clip=0, steps=1, warmup=0, optimizer="adamw"),
+                  self.model(step), self.tokens[step * n:(step + 1) * n + 1],
+                  folder / f"grad-{step}")
             self.gradients.append(self.moments("m", folder / f"grad-{step}/step-00000001"))
 
     def model(self, step):
@@ -306,12 +313,21 @@ def gradients(model, batches):
 
 
 class Trainer:
-    """torch.optim.AdamW with our run's settings. Clipping is done here, because clip_grad_norm_
-    adds 1e-6 to the norm, which is more than a rounding."""
+    """torch.optim.AdamW with our run's settings, and torch.optim.Muon. Clipping is done here,
+    because clip_grad_norm_ adds 1e-6 to the norm, which is more than a rounding."""
 
     def __init__(self, case, model):
         self.case, self.model = case, model
-        matrices = [p for p in model.parameters() if p.ndim == 2]
+        muon = [p for n, p in named(model).items()
+                if case.optimizer == "muon" and n.split(".", 2)[-1] in MATRICES]
+        # Muon's matrices are copies: it keeps one momentum for each, and c_attn has three.
+        self.parts = [(p, i, part.clone()) for p in muon for i, part in enumerate(
+            p.detach().chunk(case.thirds if p.shape[1] == 3 * case.C else 1, dim=1))]
+        self.muon = torch.optim.Muon([part for _, _, part in self.parts], lr=1.0,
+                                     weight_decay=case.decay, momentum=case.momentum,
+                                     adjust_lr_fn="match_rms_adamw") if muon else None
+        matrices = [p for p in model.parameters()
+                    if p.ndim == 2 and all(p is not m for m in muon)]
         vectors = [p for p in model.parameters() if p.ndim == 1]
         groups = [{"params": matrices, "weight_decay": case.decay},
                   {"params": vectors, "weight_decay": case.vector_decay}]
@@ -320,9 +336,16 @@ class Trainer:
     def update(self, step, norm):
         for parameter in self.model.parameters():
             parameter.grad *= min(1.0, self.case.clip / norm)
-        for group in self.adamw.param_groups:
-            group["lr"] = self.case.learning_rate(step)
-        self.adamw.step()
+        optimizers = [self.adamw] + [self.muon] * bool(self.muon)
+        for part_of, i, part in self.parts:
+            part.grad = part_of.grad[:, i * part.shape[1]:][:, :part.shape[1]].clone()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.case.learning_rate(step)
+            optimizer.step()
+        with torch.no_grad():
+            for part_of, i, part in self.parts:
+                part_of[:, i * part.shape[1]:][:, :part.shape[1]] = part
 
     def state(self, what):
         """weights, m or v."""
@@ -385,6 +408,47 @@ def optimizer_differences(ours, case):
                     tolerance = n * (U * scale + 32 * U * case.lr) / scale
                 found[f"{what} {n}: {name}"] = difference(values[name], reference, tolerance)
     return found
+
+
+def muon_differences(ours, case, exact):
+    """Compares the weights after all steps of Muon and AdamW on our gradients: {name: difference
+    relative to the change of the weights}. exact: torch's iteration runs in float64."""
+    real = torch.optim._muon._zeropower_via_newtonschulz
+
+    def iterate(grad, coefficients, steps, eps):
+        a, b, c = coefficients
+        x = grad.T if grad.shape[0] > grad.shape[1] else grad
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            s = x @ x.T
+            x = a * x + (b * s + c * s @ s) @ x
+        return x.T if grad.shape[0] > grad.shape[1] else x
+
+    start = ours.state("weights", 0)
+    trainer = Trainer(case, hf_model(case, start))
+    torch.optim._muon._zeropower_via_newtonschulz = iterate if exact else real
+    for step in range(case.steps):
+        for name, parameter in named(trainer.model).items():
+            parameter.grad = torch.tensor(ours.gradients[step][name]).double()
+        trainer.update(step, ours.norm[step])
+    torch.optim._muon._zeropower_via_newtonschulz = real
+    end, found = ours.state("weights", case.steps), {}
+    for name, reference in trainer.state("weights").items():
+        change = np.linalg.norm(reference - start[name])
+        found[name] = np.linalg.norm(end[name] - reference) / change, 1e-3 if exact else 3e-2
+    return found
+
+
+def check_muon(report, folder):
+    case = dataclasses.replace(CASES[0], steps=20, optimizer="muon")
+    folder.mkdir()
+    ours = Trained(case, folder)
+    for exact, name in (True, "float64"), (False, "bfloat16"):
+        report.lines(f"2. {case.shape}: {case.steps} steps of Muon on our gradients, torch's "
+                     f"iteration in {name}", muon_differences(ours, case, exact))
+    for name, value in {"momentum": 0.951, "decay": 0.11, "lr": 3.01e-3, "thirds": 1}.items():
+        report.detects(name, muon_differences(ours, dataclasses.replace(case, **{name: value}),
+                                              True))
 
 
 def check_optimizer(report, ours):
@@ -456,6 +520,7 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
+        check_muon(report, Path(scratch) / "muon")
         for case in CASES:
             folder = Path(scratch) / case.shape
             folder.mkdir()
