@@ -301,7 +301,8 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
     const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
     int count;
-    StateRange *ranges = state_ranges(&s->model, s->rank, s->ranks, s->split_master, s->muon, &count);
+    StateRange *ranges =
+        state_ranges(&s->model, s->rank, s->ranks, s->split_master, s->muon, &count);
     HeaderText header;
     header_start(&header);
     fprintf(header.file, ",\"run\":\"%s\",\"matmul\":\"", snapshot->identity);

@@ -5,7 +5,6 @@ Every text file that git tracks: lines of at most 100 columns, no tabs (except i
 trailing blanks, no two consecutive empty lines, a newline at the end. C and CUDA sources:
   contents   the list under "Contents" in a file's header equals its chapter banners
   citations  "chapter X" names a chapter that exists in some file
-  contracts  a comment stands directly above each kernel
 Prints one line per fault and, last, `N passed, N failed, N skipped`; exit status 1 on any fault.
 Needs nothing but python3.
 """
@@ -61,17 +60,6 @@ def check_text(name, lines, last_newline):
         yield len(lines), "no newline at the end"
 
 
-def check_contracts(lines):
-    """Kernels without a comment directly above them."""
-    for n, line in enumerate(lines):
-        if re.match(r"^(?!//).*__global__", line):
-            top = n
-            while top > 0 and re.match(r"^(template|static|__|[A-Za-z_].*[^;{}]$)", lines[top - 1]):
-                top -= 1
-            if top == 0 or not lines[top - 1].startswith("//"):
-                yield top + 1, "no comment above this kernel"
-
-
 def check_sources(files):
     """Faults of {name: text}, as "file:line: what"."""
     faults, known = [], set()
@@ -92,8 +80,6 @@ def check_sources(files):
             for cited in re.finditer(r"\bchapters? ((?:--)?[A-Z][\w,' -]*)", prose):
                 if not any(cited.group(1).startswith(t) for t in known):
                     found.append((1, f"no chapter is called '{cited.group(1)[:40]}'"))
-            if name.endswith(".cu"):
-                found += check_contracts(lines)
         faults += [f"{name}:{n}: {what}" for n, what in found]
     return faults
 

@@ -968,7 +968,7 @@ template <class E, class G> static void check_misaligned() {
                 [&] { gpu_attention_backward(p, f, f, p, p, odd, f, f, 1, N, C, 1, 0); });
     }
     refuses("gpu_classifier", [&] { gpu_classifier(f, odd, ints, 1, f, N, C, C, true, 0); });
-    refuses("gpu_grad_square_sum", [&] { gpu_grad_square_sum(&state->square_sum, f, g + 1, 64, true, 0); });
+    refuses("gpu_grad_square_sum", [&] { gpu_grad_square_sum(f, f, g + 1, 64, true, 0); });
 }
 
 // Refused are a misaligned pointer of each launcher, rows that are not a multiple of 16 bytes, and

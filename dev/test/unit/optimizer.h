@@ -204,6 +204,8 @@ TEST(muon_update, ALL) {
     o.weight_decay = 0.5;
     o.momentum = 0.9;
     o.clip = 1;
+    auto second = [](Net &n) { return n.plan.buffers[n.plan.single[BUF_V]].bytes; };
+    expect(second(adamw) - second(muon) == 2 * 12 * 16 * 16 * sizeof(real), "blocks have no v");
     const Reals start = muon.state(STATE_WEIGHTS);
     Doubles w(start.begin(), start.end()), moment(w.size());
     for (int step = 0; step < 2; step++) {
@@ -219,7 +221,8 @@ TEST(muon_update, ALL) {
             const int rows = tensor == QKVW ? all / 3 : all;
             for (int i = 0; i < m.L * all; i += rows) {
                 const size_t size = (size_t)(rows * cols);
-                const size_t at = (size_t)tensor_offset(&m, tensor, i / all) + i % all * (size_t)cols;
+                const size_t at =
+                    (size_t)tensor_offset(&m, tensor, i / all) + i % all * (size_t)cols;
                 Doubles u(size);
                 for (size_t k = 0; k < size; k++) {
                     const double gradient = scale * (double)g[at + k];
