@@ -605,10 +605,10 @@ static void sink_finish(Sink *s) {
 // Appends tokens to as many shards as they fill. A shard is created with its first token, so none
 // is empty.
 static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
-    const int64_t numbered = s->arguments->shard_tokens, most = numbered ? numbered : INT32_MAX;
+    const int64_t numbered = s->arguments->shard_tokens, limit = numbered ? numbered : INT32_MAX;
     s->tokens += count;
     for (int64_t now; count > 0; tokens += now, count -= now) {
-        if (s->fd >= 0 && s->shard_tokens == most) {
+        if (s->fd >= 0 && s->shard_tokens == limit) {
             if (!numbered) {
                 die("%s: too large for one shard of at most %d tokens; use --shard-tokens", s->path,
                     INT32_MAX);
@@ -618,7 +618,7 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
         if (s->fd < 0) {
             sink_open(s);
         }
-        now = min_i64(count, most - s->shard_tokens);
+        now = min_i64(count, limit - s->shard_tokens);
         output_write(s->fd, tokens, (size_t)now * sizeof *tokens);
         sha256_add(&s->sha, tokens, (size_t)now * sizeof *tokens);
         s->shard_tokens += now;

@@ -632,11 +632,11 @@ static void shard_open(Shard *shard, const char *path) {
             path, kind);
     }
     const int own = kind == TOKENIZER_MERGES;
-    const int least = own ? (int)MIN_VOCABULARY
+    const int minimum = own ? (int)MIN_VOCABULARY
                       : kind == TOKENIZER_BYTES ? (int)BYTE_VOCABULARY : (int)GPT2_VOCABULARY;
-    if (t.vocabulary < least || t.vocabulary > (own ? (int)MAX_VOCABULARY : least)) {
+    if (t.vocabulary < minimum || t.vocabulary > (own ? (int)MAX_VOCABULARY : minimum)) {
         die("%s: invalid vocabulary size %d in the header; expected %d%s", path, t.vocabulary,
-            least, own ? " to 65535" : "");
+            minimum, own ? " to 65535" : "");
     }
     shard->tokenizer = t;
     shard->count = count;
@@ -721,12 +721,12 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
         die("%s: example %d: label %d of %d completions; expected 2 to %d, labels start at 0",
             f->name, number, x->label, x->completions, EVAL_COMPLETIONS);
     }
-    int place = EVAL_EXAMPLE_WORDS;
+    int position = EVAL_EXAMPLE_WORDS;
     for (int k = 0; k <= x->completions; k++) {
         EvalTokens *tokens = &x->texts[k];
-        const int space = bytes / 2 - place - 1;
-        tokens->count = space >= 0 ? eval_word(p, place) : 0;
-        tokens->words = p + 2 * (place + 1);
+        const int space = bytes / 2 - position - 1;
+        tokens->count = space >= 0 ? eval_word(p, position) : 0;
+        tokens->words = p + 2 * (position + 1);
         if (tokens->count < 1 || tokens->count > space) {
             die("%s: example %d: text %d (0 is the context) has %d tokens; expected 1 to %d, the "
                 "space left",
@@ -738,12 +738,12 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
                     number, eval_word(tokens->words, i), f->vocabulary);
             }
         }
-        place += 1 + tokens->count;
+        position += 1 + tokens->count;
         x->longest = k && tokens->count > x->longest ? tokens->count : x->longest;
     }
-    if (2 * place != bytes) {
+    if (2 * position != bytes) {
         die("%s: example %d: size is %d bytes, but its contents take only %d", f->name,
-            number, bytes, 2 * place);
+            number, bytes, 2 * position);
     }
     return (size_t)bytes;
 }

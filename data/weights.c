@@ -470,9 +470,9 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
         }
     }
     header_write(&header, w);
-    const int64_t most = max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
+    const int64_t largest = max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
     const size_t bytes = (size_t)(strip_elements(m) * file_types[type].bytes);
-    real *values = (real *)alloc_zero((size_t)most, sizeof(real));
+    real *values = (real *)alloc_zero((size_t)largest, sizeof(real));
     unsigned char *out = (unsigned char *)alloc_zero(bytes, 1);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {

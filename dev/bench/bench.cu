@@ -164,7 +164,7 @@ static void bench_case(const Case &c) {
 template <class E> static E *as(char *p) { return (E *)(void *)p; }
 
 // Type of the matrices' gradients in a run in E with default options.
-template <class E> using Grad = std::conditional_t<traits<E>.narrow, float, E>;
+template <class E> using Grad = std::conditional_t<traits<E>.small_range, float, E>;
 
 // Returns the kernels of a micro-step that use tokens, with their reads and writes and how often
 // they run.

@@ -380,7 +380,7 @@ TEST(failing_call) {  // EMU_FAIL: the second call in one line fails, as the run
 // 4. cp.async and wgmma
 // Compared with sums in double.
 
-static bf16 narrow(float x) { return __float2bfloat16_rn(x); }
+static bf16 small_range(float x) { return __float2bfloat16_rn(x); }
 
 // Groups: a wait keeps the newest; a copy in no group never completes; zero fill.
 static __global__ void k_copy_async(const float4 *in, float4 *out) {
@@ -485,7 +485,7 @@ static __global__ void k_wgmma(float *out, const bf16 *a, const bf16 *b, int til
         uint32_t p[4][4];
         for (int i = 0; i < 16; i++) {
             const float *pair = s[0][i / 2] + i % 2 * 2;
-            const bf16 both[2] = {narrow(pair[0]), narrow(pair[1])};
+            const bf16 both[2] = {small_range(pair[0]), small_range(pair[1])};
             memcpy(&p[i / 4][i % 4], both, 4);
         }
         for (int i = 0; i < 32; i++) {
@@ -515,8 +515,8 @@ static __global__ void k_wgmma(float *out, const bf16 *a, const bf16 *b, int til
 template <int BUG> static double wgmma_error() {
     const int tiles = 4;
     std::vector<bf16> A(128 * 64), B((size_t)tiles * 64 * 64);
-    for (bf16 &x : A) { x = narrow(uniform()); }
-    for (bf16 &x : B) { x = narrow(uniform()); }
+    for (bf16 &x : A) { x = small_range(uniform()); }
+    for (bf16 &x : B) { x = small_range(uniform()); }
     bf16 *a = device(A), *b = device(B);
     float *out = device<float>(128 * 64);
     OK(cudaFuncSetAttribute(k_wgmma<BUG>, cudaFuncAttributeMaxDynamicSharedMemorySize, 40 << 10));
@@ -536,7 +536,7 @@ template <int BUG> static double wgmma_error() {
                     s += (double)(float)A[m * 64 + k] * (double)(float)row[k];
                 }
                 for (int k = 0; k < 64; k++) {
-                    o[k] += (double)(float)narrow((float)s) * (double)(float)row[k];
+                    o[k] += (double)(float)small_range((float)s) * (double)(float)row[k];
                 }
             }
         }

@@ -392,14 +392,14 @@ def test_kernels():
 
 
 @emulated
-@pytest.mark.parametrize("planted", ["crash", "hang"])
-def test_kernels_end(planted):
+@pytest.mark.parametrize("injected", ["crash", "hang"])
+def test_kernels_end(injected):
     """After a candidate has ended the process, the next start does not use it and says so."""
-    env = {**FASTER, "EMU_KERNELS": planted}
+    env = {**FASTER, "EMU_KERNELS": injected}
     tuned(ATTENTION + "-o plain --tune 0")
     for kernel in "forward", "dq", "dkv":
         process = start(ATTENTION + "-o out", env=env)
-        if planted == "hang":
+        if injected == "hang":
             wait_until(lambda: journal().exists() and re.search(
                 r"\| %s [^\n]*=started\n$" % kernel, journal().read_text()))
             process.kill()

@@ -181,7 +181,7 @@ def test_report_refused(reported, arguments, expected):
 
 
 def test_notebook():
-    """The notebook has no fault, and each of the planted ones is found."""
+    """The notebook has no fault, and each of the injected ones is found."""
     check = [sys.executable, TOP / "dev/check/notebook.py"]
     assert shell(check) == ""
     assert "--train-bpe {size} --documents" in (TOP / "dev/train_gpt2.ipynb").read_text()

@@ -153,8 +153,8 @@ TEST(remedies, FLOAT) {
             Search q = plan_search(&s, &budget, &run.o);
             q.mix = 0;
             for (int i = 0; i < OFFLOAD_LEVELS * (q.last[BY_TYPE] + 1); i++) {
-                const int type = i / OFFLOAD_LEVELS, tier = i % OFFLOAD_LEVELS;
-                const int steps[AXES] = {RECOMPUTE_BLOCK, type, tier, 1, 1};
+                const int type = i / OFFLOAD_LEVELS, offload = i % OFFLOAD_LEVELS;
+                const int steps[AXES] = {RECOMPUTE_BLOCK, type, offload, 1, 1};
                 expect(!way_plan(&q, steps).fits, "%s: %d fits", base.c_str(), i);
             }
         }
@@ -340,16 +340,16 @@ TEST(fit_sizes, FLOAT) {
     // The ways of --fit all include mixed levels, so the best one is as good as --fit any's.
     const Way any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
               all = chosen("--fit all -e d12 --gpu-mem 3GiB");
-    expect(all.tokens_per_s >= any.tokens_per_s && all.tier <= any.tier, "%.0f tokens/s, any %.0f",
-           all.tokens_per_s, any.tokens_per_s);
+    expect(all.tokens_per_s >= any.tokens_per_s && all.offload <= any.offload,
+           "%.0f tokens/s, any %.0f", all.tokens_per_s, any.tokens_per_s);
     Way w = chosen("--fit any -e d48 --gpu-mem 15GiB");
-    expect(w.s.B >= 8 && w.s.moment_dtype == TYPE_BF16, "-b %d, tier %d", w.s.B, w.tier);
+    expect(w.s.B >= 8 && w.s.moment_dtype == TYPE_BF16, "-b %d, offload %d", w.s.B, w.offload);
     w = chosen("--fit bits -e d48 --gpu-mem 15GiB");
-    expect(w.s.B >= 24 && w.s.split_master && w.tier > 0, "-b %d, tier %d", w.s.B, w.tier);
+    expect(w.s.B >= 24 && w.s.split_master && w.offload > 0, "-b %d, offload %d", w.s.B, w.offload);
     w = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
     expect(524288 % (w.s.B * 1024) == 0 && w.s.split_master, "-b %d", w.s.B);
     w = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
-    expect(recompute_text(&w.s).s == Text("gelu") && w.tier == 0);
+    expect(recompute_text(&w.s).s == Text("gelu") && w.offload == 0);
 }
 
 // -b auto: the largest batch that divides the step, fits the card without recomputation, and has at

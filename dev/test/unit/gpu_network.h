@@ -114,7 +114,7 @@ static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, 
             for (int64_t i = 0; i < tensor_size(m, tensor); i++) {
                 grads[i] /= scale;
             }
-            if (tensor_is_matrix(tensor) && !traits<E>.narrow) {
+            if (tensor_is_matrix(tensor) && !traits<E>.small_range) {
                 round_all(grads, tensor_size(m, tensor));
             }
         }
@@ -132,7 +132,7 @@ template <class E> static void check_gradients() {
         }
         Model m = shape(row.e, row.V);
         Net n(m, Text(row.options) + " --dtype " + traits<E>.name);
-        if (traits<E>.narrow) {
+        if (traits<E>.small_range) {
             n.e.scale_loss(&n.e, log2, 0);
         }
         Reference exact(&n, n.s.B * n.s.T), naive(&n, n.s.B * n.s.T);
@@ -140,7 +140,7 @@ template <class E> static void check_gradients() {
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         exact.e.micro_step(&exact.e, b.inputs.data(), b.targets.data(), 0, 1);
         naive_micro_step<E>(&naive, b.inputs.data(), b.targets.data(),
-                            traits<E>.narrow ? 1 << log2 : 1);
+                            traits<E>.small_range ? 1 << log2 : 1);
         for (int tensor = 0; tensor < TENSORS; tensor++) {
             double error = gradient_error(&n.e, &exact.e, &m, tensor);
             double loss = gradient_error(&naive.e, &exact.e, &m, tensor);
@@ -199,7 +199,8 @@ template <class E> static void check_steps() {
                 loss += (double)right[i] / (MICROS * ROWS);
             }
             if (!is_fp32<E>) {
-                naive_micro_step<E>(&naive, in, out, traits<E>.narrow ? 1 << LOSS_SCALE_LOG2 : 1);
+                naive_micro_step<E>(&naive, in, out,
+                                    traits<E>.small_range ? 1 << LOSS_SCALE_LOG2 : 1);
                 const real *wrong = buffer(&naive.plan, BUF_LOSSES);
                 const Reals half = naive.gradients();
                 rounded.resize(half.size());

@@ -114,7 +114,7 @@ template <class E> static void compare_in(int line, const Reals &got, Nums want,
             error += ((double)got[i] - v) * ((double)got[i] - v);
             loss += naive * naive;
             e += want[i].e * want[i].e;
-            want[i].e += 2 * traits<E>.unit * fabs(v) + (traits<E>.narrow ? 0x1p-24 : 0);
+            want[i].e += 2 * traits<E>.unit * fabs(v) + (traits<E>.small_range ? 0x1p-24 : 0);
         }
         expect_near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), name + ", norm");
     }
@@ -268,7 +268,8 @@ template <class E> static void check_gelu(int N, int OC) {
     const Text who = text("N %d OC %d", N, OC);
     const size_t n = (size_t)N * OC;
     Reals x = noise_in<E>(n, 3, 1), dout = noise_in<E>(n, 1, 2), dbias = noise(OC, 1, 3);
-    const real most = (real)(traits<E>.narrow ? 6e4 : 3e8), far[] = {-60, 60, 0, -8, most, -most};
+    const real most = (real)(traits<E>.small_range ? 6e4 : 3e8);
+    const real far[] = {-60, 60, 0, -8, most, -most};
     for (size_t i = 0; i < 6; i++) {
         x[i] = rounded_to<E>(far[i]);
     }
@@ -582,7 +583,7 @@ TEST(gpu_attention_wgmma, CUDA_ALL) {
 template <class E> static void check_classifier(int rows, int V, double sharp) {
     const Text who = text("rows %d V %d x %g", rows, V, sharp);
     const int Vp = (int)round_up_i64(V, 128);
-    const real dloss = (real)(1.0 / 300), scale = traits<E>.narrow ? 1024 : 1;
+    const real dloss = (real)(1.0 / 300), scale = traits<E>.small_range ? 1024 : 1;
     Reals logits = noise_in<E>(rows * Vp, sharp, 1);
     std::vector<Token> targets = Batch(rows, V, 2).targets;
     targets[0] = V - 1;
@@ -594,7 +595,7 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
             Array<E> d_logits(logits);
             Array<float> losses(rows), again(rows);
             Array<int> d_targets(targets);
-            Array<float> d_scale(Reals{traits<E>.narrow ? scale : (real)NAN});
+            Array<float> d_scale(Reals{traits<E>.small_range ? scale : (real)NAN});
             gpu_classifier(losses.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, false,
                            0);
             expect(same_bits(d_logits.get(), logits), "%s: evaluation keeps them", who.c_str());
@@ -638,7 +639,7 @@ template <class E, bool SPLIT> struct Weights {
             high.push_back(master_high(values[i]));
         }
         cuda_check(cudaMemcpy(low.p, rest.data(), low.n * sizeof rest[0], cudaMemcpyHostToDevice));
-        if (SPLIT && !traits<E>.narrow) {
+        if (SPLIT && !traits<E>.small_range) {
             cuda_check(cudaMemcpy(p.p, high.data(), p.n * 2, cudaMemcpyHostToDevice));
         }
     }
@@ -649,8 +650,9 @@ template <class E, bool SPLIT> struct Weights {
         const std::vector<Master<E>> rest = low.raw();
         for (size_t i = 0; SPLIT && i < weights.size(); i++) {
             const real rounded = weights[i];
-            weights[i] = traits<E>.narrow ? (real)rest[i] : master_join(rounded, (uint16_t)rest[i]);
-            expect(!traits<E>.narrow || isnan(rounded) || rounded == rounded_to<E>(weights[i]),
+            weights[i] = traits<E>.small_range ? (real)rest[i]
+                                               : master_join(rounded, (uint16_t)rest[i]);
+            expect(!traits<E>.small_range || isnan(rounded) || rounded == rounded_to<E>(weights[i]),
                    "weight %zu", i);
         }
         return weights;
@@ -946,7 +948,6 @@ template <class E, class G> static void check_misaligned() {
     float *f = (float *)(void *)ints;
     E *p = (E *)(void *)ints, *odd = p + 1;
     G *g = (G *)(void *)ints;
-    UpdateState *state = (UpdateState *)(void *)ints;
     auto refuses = [](const char *launcher, const std::function<void()> &launch) {
         expect_refused(outcome(spawn(launch)), "is not a multiple of 16 bytes", launcher);
         expect(has(read_file("stderr"), Text(launcher) + ": "));

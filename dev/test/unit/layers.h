@@ -339,9 +339,9 @@ TEST(layernorm, ALL) {
 static Num as_it_is(Num x) { return x; }
 
 // Computes attention of one head with its full T x T matrices, and writes that head's part of out,
-// lse and dqkv. `narrow` is applied to what a 16-bit computation rounds: P, out, dS, dqkv.
+// lse and dqkv. `to_real` is applied to what a 16-bit computation rounds: P, out, dS, dqkv.
 static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, const Reals &dout,
-                           int b, int h, int T, int C, int NH, Num (*narrow)(Num) = as_it_is) {
+                           int b, int h, int T, int C, int NH, Num (*to_real)(Num) = as_it_is) {
     const int HS = C / NH;
     auto place = [=](int t, int part) { return ((b * T + t) * 3 + part) * C + h * HS; };
     Nums P(T * T), dS(T * T);
@@ -362,25 +362,25 @@ static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, 
         Num sum = sum_of(t + 1, [&](int u) { return p[u]; });
         Num log_sum = (*lse)[(b * NH + h) * T + t] = Num(most) + num_log(sum);
         for (int i = 0; i < HS; i++) {
-            o[i] = narrow(
-                sum_of(t + 1, [&](int u) { return narrow(p[u]) * qkv[place(u, 2) + i]; }) / sum);
+            o[i] = to_real(
+                sum_of(t + 1, [&](int u) { return to_real(p[u]) * qkv[place(u, 2) + i]; }) / sum);
         }
         Num D = sum_of(HS, [=](int i) { return o[i] * d[i]; });
         for (int u = 0; u <= t; u++) {
             const real *v = &qkv[place(u, 2)];
             Num dp = sum_of(HS, [=](int i) { return Num(d[i]) * v[i]; });
             P[t * T + u] = num_exp(s[u] - log_sum);
-            dS[t * T + u] = narrow(P[t * T + u] * (dp - D) * scale);
-            P[t * T + u] = narrow(P[t * T + u]);
+            dS[t * T + u] = to_real(P[t * T + u] * (dp - D) * scale);
+            P[t * T + u] = to_real(P[t * T + u]);
         }
     }
     for (int t = 0; t < T * HS; t++) {
         int row = t / HS, i = t % HS;
         (*dqkv)[place(row, 0) + i] =
-            narrow(sum_of(row + 1, [&](int u) { return dS[row * T + u] * qkv[place(u, 1) + i]; }));
-        (*dqkv)[place(row, 1) + i] = narrow(sum_of(
+            to_real(sum_of(row + 1, [&](int u) { return dS[row * T + u] * qkv[place(u, 1) + i]; }));
+        (*dqkv)[place(row, 1) + i] = to_real(sum_of(
             T, [&](int u) { return u < row ? Num() : dS[u * T + row] * qkv[place(u, 0) + i]; }));
-        (*dqkv)[place(row, 2) + i] = narrow(sum_of(T, [&](int u) {
+        (*dqkv)[place(row, 2) + i] = to_real(sum_of(T, [&](int u) {
             return u < row ? Num() : P[u * T + row] * dout[(b * T + u) * C + h * HS + i];
         }));
     }
