@@ -30,7 +30,7 @@ static void print_pair(int first, const char *name, const char *meaning) {
     printf("]");
 }
 
-// Prints the options' table, and the models, cards, recompute levels and offload tiers that the
+// Prints the options' table, and the models, cards, recompute levels and offload levels that the
 // form offers.
 static void tables_print(void) {
     static const char *const types[] = {"text", "choice", "text", "number",

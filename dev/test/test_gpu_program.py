@@ -184,7 +184,7 @@ def weights(folder, number):
     return values
 
 
-def apart(a, b):
+def distance(a, b):
     """The norm of a difference over the norm of the second."""
     return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b)) / sum(y * y for y in b))
 
@@ -214,13 +214,13 @@ def test_exchange():
     succeeds(RESUMED + "gpu --dtype fp32")
     gpu = weights("gpu", 6)
     resume("gpu", "", on_cpu)
-    assert apart(weights("gpu", 6), gpu) < 1e-5
+    assert distance(weights("gpu", 6), gpu) < 1e-5
     succeeds(on_cpu(RESUMED + "cpu"))
     cpu = weights("cpu", 6)
     resume("cpu", " --dtype fp32 -r norm")
-    assert apart(weights("cpu", 6), cpu) < 1e-5
+    assert distance(weights("cpu", 6), cpu) < 1e-5
     resume("cpu", " --dtype bf16")
-    assert apart(weights("cpu", 6), cpu) < 1e-2
+    assert distance(weights("cpu", 6), cpu) < 1e-2
     shutil.rmtree(step(6, "cpu"))
     succeeds("-i train.bin -e l2h2c16t16 -b 2 -d 64 -x 6 -y 1 -o cpu --dtype bf16 -w none "
              "--moments bf16", *("converting %s from fp32 in cpu/step-00000003 to bf16" % what

@@ -272,7 +272,7 @@ def test_advice():
     """What is slower depends on the card; --fit recommends the fastest way; --largest says what
     --offload auto would do."""
     slower = lambda card: query("--plan -e gpt2-xl -b 64 -r none --offload none --gpu " + card, 3)[
-        "remedies"][0]["slower"]
+        "suggestions"][0]["slower"]
     assert slower("t4") != pytest.approx(slower("h200"), rel=0.1)
     found = query("--fit -e gpt2-xl --gpu 4060ti")
     assert found["best"][0]["tokens_per_s"] >= 0.995 * max(w["tokens_per_s"] for w in found["ways"])
@@ -436,8 +436,8 @@ def test_all_cards():
         plan = json.loads(o.out)
         way, row = plan["plan"][0], cards[card]
         assert ("free" in row["note"]) == way["fits"] == (o.status == 0), card
-        if not way["fits"] and plan["remedies"]:
-            assert row["options"] == "-b 4 " + plan["remedies"][0]["options"] and row["fits"]
+        if not way["fits"] and plan["suggestions"]:
+            assert row["options"] == "-b 4 " + plan["suggestions"][0]["options"] and row["fits"]
         elif way["fits"]:
             assert row["tokens_per_s"] == way["tokens_per_s"]
             assert row["device_bytes"] == way["device_bytes"]
@@ -449,17 +449,17 @@ def test_all_cards():
 @pytest.mark.parametrize("options", [
     "-e gpt2-xl --gpu-mem 1.7GiB -b 1", "-e gpt2-xl --gpu 4060ti -r none --offload none",
     "-e gpt2-large --gpu t4 -b 64 -d 65536 -r none", "-e gpt2-xl --gpu 4060 --gpus 2 -z 3 -r none"])
-def test_remedies(options):
-    """Each remedy fits when it is typed, takes the printed memory, and none is named twice. A
+def test_suggestions(options):
+    """Each suggestion fits when it is typed, takes the printed memory, and none is named twice. A
     refused run names the three cheapest."""
     found = query("--plan " + options, 3)
     typed = set()
-    assert found["remedies"]
-    for way in found["remedies"]:
+    assert found["suggestions"]
+    for way in found["suggestions"]:
         same_plan(way, re.search(r"--gpu(-mem)? \S+", options)[0])
         assert way["options"] not in typed
         typed.add(way["options"])
-    effects = ["none split rounding numbers".split().index(w["effect"]) for w in found["remedies"]]
+    effects = ["none split rounding numbers".split().index(w["effect"]) for w in found["suggestions"]]
     assert effects == sorted(effects)
 
 

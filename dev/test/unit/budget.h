@@ -102,10 +102,10 @@ static Settings automatic(const Text &options, size_t device, size_t host) {
     return s;
 }
 
-// Every remedy fits; the settings that its options give are its settings; none beats another; they
+// Every suggestion fits; the settings that its options give are its settings; none beats another; they
 // are sorted by their effect and their cost. If there is none, even the smallest settings do not
 // fit.
-TEST(remedies, FLOAT) {
+TEST(suggestions, FLOAT) {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
     const int count = full_or(40, 1500);
@@ -129,16 +129,16 @@ TEST(remedies, FLOAT) {
             LevelsText levels;
             const Options o = options_of_settings(&run.o, &changed, &levels);
             settings_from_options(&again, &o, &s.model, 1);
-            expect(memcmp(&again, &changed, sizeof again) == 0, "%s, remedy %d: -r %s",
+            expect(memcmp(&again, &changed, sizeof again) == 0, "%s, suggestion %d: -r %s",
                    base.c_str(), i, levels.s);
             expect(w.device == plan_bytes(&changed) && w.device <= budget.device &&
-                       w.host <= budget.host, "%s, remedy %d", base.c_str(), i);
+                       w.host <= budget.host, "%s, suggestion %d", base.c_str(), i);
             expect(w.effect > before.effect ||
                        (w.effect == before.effect && w.slower >= before.slower), "%s: order",
                    base.c_str());
             const int numbers = changed.moment_dtype != s.moment_dtype ||
                                 changed.split_master != s.split_master;
-            expect(!numbers || w.effect == OTHER_NUMBERS, "%s, remedy %d", base.c_str(), i);
+            expect(!numbers || w.effect == OTHER_NUMBERS, "%s, suggestion %d", base.c_str(), i);
             for (int k = 0; k < i; k++) {
                 const Way &other = list[(size_t)k];
                 expect(other.host > w.host || other.tokens_per_s < w.tokens_per_s ||
@@ -147,7 +147,7 @@ TEST(remedies, FLOAT) {
             // Both forecasts are for a step with the same number of tokens.
             const double slower = forecast_tokens_per_s(&v, &s, 1) /
                                       forecast_tokens_per_s(&v, &changed, s.B / changed.B) - 1;
-            expect_near(w.slower, slower, 1e-9 * (1 + slower), "%s, remedy %d", base.c_str(), i);
+            expect_near(w.slower, slower, 1e-9 * (1 + slower), "%s, change %d", base.c_str(), i);
         }
         if (found == 0) {
             Search q = plan_search(&s, &budget, &run.o);
@@ -162,7 +162,7 @@ TEST(remedies, FLOAT) {
         without += found == 0;
     }
     expect(changes > count && without > 0, "%d and %d", changes, without);
-    detail = text("%d plans, %d remedies", count, changes);
+    detail = text("%d plans, %d suggestions", count, changes);
 }
 
 // A smaller batch has as many classifier rows as if it were typed, and no more than were asked for.

@@ -711,12 +711,12 @@ TEST(gpu_rounding_updates, CUDA_ALL) {
     const Reals first = moments(0, 1);
     expect(same_bits(first, moments(0, 1)), "again");
     for (const Reals &other : {moments(1, 1), moments(0, 2)}) {
-        int64_t apart = 0, all = 0;
+        int64_t differing = 0, all = 0;
         for (size_t i = 0; i < first.size(); i++) {
-            apart += first[i] != other[i];
+            differing += first[i] != other[i];
             all += first[i] != 0;
         }
-        expect(apart > all / 8, "%d of %d differ", (int)apart, (int)all);
+        expect(differing > all / 8, "%d of %d differ", (int)differing, (int)all);
     }
 }
 

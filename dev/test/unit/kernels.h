@@ -228,10 +228,11 @@ template <class E> static void check_layernorm(int N, int C) {
                 all = {to.get(), d_dw.get(), d_db.get(), d_before.get()};
                 return all[0];
             };
-            Reals apart = backward(dinp, d_addend.p);
-            expect(same_bits(apart, backward(d_addend, d_addend.p)), "%s: in place", who.c_str());
+            Reals separate = backward(dinp, d_addend.p);
+            expect(same_bits(separate, backward(d_addend, d_addend.p)), "%s: in place",
+                   who.c_str());
             backward(d_dout, nullptr);  // over dout
-            return Outputs{out.get(), mean.get(), rstd.get(), apart,
+            return Outputs{out.get(), mean.get(), rstd.get(), separate,
                            all[0],    all[1],     all[2],     all[3]};
         },
         who);
@@ -292,9 +293,9 @@ template <class E> static void check_gelu(int N, int OC) {
     Nums want, want_dinp;
     for (size_t i = 0; i < n; i++) {
         Num slope, value = naive_gelu(x[i], &slope);
-        bool apart = i < 6 && i != 3;  // done above
-        want.push_back(apart ? Num(got[0][i]) : value);
-        want_dinp.push_back(apart ? Num(got[1][i]) : slope * dout[i]);
+        bool is_special = i < 6 && i != 3;  // done above
+        want.push_back(is_special ? Num(got[0][i]) : value);
+        want_dinp.push_back(is_special ? Num(got[1][i]) : slope * dout[i]);
     }
     compare_as(E, got[0], want, who + " out");
     compare_as(E, got[1], want_dinp, who + " dinp");

@@ -512,11 +512,11 @@ TEST(derivatives_network, DOUBLE) {
         }
         const size_t count = elements.size();
         const double typical = sqrt(squares / (double)count);  // typical slope in a direction
-        for (size_t trial = 0; trial < 14; trial++) {
+        for (size_t sample = 0; sample < 14; sample++) {
             Reals direction =
-                trial < 2 ? noise(count, 1 / sqrt((double)count), 77 + trial) : Reals(count);
-            if (trial >= 2) {
-                direction[trial * 7919 % count] = 1;
+                sample < 2 ? noise(count, 1 / sqrt((double)count), 77 + sample) : Reals(count);
+            if (sample >= 2) {
+                direction[sample * 7919 % count] = 1;
             }
             double want = 0;
             for (size_t i = 0; i < count; i++) {
@@ -533,7 +533,7 @@ TEST(derivatives_network, DOUBLE) {
                       });
             // The loss is about 6: rounding error 6e-13, truncation error of the same order.
             expect_near(want, found, 4e-12 + 1e-8 * typical, "%s, direction %zu (size %.1e)",
-                        tensor_table[tensor].name, trial, typical);
+                        tensor_table[tensor].name, sample, typical);
         }
     }
 }

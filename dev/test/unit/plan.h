@@ -167,9 +167,9 @@ TEST(plan_layout, ALL) {
             }
             for (int j = 0; j < i; j++) {
                 const Buffer &b = p.buffers[j];
-                int apart = a.placement != b.placement || a.last < b.first || b.last < a.first ||
+                int disjoint = a.placement != b.placement || a.last < b.first || b.last < a.first ||
                             a.offset + padded(a) <= b.offset || b.offset + padded(b) <= a.offset;
-                expect(apart, "%s: %s and %s", who.c_str(), a.name, b.name);
+                expect(disjoint, "%s: %s and %s", who.c_str(), a.name, b.name);
             }
         }
         size_t most = *std::max_element(live.begin(), live.end());
