@@ -459,7 +459,8 @@ def test_suggestions(options):
         same_plan(way, re.search(r"--gpu(-mem)? \S+", options)[0])
         assert way["options"] not in typed
         typed.add(way["options"])
-    effects = ["none split rounding numbers".split().index(w["effect"]) for w in found["suggestions"]]
+    order = "none split rounding numbers".split()
+    effects = [order.index(w["effect"]) for w in found["suggestions"]]
     assert effects == sorted(effects)
 
 

@@ -102,9 +102,8 @@ static Settings automatic(const Text &options, size_t device, size_t host) {
     return s;
 }
 
-// Every suggestion fits; the settings that its options give are its settings; none beats another; they
-// are sorted by their effect and their cost. If there is none, even the smallest settings do not
-// fit.
+// Every suggestion fits; the settings that its options give are its settings; none beats another;
+// they are sorted by effect and cost. If there is none, even the smallest settings do not fit.
 TEST(suggestions, FLOAT) {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
