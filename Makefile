@@ -90,7 +90,6 @@ VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
             test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
             train_gpt2_asan cuda_example
-.DELETE_ON_ERROR:
 .PHONY: help train test one page fuzz check_torch data style install \
         deps clean FORCE some_data $(PROGRAMS)
 help: ## this list
@@ -160,7 +159,7 @@ test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
 BOOK := train_gpt2.c $(addprefix data/,files.c tokens.c weights.c checkpoint.c)
 build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
-	@$(NVCC) --version | tail -n 2 > $@
+	@[ "$(NVCC)" ] && $(NVCC) --version | tail -n 2 > $@
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2>> $@ || \
 	{ cat $@ >&2; false; }
 # Each program as a single file: every line that includes one of the project's files is replaced
