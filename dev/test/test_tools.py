@@ -249,7 +249,7 @@ def test_bare_machine(tmp_path):
 def test_recipes():
     """Recipes print a plan that fits, a forecast and, if they take long, hours and cost."""
     for name, tokens in ("gpt2_4090", "6.4"), ("gpt2_muon", "4.2"), ("gpt2_8gpus", "10.0"):
-        said = shell("PRICE=2 %s/dev/recipes/%s.sh" % (TOP, name))
+        said = shell("PRICE=2 %s/dev/recipes/%s.sh --gpu a100 -x 9" % (TOP, name))
         speed = re.search(r"\nforecast: ([\d,]+) tokens/s", said)[1].replace(",", "")
         hours = float(tokens) * 1e9 / int(speed) / 3600
         assert "%.1f hours for %s billion tokens: $%.0f at $2" % (
