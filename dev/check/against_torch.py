@@ -21,7 +21,8 @@ Our numbers are those of checkpoints, one per step. A run of one step from a che
 The reference is PyTorch in float64. A line contains our largest difference from it relative to the
 tensor's largest number, the tolerance, and the share of it that is used. Tolerances follow from
 u = 2^-24, the relative error of one rounding, and are documented where they are computed. Finally,
-every comparison is run with a wrong weight or optimizer, and must detect it.
+every comparison is run with a wrong weight or optimizer, and must detect it. `curve TEXT PICTURE`
+instead trains both in fp32 on the bytes of a text and draws the losses (with matplotlib).
 
 The last line is `N passed, N failed`; the exit status is 1 if one failed.
 """
@@ -514,12 +515,51 @@ def check_folders(report, ours, folder):
     report.lines("3. Folders: loss of a batch", found)
 
 
+# --- A loss curve ---------------------------------------------------------------------------------
+
+def curve(text, picture, folder):
+    """Trains from the same random weights on the same batches, PyTorch also in float64; draws the
+    losses and their differences from float64."""
+    from matplotlib import pyplot as plt
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.size": 9})
+    case = Case(L=4, NH=4, C=128, maxT=64, B=12, T=64, micros=1, schedule="cosine", steps=1000,
+                beta2=0.99, clip=1.0, warmup=100)
+    torch.manual_seed(1)
+    start = GPT2LMHeadModel(hf_config(case))
+    start.save_pretrained(folder / "start")
+    tokens = np.frombuffer(Path(text).read_bytes(), np.uint8).astype(np.int32)
+    tokens = tokens[:case.steps * case.step_tokens() + 1]
+    log = train(case, folder / "start", tokens, folder / "run")
+    losses = {"train_gpt2, fp32": [line["loss"] for line in log if "loss" in line]}
+    shape = case.steps, 1, case.B, case.T
+    for name, dtype in ("PyTorch, fp32", torch.float32), ("PyTorch, float64", torch.float64):
+        model, losses[name] = copy.deepcopy(start).to(dtype), []
+        trainer = Trainer(case, model)
+        for step, (x, y) in enumerate(zip(tokens[:-1].reshape(shape), tokens[1:].reshape(shape))):
+            loss, norm = gradients(model, list(zip(x, y)))
+            trainer.update(step, norm)
+            losses[name].append(loss)
+    figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), layout="constrained")
+    for (name, values), width, color in zip(losses.items(), (0.7, 2, 4), ("#06c", "#c60", "#ccc")):
+        away = np.abs(np.subtract(values, losses["PyTorch, float64"]))
+        print(f"{name:17} last loss {values[-1]:.4f}, largest difference from float64 in 100 steps "
+              f"{away[:100].max():.1e}, in all {away.max():.1e}, mean {away.mean():.1e}")
+        for axis, y in zip(axes, (values, away)):
+            axis.plot(y, color=color, linewidth=width, zorder=-width, label=name)
+    axes[0].set(xlabel="step", ylabel="loss")
+    axes[0].legend(frameon=False)
+    axes[1].set(xlabel="step", ylabel="difference from float64", yscale="log")
+    figure.savefig(picture, metadata={"Date": None})
+
+
 def main():
     print(f"PyTorch {torch.__version__}, transformers {transformers.__version__}, "
           f"safetensors {safetensors.__version__}, numpy {np.__version__}")
     transformers.utils.logging.disable_progress_bar()
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
+        if sys.argv[1:2] == ["curve"]:
+            return curve(*sys.argv[2:], Path(scratch))
         check_muon(report, Path(scratch) / "muon")
         for case in CASES:
             folder = Path(scratch) / case.shape

@@ -93,7 +93,7 @@ TEST(levels_fit, FLOAT) {
 // for the plan and `host` bytes that can be pinned.
 static Settings automatic(const Text &options, size_t device, size_t host) {
     Options o;
-    MemoryBudget budget = {};
+    MemoryBudget budget = budget_unlimited();
     Settings s = planned(options);
     parse(&o, ("--plan " + options).c_str());
     budget.device = device;
@@ -190,7 +190,7 @@ TEST(auto, HOST) {
         return Text(recompute_text(&s).s) + " " + offload_text(placements, &s);
     };
     expect(chosen("", all, 0) == "none none", "%s", chosen("", all, 0).c_str());
-    expect(chosen("", 0, 0) == "none none", "an unknown card");
+    expect(chosen("", NO_LIMIT, 0) == "none none", "an unknown card");
     expect(chosen("", all - 1, 0) != "none none" && has(chosen("", block, 0), "block"));
     const Text least = chosen("", block, SIZE_MAX);
     expect(least.find("block") == 0 && has(least, " none"), "%s", least.c_str());
