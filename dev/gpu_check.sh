@@ -2,7 +2,7 @@
 # Runs the checks that need a GPU: dev/gpu_check.sh
 #
 # Prints one line per check: ok, FAILED or skipped (why), and continues after a failure. Exit status
-# 1 if a check of correctness failed; the stage torch never counts. Needs no network. Logs, verdicts
+# 1 if a check of correctness failed; the stage torch never counts. Needs no network. Logs, results
 # and summary.md are in LOGS and, after each stage, in one file, ARCHIVE. Stages that are not run
 # keep the results of earlier calls, so on a machine that is available for ten minutes at a time:
 #
@@ -16,7 +16,7 @@
 # through CPATH, LIBRARY_PATH and LD_LIBRARY_PATH. Variables (paths are relative to the repository):
 #
 #   STAGES=                    stages to run, in this order; default: all, as in the table below
-#   LOGS=build/gpu_check       folder of logs, verdicts, summary.md and the program's choices
+#   LOGS=build/gpu_check       folder of logs, results, summary.md and the program's choices
 #   ARCHIVE=$LOGS.tar.gz       all of LOGS in one file
 #   GPT2CU=./train_gpt2cu TEST=build/test_gpt2cu BENCH=build/bench
 #                              the program, its tests, its benchmark; one that is given is not built
@@ -100,17 +100,17 @@ report() {
     local outcome=$2
     [[ $3 != "no time left"* ]] || outcome=skipped
     printf '%s\t%-10s %-26s %-8s %s  (%d s)\n' "$outcome" "$stage" "$1" "$outcome" "$3" \
-        $((SECONDS - reported)) | tee -a "$LOGS/$stage.verdicts" | cut -f 2-
+        $((SECONDS - reported)) | tee -a "$LOGS/$stage.results" | cut -f 2-
     reported=$SECONDS
 }
 
-# found verdicts|rows: the results of all calls, stage by stage.
+# found results|rows: the results of all calls, stage by stage.
 found() {
     for each in machine $all_stages; do
         if [ -f "$LOGS/$each.$1" ]; then cat "$LOGS/$each.$1"; fi
     done
 }
-outcomes() { found verdicts | cut -f 1 | grep -cx "$1"; }
+outcomes() { found results | cut -f 1 | grep -cx "$1"; }
 
 # logged COMMAND...: runs the command under the stage's limit and that of all; appends the command
 # line and the output to the stage's log and writes only the output to $work/last. Status 124 if
@@ -239,7 +239,7 @@ stage_build() {
     if ! compgen -G 'data/*.bin' > /dev/null; then
         logged make data || report data FAILED "$(why $?)"
     fi
-    # All at once; failed ones are built again one by one, so that each has a verdict.
+    # All at once; failed ones are built again one by one, so that each has a result.
     [ ${#targets[@]} -eq 0 ] || logged make -k -j"$(nproc)" "${targets[@]}" ||
         for target in "${targets[@]}"; do
             logged make "$target" || report "$target" FAILED "$(why $?)"
@@ -497,12 +497,12 @@ fused AdamW, the same clipping; -r 1: every block checkpointed. Ratio: tokens/s 
 
 TEXT
     printf '```\n'
-    found verdicts | cut -f 2-
+    found results | cut -f 2-
     printf '```\n'
 }
 
 for stage in machine $STAGES; do
-    rm -f "$LOGS/$stage".{log,verdicts,rows}
+    rm -f "$LOGS/$stage".{log,results,rows}
     if [ -x "$GPT2CU" ] || [[ " machine build test bench " == *" $stage "* ]]; then
         "stage_$stage"
     else

@@ -137,7 +137,7 @@ class Report:
     def __init__(self):
         self.passed = self.failed = 0
 
-    def verdict(self, name, ok, numbers=""):
+    def check(self, name, ok, numbers=""):
         self.passed += bool(ok)
         self.failed += not ok
         print(f"{name:34} {numbers:26}  {'ok' if ok else 'FAILED'}", flush=True)
@@ -154,11 +154,11 @@ class Report:
         for kind, rows in worst.items():
             used, away, tolerance = max(rows, key=lambda row: math.inf if row[0] != row[0]
                                         else row[0])
-            self.verdict(kind, used <= 1, f"{away:8.1e} {tolerance:8.1e} {100 * used:4.0f} %")
+            self.check(kind, used <= 1, f"{away:8.1e} {tolerance:8.1e} {100 * used:4.0f} %")
 
     def detects(self, what, differences):
         worst = max(away / tolerance for away, tolerance in differences.values())
-        self.verdict(f"a wrong {what} is found", worst > 1, f"{worst:.1f} tolerances")
+        self.check(f"a wrong {what} is found", worst > 1, f"{worst:.1f} tolerances")
 
 
 def difference(ours, reference, tolerance):
@@ -481,15 +481,15 @@ def reload(report, folder, case):
     model, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True,
                                                   attn_implementation="eager")
     left = {key: value for key, value in info.items() if value}
-    report.verdict("keys missing or left over", not left, str(left)[:40] if left else "none")
+    report.check("keys missing or left over", not left, str(left)[:40] if left else "none")
     wanted = hf_config(case).to_dict()
     wrong = {key: getattr(model.config, key) for key in
              ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "activation_function",
               "layer_norm_epsilon", "resid_pdrop", "embd_pdrop", "attn_pdrop",
               "tie_word_embeddings") if getattr(model.config, key) != wanted[key]}
-    report.verdict("config.json", not wrong, str(wrong) if wrong else "as a GPT2Config")
+    report.check("config.json", not wrong, str(wrong) if wrong else "as a GPT2Config")
     tied = model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
-    report.verdict("the classifier is wte", tied and model.dtype == torch.float32, str(model.dtype))
+    report.check("the classifier is wte", tied and model.dtype == torch.float32, str(model.dtype))
     return model.eval()
 
 
@@ -506,7 +506,7 @@ def check_folders(report, ours, folder):
         again = load_weights(output / "step-00000001")
         same = again.keys() == weights.keys() and all(
             np.array_equal(again[n], weights[n]) for n in weights)
-        report.verdict(f"{name}: weights", same, "every bit equal" if same else "differ")
+        report.check(f"{name}: weights", same, "every bit equal" if same else "differ")
     loaded = reload(report, ours.model(case.steps), case)
     with torch.no_grad():
         loss = batch_loss(loaded.double(), *ours.batches(0)[0])

@@ -8,15 +8,15 @@ passed=0 failed=0
 
 # expect STATUS SEED KERNEL: runs the example once and checks its exit status.
 expect() {
-    local text status verdict=ok
+    local text status result=ok
     text=$(EMU_SEED=$2 "$program" "$3" 2>&1)
     status=$?
     if [ $status -eq "$1" ]; then
         passed=$((passed + 1))
     else
-        failed=$((failed + 1)) verdict="FAILED (exit status $status)"
+        failed=$((failed + 1)) result="FAILED (exit status $status)"
     fi
-    printf 'example  EMU_SEED=%s %-6s %-45s %s\n' "$2" "$3" "$text" "$verdict"
+    printf 'example  EMU_SEED=%s %-6s %-45s %s\n' "$2" "$3" "$text" "$result"
 }
 
 program=${1:?"the built example"}

@@ -73,7 +73,7 @@ static void tables_print(void) {
     const char *separator = "";
     printf("],\n\"minimum\":[");  // options that --minimum decides
     for (int i = 0; i < OPTION_ROWS; i++) {
-        if (option_rows[i].commands & LEAST) {
+        if (option_rows[i].commands & CHOSEN) {
             print_string(separator, option_rows[i].name);
             separator = ",";
         }

@@ -494,7 +494,7 @@ static Text learned_merges() {
 }
 
 // A vocabulary with merges of one's own is identified by the SHA-256 of its file, is saved as the
-// same bytes, and encodes by the same rules. Merges that contradict each other are refused.
+// same bytes, and encodes by the same rules. Conflicting merges are refused.
 TEST(bpe_own) {
     const Text merges = learned_merges(), first = "#version: 0.2\n";
     write_file("own", merges);
