@@ -1,8 +1,8 @@
 // data/checkpoint.c -- checkpoints: save, verify, prune, load.
 //
 // train_gpt2.c includes this file in chapter Weights and checkpoints. Nothing in a checkpoint is
-// trusted: sizes, names and hashes are verified before anything is allocated or loaded. An error is
-// one line that names the file.
+// trusted: sizes, names and hashes are verified before anything is allocated or loaded. Each error
+// message is one line that names the file.
 //
 // A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights; transformers loads both unchanged
@@ -11,16 +11,16 @@
 //                                    their fp32 masters; counters and options
 //   manifest.json                    size and SHA-256 of every other file
 //   merges.txt, vocab.json, tokenizer_config.json
-//                                    not if tokens are bytes; for GPT-2's tokens only if the
-//                                    vocabulary was found
+//                                    absent if tokens are bytes or if GPT-2's vocabulary was not
+//                                    found
 //
 //     step-N.tmp --(files and folders synced, renamed)--> step-N
 //         ^                                                  |
 //         +------ pruned: renamed first, then removed -------+
 //
-// Header of the first rank's state file, for a model of two blocks (buckets 3 and 4), two ranks:
+// Header of the first of two ranks' state files, for a model with two blocks (buckets 3 and 4):
 //
-//     "__metadata__": {"run": what a resume must share, "matmul": choices of kernels,
+//     "__metadata__": {"run": what a resume must match, "matmul": choices of kernels,
 //                      "--lr": "0.001", ..., "train_hash": fingerprint, "val_hash": "...",
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
@@ -38,8 +38,8 @@
 // 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
 //    one tensor on each rank.
 // 4. A range is a piece of a state (chapter Sharding and offload). The model and the number of
-//    ranks that saved a checkpoint decide which ranges a file has, in which order: a reader lists
-//    them as the writer did, and may have another number of ranks.
+//    ranks that saved a checkpoint determine which ranges a file contains, and in which order, so a
+//    reader can list them even if it runs on a different number of ranks.
 // 5. Each of N ranks writes 1/N of every bucket, all ranks at the same time. Only rank 0 creates
 //    the folder, writes the other files, renames and removes. Every phase ends with an exchange of
 //    status between all ranks: if one rank has failed, all ranks end and the previous checkpoint
@@ -125,7 +125,7 @@ typedef struct {
 static const struct {
     const char *name;
     size_t offset;
-    int optional;  // 1: older checkpoints lack it; it is then 0
+    int optional;  // 1: older checkpoints lack this counter, which is then 0
 } counter_rows[] = {{"step", offsetof(RunState, step), 0},
                     {"skipped", offsetof(RunState, skipped), 0},
                     {"updates", offsetof(RunState, updates), 0},
@@ -221,7 +221,7 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
     free(text);
 }
 
-// The parts of a run that a checkpoint is written from.
+// The parts of a run that go into a checkpoint.
 typedef struct {
     Engine *engine;
     const Settings *settings;
@@ -254,9 +254,9 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->piece.first);
 }
 
-// Returns the ranges in the state file of a rank, *count of them, in their order: the rank's part
-// of every bucket of the moments and, with `low`, of the masters' low halves before them, without
-// the padding between ranks. With `muon`, blocks have no v. The caller frees the array.
+// Returns the ranges in a rank's state file, in file order, and their number in *count: with `low`,
+// the rank's part of every bucket of the masters' low halves; then that of the moments. Padding
+// between ranks is excluded. With `muon`, blocks have no v. The caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m);
@@ -276,7 +276,7 @@ static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, in
     return ranges;
 }
 
-// Writes a range. values: PIECE elements; out: as many of 4 bytes.
+// Writes a range. Buffers: values holds PIECE elements, out holds PIECE elements of 4 bytes.
 static void range_save(Engine *e, const Model *m, const StateRange *range, real *values,
                        unsigned char *out, Writer *w) {
     const int type = range->span.type;
@@ -349,7 +349,7 @@ typedef struct {
     char sha256[SHA256_TEXT];  // "": the checkpoint does not have this file
 } ManifestRow;
 typedef struct {
-    int ranks;  // of the run that saved it: the number of state files
+    int ranks;  // number of ranks that saved it, each with a state file
     ManifestRow files[CHECKPOINT_FILES];
 } Manifest;
 
@@ -626,8 +626,8 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     return !wrong && version != 3 ? "unsupported version; expected 3" : wrong;
 }
 
-// Opens and parses a manifest file. Returns NULL on success, otherwise an error message, also if
-// the file does not exist.
+// Opens and parses a manifest file. Returns NULL on success, otherwise an error message, for
+// example if the file does not exist.
 static const char *manifest_open(Manifest *manifest, const char *path) {
     Mapping map;
     if (mapping_open(&map, path) != 0) {
@@ -666,7 +666,7 @@ static int checkpoint_option(char out[PATH_BYTES], const char *folder, const cha
 }
 
 // Returns the step of the checkpoint that a weight file belongs to, from its folder's name, or 0.
-// With it, samples repeat those of the run.
+// Sampling at this step repeats the run's samples.
 static int64_t weights_step(const ModelFile *f) {
     const char *slash = strrchr(f->name, '/');
     int64_t step = 0;
@@ -738,10 +738,10 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     return manifest.ranks;
 }
 
-// The contents of a checkpoint's state files, of which the first sets the counters and the
-// identity.
+// The contents of a checkpoint's state files. The counters and the identity come from the first
+// file.
 typedef struct {
-    int ranks, low;  // number of files; 1: they hold low halves
+    int ranks, low;  // number of files; whether they hold low halves of the masters
     struct {
         Mapping map;
         StateRange *ranges;
@@ -752,12 +752,12 @@ typedef struct {
     Safetensors header;  // of the first file, for the rest of its metadata
 } StateFiles;
 
-// Finds the ranges of rank r's file, after the norms.
+// Locates the ranges in rank r's file, which follow the norms.
 static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetensors *f) {
     char name[RANGE_NAME] = "", optimizer[16];
     FileTensor t;
     int i = 0, count = 0;
-    safetensors_text(f, "--optimizer", optimizer, sizeof optimizer);  // none: AdamW
+    safetensors_text(f, "--optimizer", optimizer, sizeof optimizer);  // absent: AdamW
     const int muon = strcmp(optimizer, "muon") == 0;
     for (; safetensors_next(f, &t); i++) {
         if (i == 0) {
@@ -767,13 +767,13 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
         StateRange *range = &out->files[r].ranges[i < count ? i : 0];
         range_name(name, range);
         file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->piece.count,
-                     f->name, t.name, "is not the range of this model expected here");
+                     f->name, t.name, "is not the range that this model expects here");
         file_require(range->state == STATE_WEIGHTS ? t.type == FILE_U16 : t.type <= FILE_BF16,
                      f->name, t.name, "wrong dtype");
         range->span.data = t.data;
         range->span.type = t.type;
     }
-    if (i == 0) {  // more ranks than 64ths of a bucket
+    if (i == 0) {  // all of this rank's parts may be padding
         out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, muon, &count);
     }
     file_require(i == count && (r > 0 || count > 0), f->name, name,
@@ -781,8 +781,8 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
     out->files[r].count = count;
 }
 
-// Adds rank r's state file to `out`. The first file sets the counters and the identity; all other
-// files must have the same.
+// Adds rank r's state file to `out`. The counters and the identity are set by the first file; those
+// of all other files must be equal.
 static void state_parse(StateFiles *out, const Model *m, int r, const char *name) {
     Safetensors f;
     FileTensor t;
@@ -850,8 +850,8 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     free(values);
 }
 
-// Stores an option's value in the checkpoint as text in `was`; its default if the checkpoint
-// predates the option.
+// Writes the value that an option has in the checkpoint to `was`, as text. Writes the option's
+// default if the checkpoint predates the option.
 static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRow *row) {
     Options defaults;
     char text[64];
@@ -863,9 +863,9 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
     }
 }
 
-// Compares the options of the command with those of a checkpoint. `saying` 0: ends the run if one
-// differs that must be the same; 1: prints the others that differ: the new values apply from here
-// on.
+// Compares the options of the command with those of a checkpoint. Ends the run if an option differs
+// that must be the same. With `saying`, prints the other options that differ; the new values apply
+// from here on.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
@@ -888,8 +888,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
 }
 
 // Makes the engine use the checkpoint's choices, on every rank and even with --quiet, because the
-// run's bits depend on them. Earlier programs wrote those of attention under a key of their own.
-// Returns the name of what the engine cannot use, or NULL.
+// run's bits depend on them. Earlier versions of the program wrote those for attention under a
+// separate key. Returns NULL, or a description of the choices if the engine cannot use them.
 static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     char choices[2 * MATMUL_TEXT];
     safetensors_text(&f->header, "matmul", choices, MATMUL_TEXT);
@@ -899,8 +899,8 @@ static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     return took ? NULL : "matmul algorithms and attention kernels";
 }
 
-// Reports what a resume loses: precision, if the checkpoint stores weights or moments in fp32 and
-// the run has them in bf16; its matmul algorithms or kernels; its loss scale.
+// Reports what is lost in a resume: the precision of weights or moments that are fp32 in the
+// checkpoint and bf16 in the run; the choices of matmul algorithms and kernels; the loss scale.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 const char *others, const char *folder) {
     const Settings *s = run->settings;
@@ -921,8 +921,8 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
-// Ends the run if the checkpoint is from a run with another identity or model, with the first pair
-// of a name and a value in which the identities differ.
+// Ends the run if the checkpoint is from a run with a different identity or model. The error
+// message shows the first name and value that differ between the two identities.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
     const char *was = f->identity, *now = run->identity;
@@ -940,8 +940,8 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
         was + pair, ends[1], now + pair);
 }
 
-// Ends the run if the training data is not the checkpoint's. Other validation data is allowed: if
-// --val-data names the same files, whose contents have changed, prints a warning.
+// Ends the run if the training data differs from the checkpoint's. Different validation data is
+// allowed; if --val-data names the same files but their contents have changed, prints a warning.
 static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char *folder) {
     char was[PATH_BYTES], text[64], hash[24], now[24];
     for (int k = 0; k < 2; k++) {
@@ -999,8 +999,8 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
                             others, folder);
     }
     *state = f.run;
-    // A loss scale that is dropped here is 0 in the next checkpoint too. If the checkpoint has
-    // none, because its run used another type, the engine keeps its initial one.
+    // If the loss scale is dropped, it is also 0 in the next checkpoint. If the checkpoint has
+    // none, because its run used another type, the engine keeps its initial loss scale.
     if (!run->engine->scale_loss) {
         state->loss_scale_log2 = state->loss_scale_steps = 0;
     } else if (state->loss_scale_log2) {

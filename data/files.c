@@ -1,7 +1,7 @@
 // data/files.c -- errors, checked memory, file I/O, SHA-256, UTF-8, JSON and safetensors.
 //
 // Knows nothing about models, options or engines. Header fields are checked against the file length
-// before they are used. An error is one line that names the file.
+// before they are used. Each error message is one line that names the file.
 //
 // train_gpt2.c and data/tokenize.c include this file, as C11 and, for nvcc, as C++17.
 //
@@ -51,7 +51,7 @@ static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELA
 // same error, only one prints it: the others wait this long, and are terminated meanwhile.
 static int grace_ms;
 
-// The exit status of die(): 1, or 3 if what was asked for does not fit in memory.
+// The exit status of die(): 1, or 3 if the requested run does not fit in memory.
 enum { STATUS_TOO_LARGE = 3 };
 static int die_status = 1;
 
@@ -183,7 +183,7 @@ static ShortText count_text(int64_t n) {
     return text;
 }
 
-// Formats seconds, rounded to whole ones, as "0:59", "12:03" or "1:02:05"; from two days on "7 d".
+// Formats a duration in whole seconds: "0:59", "12:03", "1:02:05". From two days on: "7 d".
 static ShortText duration_text(double seconds) {
     ShortText text;
     const int64_t s = (int64_t)(seconds + 0.5), hours = s / 3600;
@@ -261,11 +261,11 @@ static void make_folders(const char *path) {
 
 // Locks an output folder until this process ends. If another process has the lock, ends the run
 // with a message that names that process.
-// 1. The lock is on a byte range of a file, because on NFS flock() is local to each machine, and of
-//    the open file (F_OFD_SETLK), because other fcntl() locks end when any descriptor is closed.
+// 1. It is a byte-range lock, because flock() on NFS is local to each machine. It belongs to the
+//    open file (F_OFD_SETLK), because other fcntl() locks end when any descriptor is closed.
 // 2. The file is never removed. Otherwise one process could lock the removed file while another
 //    locks a new file of the same name.
-// 3. Some file systems have no locks (Lustre without -o flock): there the run continues and warns.
+// 3. On a file system without locks (Lustre without -o flock), the run warns and continues.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all;
@@ -550,9 +550,9 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. UTF-8 and JSON
-// A JSON reader (RFC 8259, but literals and the form of numbers are not checked), and a writer for
-// the contents of JSON strings. The reader keeps its first error in `fault` and reads nothing after
-// it: all loops then end, so that callers check for an error only once, at the end.
+// A JSON reader (RFC 8259, but literals and number syntax are not checked), and a writer for the
+// contents of JSON strings. The reader keeps its first error in `fault` and reads nothing after it.
+// All loops then end, so callers check for an error only once, at the end.
 
 // Returns the length in bytes, 2 to 4, of the multi-byte UTF-8 character at `text`; 0 if it is
 // invalid (RFC 3629, section 4). At most `left` bytes are read.
@@ -914,7 +914,7 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
 // A file that is hashed while it is written. The first failure is kept in `error`. Later data are
 // dropped, because producing them may be a collective operation that other ranks take part in.
 typedef struct {
-    int fd;     // -1: not open: it failed or is closed, or another process writes the file
+    int fd;     // -1: closed, failed, or written by another process
     int error;  // errno of the first failure; 0: none
     int64_t bytes;
     char file[PATH_BYTES];

@@ -1,10 +1,10 @@
-// data/stories.c -- short stories from a grammar: a text to train on if no other is available.
+// data/stories.c -- writes short stories from a grammar, as training text if no other is available.
 //
 //     data/stories > data/stories.txt
 //
 // Writes 2 MB, the same bytes on every machine, because it uses only integers, no locale and its
-// own random number generator. A test has the SHA-256 of the text, and dev/train.sh a loss measured
-// on it. `<|endoftext|>` separates two stories.
+// own random number generator. A test checks the SHA-256 of the text, and dev/train.sh states a
+// loss measured on it. Stories are separated by `<|endoftext|>`.
 //
 // The notation of words and plots:
 //
@@ -12,11 +12,11 @@
 //     {thing}          a word from the list `thing`; {a thing}: preceded by "a" or "an";
 //                      {Thing}, {A thing}: capitalized
 //     {game.past}      another form of a word; forms are separated by /
-//     {he}             the hero's form of that name; {him}, {his} and {child} likewise
+//     {he}             the same as {hero.he}; {him}, {his} and {child} likewise
 //     '                a quotation mark
 //
-// A list marked KEPT uses one word for the whole story, so that Anna stays Anna. Two lists with the
-// same words (hero and friend, place and place2) use different words.
+// A list marked KEPT keeps one word for the whole story, so that Anna stays Anna. Two lists with
+// the same words (hero and friend, place and place2) keep different words.
 
 #include <stdint.h>
 #include <stdio.h>
@@ -172,7 +172,7 @@ enum { PLOTS = sizeof plots / sizeof plots[0] };
 
 // -------------------------------------------------------------------------------------------------
 // The teller
-// One pass over a plot replaces names by words and makes the choices, from left to right.
+// One pass over a plot, from left to right, makes the choices and replaces list names with words.
 
 static int kept[LISTS];    // index of each list's word in this story; -1: none yet
 static char story[STORY_BYTES];
@@ -189,7 +189,7 @@ static int random_below(int n) {
 
 static void put(char c) { story[length++] = c; }
 
-// Returns the text after the next `separator` outside of brackets; NULL if there is none before the
+// Returns the text after the next `separator` outside brackets, or NULL if there is none before the
 // end of the choice.
 static const char *behind(const char *p, char separator) {
     for (int depth = 0; *p && depth >= 0; p++) {
@@ -216,7 +216,7 @@ static const char *part(const char *p, char separator, int index) {
     return p;
 }
 
-// Returns a word of the list: the kept one, or a new one that no list with the same words has kept.
+// Returns a word from the list: the kept one, or one that no list with the same words has kept.
 static const char *draw(int list) {
     int index = kept[list];
     while (index < 0) {
@@ -246,7 +246,7 @@ static void tell_slot(const char *slot) {
     while (list < LISTS && strcmp(lists[list].name, word) != 0) {
         list++;
     }
-    if (list == LISTS) {    // {he} is {hero.he}
+    if (list == LISTS) {    // {he} means {hero.he}
         list = 0;
         form = word;
     }

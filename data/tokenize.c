@@ -4,11 +4,11 @@
 //     cat *.txt | data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
 //     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
 //
-// The files are mapped and cut into blocks; threads encode blocks, and each in its turn writes its
-// tokens. With --train-bpe all blocks are first counted, in one table of distinct pre-tokens.
+// The files are memory-mapped and cut into blocks, which threads encode in parallel and write in
+// order. With --train-bpe, a first pass over all blocks counts the distinct pre-tokens.
 //
-// 1. The shards are a function of the text and the arguments, not of the number of threads: where a
-//    block begins depends only on the text near a multiple of BLOCK_BYTES, and the blocks encode to
+// 1. The shards depend on the text and the arguments, but not on the number of threads: the start
+//    of a block depends only on the text near a multiple of BLOCK_BYTES, and the blocks encode to
 //    the same tokens as the whole file, except at an unsafe cut (PIECE_BYTES).
 // 2. A run writes all of its files or none: they have the suffix .part until all are complete.
 //
@@ -21,7 +21,7 @@
 
 enum {
     BLOCK_BYTES = 1 << 20,     // normal size of a block of text
-    PIECE_BYTES = 4 << 20,     // text without a safe cut in this many bytes is cut unsafely
+    PIECE_BYTES = 4 << 20,     // a text with no safe cut in this many bytes is cut unsafely
     MARKER_BYTES = 13
 };
 static const char marker[] = "<|endoftext|>";
@@ -35,9 +35,9 @@ static const char *const usage_text =
     "  --train-bpe N       learn a vocabulary of N tokens (257 to 65535) from the training text:\n"
     "                      256 bytes, N - 257 merges and end-of-text; writes PREFIX_merges.txt\n"
     "  -o PREFIX           path prefix of the output files, such as data/mine\n"
-    "  --documents         treat each FILE, split at <|endoftext|>, as separate documents: strip\n"
-    "                      them and put an end-of-text token before each; default: one plain\n"
-    "                      text\n"
+    "  --documents         split each FILE at <|endoftext|> into documents, strip surrounding\n"
+    "                      whitespace and put an end-of-text token before each; default: one\n"
+    "                      plain text\n"
     "  --val-fraction F    hold out the last fraction F of the text for validation, rounded to\n"
     "                      whole documents with --documents; default: 0.1; 0: no validation\n"
     "  --val-file FILE     validate on this file instead; train on all the others\n"
@@ -122,7 +122,8 @@ static void on_signal(int number) { stop_signal = number; }
 
 // -------------------------------------------------------------------------------------------------
 // Text
-// The text is a list of parts: whole files, or the two sides of the split in one file.
+// A text is a list of parts. Each is a whole file, or one side of the file that is split between
+// training and validation.
 
 typedef struct {
     const char *bytes;
@@ -134,7 +135,7 @@ typedef struct {
     int64_t size;                // bytes of all parts
 } Corpus;
 
-// Maps a file; standard input is first copied to an unlinked file beside the output.
+// Maps a file; standard input is first copied to an unlinked file next to the output.
 static Part file_map(const char *name, const char *prefix) {
     Mapping map;
     char path[PATH_BYTES], piece[1 << 16];
@@ -170,8 +171,8 @@ static Part file_map(const char *name, const char *prefix) {
 
 static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// Returns whether a document begins at `at`: only blanks lie between it and a marker or the part's
-// begin.
+// Returns whether a document begins at `at`: only blanks separate it from a marker or from the
+// start of the part.
 static int document_begins(const Part *part, size_t at) {
     while (at > 0 && is_blank(part->bytes[at - 1])) {
         at--;
@@ -180,11 +181,11 @@ static int document_begins(const Part *part, size_t at) {
                        memcmp(part->bytes + at - MARKER_BYTES, marker, MARKER_BYTES) == 0);
 }
 
-// Returns the offset in a file, at `at` or later, where validation may begin: the begin of a UTF-8
-// character or, with --documents, of a document.
+// Returns the first offset in a file, not before `at`, where validation may begin: the start of a
+// UTF-8 character or, with --documents, of a document.
 static size_t split_at(const Part *file, size_t at, int documents) {
     if (documents && at > 0) {
-        const size_t from = at > MARKER_BYTES ? at - MARKER_BYTES : 0;  // a marker may span it
+        const size_t from = at > MARKER_BYTES ? at - MARKER_BYTES : 0;  // a marker may span `at`
         const char *found = (const char *)memmem(file->bytes + from, file->size - from, marker,
                                                  MARKER_BYTES);
         return found ? (size_t)(found - file->bytes) + MARKER_BYTES : file->size;
@@ -203,7 +204,7 @@ static void corpus_add(Corpus *t, const char *bytes, size_t size) {
     t->size += (int64_t)size;
 }
 
-// Maps all files and divides them into the text for training and that for validation.
+// Maps all files and divides them into training text and validation text.
 static void corpus_open(Corpus texts[2], const Arguments *a) {
     const int count = a->file_count + (a->val_file != NULL);
     Part *files = (Part *)alloc_zero((size_t)count, sizeof *files);
@@ -229,9 +230,9 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
 
 // -------------------------------------------------------------------------------------------------
 // Distinct pre-tokens
-// --train-bpe needs to know how often each pre-token ("word") occurs. Every block has a table of
-// its own words, which are added to the table of the text in the order of the blocks, so that the
-// result does not depend on the number of threads.
+// --train-bpe needs to know how often each pre-token ("word") occurs. Each block counts its words
+// in a separate table. These tables are merged into that of the text in block order, so the result
+// does not depend on the number of threads.
 
 typedef struct {
     int64_t count;
@@ -253,7 +254,7 @@ static void words_free(WordTable *t) {
     memset(t, 0, sizeof *t);
 }
 
-// Adds `count` occurrences of the word of n bytes.
+// Adds `count` occurrences of a word of n bytes.
 static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, int64_t count) {
     if (t->word_count >= t->slot_count / 2) {
         free(t->slots);
@@ -293,7 +294,7 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
     t->slots[at] = t->word_count;
 }
 
-// Adds the pre-tokens of a text.
+// Adds the pre-tokens of a text of n bytes.
 static void words_count(WordTable *t, const Bpe *bpe, const char *text, size_t n) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     for (const unsigned char *next; p < end; p = next) {
@@ -316,11 +317,11 @@ static void words_merge(WordTable *t, WordTable *more) {
 // Learning merges
 // Byte-pair encoding: repeatedly merges the most frequent pair of adjacent tokens in the words into
 // a new token. Ties go to the pair with the lower ids (left token first), as in BpeTrainer of
-// Hugging Face's tokenizers, so that the merges are the same.
-// 1. A pair has its number of occurrences, overlapping ones included (aa in aaa), and a list of the
-//    words that it may occur in.
-// 2. Only pairs of the newest token gain occurrences. So a count in the heap may be too high, never
-//    too low; a pair with an outdated count is put back.
+// Hugging Face's tokenizers, so both learn the same merges.
+// 1. A pair stores the number of its occurrences, including overlapping ones (aa in aaa), and a
+//    list of the words that may contain it.
+// 2. Only pairs that contain the newest token gain occurrences, so a count in the heap may be too
+//    high but never too low; a pair with an outdated count is pushed again with the current one.
 
 typedef struct {
     uint32_t key;              // id of the left token << 16 | id of the right one
@@ -336,7 +337,7 @@ typedef struct {
     uint32_t *slots;           // hash table: index of a pair + 1; 0: free
     uint32_t pair_count, slot_count;
     Heap heap;                 // of pair_rank(); a rank may be outdated
-    uint16_t bytes[MAX_VOCABULARY];    // of each token
+    uint16_t bytes[MAX_VOCABULARY];    // length of each token
 } Learner;
 
 static uint32_t pair_slot(const Learner *l, uint32_t key) {
@@ -347,7 +348,7 @@ static uint32_t pair_slot(const Learner *l, uint32_t key) {
     return at;
 }
 
-// Returns a pair, which is added if it is new.
+// Returns the pair with this key, and adds it if it is new.
 static Pair *pair_get(Learner *l, uint32_t key) {
     uint32_t at = pair_slot(l, key);
     if (!l->slots[at]) {
@@ -368,13 +369,13 @@ static Pair *pair_get(Learner *l, uint32_t key) {
     return &l->pairs[l->slots[at] - 1];
 }
 
-// Returns a pair's place in the order of merges: by falling count, then by key. Counts above 2^32
-// are as good as 2^32.
+// Returns a pair's rank in the merge order: by descending count, then by key. Counts saturate at
+// 2^32 - 1.
 static uint64_t pair_rank(const Pair *pair) {
     return (uint64_t)(UINT32_MAX - min_i64(pair->count, UINT32_MAX)) << 32 | pair->key;
 }
 
-// Adds `times` occurrences of a pair in a word, or removes -times.
+// Adds `times` occurrences of a pair in a word; a negative number removes occurrences.
 static void pair_change(Learner *l, int left, int right, uint32_t word, int64_t times) {
     if (l->bytes[left] + l->bytes[right] > BPE_LONGEST) {
         return;
@@ -391,7 +392,7 @@ static void pair_change(Learner *l, int left, int right, uint32_t word, int64_t 
     pair->words[pair->word_count++] = word;
 }
 
-// Replaces every occurrence of the tokens a b in a word by the token `id`.
+// Replaces every occurrence of the pair (a, b) in a word with the token `id`.
 static void word_merge(Learner *l, uint32_t word, int a, int b, int id) {
     uint16_t *s = l->symbols + l->table->words[word].at;
     const uint32_t n = l->lengths[word];
@@ -416,7 +417,7 @@ static void word_merge(Learner *l, uint32_t word, int a, int b, int id) {
     l->lengths[word] = kept;
 }
 
-// Fills in the symbols of all words and the pairs of bytes.
+// Initializes the symbols of all words and the pairs of bytes.
 static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
     l->table = t;
     l->symbols = (uint16_t *)alloc_zero(t->text_bytes + 1, sizeof *l->symbols);
@@ -452,7 +453,7 @@ static void learner_close(Learner *l) {
 }
 
 // Learns `merges` merges from the words of a text and adds them to a vocabulary of the 256 bytes.
-// Returns their number, which is lower if no pair is left or after a signal.
+// Returns the number learned, which is lower if no pairs are left or a signal arrives.
 static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
     Learner *l = (Learner *)alloc_zero(1, sizeof *l);
     int done = 0;
@@ -487,7 +488,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
             word_merge(l, pair.words[i], a, b, id);
         }
         free(pair.words);
-        for (uint32_t i = first; i < l->pair_count; i++) {  // all pairs of the new token
+        for (uint32_t i = first; i < l->pair_count; i++) {  // all pairs that contain the new token
             if (l->pairs[i].count > 0) {
                 heap_push(&l->heap, pair_rank(&l->pairs[i]));
             }
@@ -507,7 +508,7 @@ typedef struct {
 static Output *outputs;          // all files of this run, written as `path`.part
 static int output_count;
 
-// Renames the files of this run to their names, or removes them.
+// Renames the files of this run to their final names or, if it is not complete, removes them.
 static void outputs_end(int complete) {
     char part[PATH_BYTES + 8];
     for (int i = 0; i < output_count; i++) {
@@ -536,7 +537,7 @@ static int output_open(const char *path) {
     return fd;
 }
 
-// Writes to the newest file.
+// Writes to the most recently opened file.
 static void output_write(int fd, const void *data, size_t bytes) {
     if (write_all(fd, data, bytes) != 0) {
         die("cannot write %s.part: %s", outputs[output_count - 1].path, strerror(errno));
@@ -556,7 +557,7 @@ typedef struct {
     char path[PATH_BYTES];
     Tokenizer tokenizer;
     int fd;                         // of the open shard; -1: none
-    int64_t shards;                 // complete ones
+    int64_t shards;                 // number of complete shards
     int64_t shard_tokens, tokens;   // tokens in the open shard, and in all shards
     Sha256 sha;                     // of the tokens in the open shard
 } Sink;
@@ -578,8 +579,8 @@ static void sink_open(Sink *s) {
     output_write(s->fd, header, sizeof header);
 }
 
-// Completes the open shard, if any. The SHA-256 in its header is of all tokens and the header with
-// zeros in place of the hash.
+// Completes the open shard, if any. The SHA-256 in its header covers all tokens, then the header
+// with zeros in place of the hash.
 static void sink_finish(Sink *s) {
     if (s->fd < 0) {
         return;
@@ -602,8 +603,8 @@ static void sink_finish(Sink *s) {
     s->shards++;
 }
 
-// Appends tokens to as many shards as they fill. A shard is created with its first token, so none
-// is empty.
+// Appends tokens, starting a new shard whenever one is full. A shard is created when its first
+// token arrives, so no shard is empty.
 static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     const int64_t numbered = s->arguments->shard_tokens, limit = numbered ? numbered : INT32_MAX;
     s->tokens += count;
@@ -625,8 +626,8 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     }
 }
 
-// Ends the run if shards of an earlier run with more shards or other names would be left, because
-// the same glob pattern would read them too.
+// Ends the run if an earlier run, with more shards or other names, has left shards that the same
+// glob pattern would match.
 static void sink_check_others(const Sink *s) {
     const int numbered = s->arguments->shard_tokens > 0;
     char path[2][PATH_BYTES];
@@ -648,12 +649,12 @@ typedef struct {
     Bpe bpe;
     Tokenizer tokenizer;
     int documents;
-    WordTable *words;            // not NULL: pre-tokens are counted, for a vocabulary to learn
+    WordTable *words;            // not NULL: count pre-tokens here instead of encoding
 } Coder;
 
-// Returns the first offset from `at` on where a part may be cut without changing the tokens
-// (bpe_cut_is_safe), which is never in a marker. If there is no such place in PIECE_BYTES, a cut
-// between two UTF-8 characters.
+// Returns the first offset, not before `at`, where a part can be cut without changing the tokens
+// (bpe_cut_is_safe); it is never inside a marker. If there is none within PIECE_BYTES, returns an
+// offset between two UTF-8 characters.
 static size_t block_begin(const Part *part, size_t at) {
     if (at == 0 || at >= part->size) {
         return at < part->size ? at : part->size;
@@ -683,7 +684,7 @@ static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     return (int64_t)n;
 }
 
-// Encodes bytes begin to end of a part. Documents that contain only blanks are dropped. Returns the
+// Encodes bytes [begin, end) of a part. Documents that contain only blanks are dropped. Returns the
 // number of tokens.
 static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *words,
                             const Part *part, size_t begin, size_t end, uint16_t *tokens) {
@@ -712,8 +713,8 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     return count;
 }
 
-// Encodes a text into a sink, or counts its pre-tokens. Threads encode blocks and write them one
-// after another.
+// Encodes a text into a sink, or counts its pre-tokens. Threads encode blocks in parallel and write
+// them in order.
 static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
     const Part *parts = text->parts;
     const int count = text->count;
@@ -724,7 +725,7 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
     }
     #pragma omp parallel
     {
-        BpeEncoder encoder;  // empty for bytes and while counting
+        BpeEncoder encoder;  // unused for bytes and while counting
         size_t capacity = 0;
         uint16_t *tokens = NULL;
         int part = 0;
@@ -816,7 +817,7 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
            count_text(merges).s, count_text(count).s);
 }
 
-// Sets the tokenizer: of bytes, of --train-bpe, of --tokenizer, or GPT-2's.
+// Sets the tokenizer: bytes, the one learned by --train-bpe, that of --tokenizer, or GPT-2's.
 static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train) {
     char path[PATH_BYTES];
     if (a->train_bpe) {

@@ -29,11 +29,11 @@
 typedef int32_t Token;
 
 enum { BYTE_VOCABULARY = 257, GPT2_VOCABULARY = 50257, GPT2_END_OF_TEXT = GPT2_VOCABULARY - 1 };
-enum { GPT2_PADDED = 50304 };  // GPT-2's vocabulary rounded up to a multiple of 64: nanoGPT's files
-enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of a BPE: the bytes and <|endoftext|>
+enum { GPT2_PADDED = 50304 };  // GPT-2's vocabulary rounded up to a multiple of 64 (nanoGPT)
+enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of BPEs; 257: bytes, <|endoftext|>
 
-// A tokenizer as token shards name it. Tokenizers of the same size are told apart by the hash of
-// their merges.
+// The identity of a tokenizer, as stored in token shards. Tokenizers of the same size are
+// distinguished by the hash of their merges.
 enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1, TOKENIZER_MERGES = 2 };
 typedef struct {
     int kind, vocabulary;
@@ -92,9 +92,9 @@ static const char number_runs[] =
 enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
 enum { CLASSES = 0x32400 };  // code points from here on are CLASS_OTHER
 
-// Sets the class of all code points in `runs`. Each character of `runs` stands for d, its distance
-// from '#'. A number is 76 q + d, where d < 76 is its last character and q is a base-16 number: the
-// characters before the last one have d >= 76, and their digits are d - 75.
+// Sets the class of all code points in `runs`. Each character of `runs` encodes d, its distance
+// from '#'. A number is 76 q + d, where d < 76 is from its last character. The characters before it
+// have d >= 76; they are the base-16 digits of q, each with the value d - 75.
 static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
     uint32_t at = 0;
     for (int inside = 0; *runs; inside = !inside) {
@@ -117,7 +117,7 @@ static int is_space(uint32_t c) {
 
 // A vocabulary: id -> bytes, bytes -> id, and the class of every character. It takes 5 MiB, most of
 // which is never touched, so it must be static or allocated, not on a stack.
-// BPE_TEXT and BPE_LONGEST are the most bytes of all tokens together and of one token.
+// BPE_TEXT and BPE_LONGEST limit the bytes of all tokens together and of one token.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
@@ -211,8 +211,8 @@ static void bpe_begin_bytes(Bpe *bpe, int byte_of[BYTE_CHARACTERS]) {
 }
 
 // Parses a vocab.bpe or merges.txt: a first line `#version`, then one merge per line, its two
-// tokens as characters. Ids 0 to 255 are the bytes, 256 + i is merge i, and the last id is
-// <|endoftext|>.
+// tokens written as characters (byte_character). Ids 0 to 255 are the bytes, 256 + i is merge i,
+// and the last id is <|endoftext|>.
 static const char merges_first_line[] = "#version: 0.2\n";
 static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
     int byte_of[BYTE_CHARACTERS], line = 2;
@@ -250,8 +250,8 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
     }
 }
 
-// Finds GPT-2's vocabulary: `asked` (--tokenizer), which need not exist, else data/vocab.bpe.
-// Returns 0 if there is none.
+// Finds the path of GPT-2's vocabulary: `asked` (--tokenizer) if given, even if the file does not
+// exist, otherwise data/vocab.bpe. Returns 0 if there is none.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
     path_print(path, "%s", asked[0] ? asked : "data/vocab.bpe");
     return asked[0] || access(path, F_OK) == 0;
@@ -290,17 +290,17 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
         } while (q < end && char_class(bpe, q, end, &length) == kind);
         return q;
     }
-    // `\s+(?!\S)` leaves the last whitespace character to the next pre-token; a single one is a
-    // pre-token of its own (`\s+`).
+    // `\s+(?!\S)` leaves the last whitespace character to the next pre-token; a single whitespace
+    // character is a separate pre-token (`\s+`).
     for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
         last = q;
     }
     return q == end || last == p ? q : last;
 }
 
-// Returns whether the text can be split at offset i > 0, where it has ASCII whitespace, so that the
-// two parts, encoded separately, give the tokens of the whole: the character before is not
-// whitespace. No alternative of the pattern continues from such a character to whitespace, so a
+// Returns whether encoding the text in two parts, split before the ASCII whitespace at offset
+// i > 0, gives the same tokens as encoding it whole. This holds if the preceding character is not
+// whitespace: no alternative of the pattern continues from such a character to whitespace, so a
 // pre-token ends there, and the only alternative that looks ahead (\s+) cannot end there.
 __attribute__((unused)) static int bpe_cut_is_safe(const char *text, size_t i) {
     const unsigned char *t = (const unsigned char *)text;
@@ -312,7 +312,7 @@ __attribute__((unused)) static int bpe_cut_is_safe(const char *text, size_t i) {
     return (size_t)utf8_decode(&c, t + start, i - start) == i - start && !is_space(c);
 }
 
-// A binary heap with the least item at the top.
+// A binary heap with the smallest item at the top.
 typedef struct {
     uint64_t *items;
     size_t count, capacity;
@@ -345,16 +345,16 @@ static uint64_t heap_pop(Heap *h) {
     return top;
 }
 
-// The state of one thread that encodes: a direct-mapped cache of short pre-tokens ("words") and
-// their tokens, 2 MiB, and nodes and a heap of 28 bytes per byte of the longest pre-token so far.
+// One thread's encoder state: a direct-mapped 2-MiB cache of short pre-tokens ("words") with their
+// tokens; and nodes and a heap, together 28 bytes per byte of the longest pre-token so far.
 enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
 typedef struct {
-    uint64_t key[4];  // the word's bytes, zero padding, and in the last byte their number
+    uint64_t key[4];  // the word's bytes, zero padding, and its length in the last byte
     uint16_t count, tokens[WORD_TOKENS];
 } BpeWord;
 typedef struct {
     uint32_t next, previous;  // offsets at which the adjacent tokens begin
-    int32_t merged;           // id of this token merged with the next one; -1: not a token
+    int32_t merged;           // id of the token that this and the next one merge into; -1: none
 } BpeNode;
 typedef struct {
     const Bpe *bpe;
@@ -362,7 +362,7 @@ typedef struct {
     BpeNode *nodes;  // indexed by the offset at which a token begins
     size_t capacity;
     Heap heap;       // merged id << 32 | offset; outdated entries are skipped when popped
-    int limit;       // ids from here on are not merged
+    int limit;       // only merges into tokens with lower ids are applied
 } BpeEncoder;
 
 static void bpe_encoder_open(BpeEncoder *e, const Bpe *bpe) {
@@ -389,9 +389,9 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     }
 }
 
-// Encodes one pre-token of n bytes with the tokens below `limit` into `out`, and returns the number
-// of its tokens. Every merge pops an entry, removes one token and pushes at most two entries, so
-// the total time is O(n log n) and the heap has at most 2 n entries.
+// Encodes one pre-token of n bytes into `out`, using only ids below `limit`, and returns the number
+// of tokens. Every merge pops an entry, removes one token and pushes at most two entries, so the
+// total time is O(n log n) and the heap has at most 2 n entries.
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, uint16_t *out) {
     check(n < UINT32_MAX, "a pre-token of %zu bytes", n);
     e->limit = limit;
@@ -500,9 +500,8 @@ static char *bpe_merges_text(const Bpe *bpe, size_t *size) {
 }
 
 // Sets bpe->tokenizer. Ends the run unless the merges file `bytes` is the one that
-// bpe_merges_text() would write, which a checkpoint stores. The two differ if the merges above some
-// merge keep it from ever being applied; other programs would give different tokens with such a
-// file.
+// bpe_merges_text() would write, which a checkpoint stores. The two differ if earlier merges keep
+// a merge from ever being applied; with such a file, other programs would give different tokens.
 static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name) {
     size_t size, at = 0;
     int line = 1;
@@ -523,8 +522,8 @@ static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name
     }
 }
 
-// Reads a vocabulary. Ends the run if it is not the tokenizer `want` of the data `of`; NULL: any is
-// allowed.
+// Reads a vocabulary. Ends the run unless it is `want`, the tokenizer of the data `of`. If `want`
+// is NULL, any is allowed.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     Mapping file;
     if (mapping_open(&file, path) != 0) {
@@ -577,11 +576,11 @@ static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe,
 
 // -------------------------------------------------------------------------------------------------
 // 2. Token shards
-// A shard is a file of a header of 256 int32 and then uint16 tokens. The header names the
-// tokenizer; all shards of a data set must have the same one. data/tokenize also writes a SHA-256
-// into it, which covers the whole file; shards of other programs have zeros there.
+// A shard is a file with a header of 256 int32, followed by uint16 tokens. The header names the
+// tokenizer; all shards of a data set must have the same one. data/tokenize also stores a SHA-256
+// in the header that covers the whole file; other programs leave zeros there.
 
-enum { SHARD_SHA256 = 8, SHARD_EDGE = 1 << 20 };  // first of 8 words of the header; bytes
+enum { SHARD_SHA256 = 8, SHARD_EDGE = 1 << 20 };  // header word where the hash starts; bytes
 
 typedef struct {
     char path[PATH_BYTES];
@@ -665,10 +664,10 @@ static const char *shard_hash_edges(Shard *shard) {
 
 // -------------------------------------------------------------------------------------------------
 // 3. Evaluation files
-// Multiple choice: contexts, each with several completions and one correct answer. The format is
-// llm.c's, documented at write_evalfile in llm.c's dev/data/data_common.py: a header with the
-// number of examples and the size in bytes of the largest one, then for each example uint16 words:
-// 65535; the example's size in bytes, index, label (the correct completion) and number of
+// Multiple choice: each example is a context and several completions, one of them correct. The
+// format is llm.c's, documented at write_evalfile in llm.c's dev/data/data_common.py: a header with
+// the number of examples and the size in bytes of the largest one, then for each example uint16
+// words: 65535; the example's size in bytes, index, label (the correct completion) and number of
 // completions; and the length and tokens of the context and of each completion. Tested with
 // synthetic files only, not yet with published ones.
 
@@ -690,7 +689,7 @@ typedef struct {
     const unsigned char *bytes;
     size_t size, longest_bytes;
     int examples, vocabulary;
-    int longest_row, longest_completion, longest_at;  // tokens, tokens, index of its example
+    int longest_row, longest_completion, longest_at;  // tokens; tokens; its example's index
 } EvalFile;
 
 static int eval_word(const unsigned char *words, int64_t i) {

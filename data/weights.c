@@ -2,13 +2,13 @@
 //
 // Reads model.safetensors, or its parts, with config.json, and llm.c's .bin files; writes
 // safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints. The files are
-// untrusted input, also checked against the model's shapes.
+// untrusted input; their tensors are also checked against the model's shapes.
 //
 // Hugging Face stores the weight matrices of a block as (in, out), the transpose of this program's
 // layout, and wte without its padding rows.
 
-// Tensors that Hugging Face's files may contain in addition to the sixteen: the causal mask (two
-// tensors) and the tied head.
+// Tensors that Hugging Face's files may contain in addition to those of tensor_table: the causal
+// mask (two tensors) and the tied head.
 enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
 static const struct {
     const char *hf_name;
@@ -99,8 +99,8 @@ static int file_tensor_find(const char *name, int L, int *layer) {
     return -1;
 }
 
-// Ends the run if a model exceeds the limits of this program, the same as for a shape given as an
-// option.
+// Ends the run if a model exceeds the limits of this program. They also apply to a shape given as
+// an option.
 static void model_require(const Model *m, const char *name) {
     if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
         die("%s: unsupported model: %d layers, %d heads, %d channels, %d positions, %d tokens; "
@@ -160,8 +160,8 @@ static void spans_complete(const Span *spans, const Model *m, const char *name) 
     }
 }
 
-// Parses the sizes in a Hugging Face config.json. Settings under which the same weights would
-// compute a different function are refused; those used only for training or generation are ignored.
+// Parses the sizes in a Hugging Face config.json. Rejects settings with which equal weights would
+// compute a different function; ignores those used only for training or generation.
 static void config_parse(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     static const char *const sizes[] = {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"};
     static const struct {
@@ -260,7 +260,7 @@ static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const c
 }
 
 // Opens the weights that -e names: a folder with config.json and model.safetensors or its parts,
-// model-N-of-M.safetensors; the path of such a model.safetensors; or llm.c's file. Ends the run on
+// model-N-of-M.safetensors; the path of such a model.safetensors; or an llm.c file. Ends the run on
 // any error.
 static void model_file_open(ModelFile *f, const char *path) {
     char config[PATH_BYTES], pattern[PATH_BYTES];
@@ -376,7 +376,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                 } else {
                     span_values(values, s, i, count);
                 }
-                int finite = 1;  // one number that is not would soon make all others not finite
+                int finite = 1;  // a single NaN or infinity would soon spread to all weights
                 for (int64_t k = 0; k < count; k++) {
                     finite &= values[k] - values[k] == 0;
                 }
@@ -391,7 +391,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
     free(values);
 }
 
-// Converts numbers to a file's type: FILE_F32, FILE_BF16, or FILE_U16 for the low half.
+// Converts numbers to a file's type: FILE_F32, FILE_BF16, or FILE_U16 for the low halves.
 static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
     if (!GPT2_DOUBLE && type == FILE_F32) {
         memcpy(out, values, (size_t)count * 4);

@@ -950,7 +950,7 @@ template <class E, class G> static void check_misaligned() {
     E *p = (E *)(void *)ints, *odd = p + 1;
     G *g = (G *)(void *)ints;
     auto refuses = [](const char *launcher, const std::function<void()> &launch) {
-        expect_refused(outcome(spawn(launch)), "is not a multiple of 16 bytes", launcher);
+        expect_refused(outcome(spawn(launch)), "is not 16-byte aligned", launcher);
         expect(has(read_file("stderr"), Text(launcher) + ": "));
     };
     refuses("gpu_embedding_forward", [&] { gpu_embedding_forward(p, ints, p, odd, 1, N, C, 0); });
