@@ -19,8 +19,8 @@ endif
 MARCH := $(firstword $(foreach f,-march=native -mcpu=native,$(if $(call try,$(CC) $(f) -xc),$(f))))
 OMP := $(if $(call try,$(CC) -fopenmp -include omp.h -x c),-fopenmp)
 SAN = $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++)
-# Debian's gcc-multilib, which adds a link to these headers, cannot be installed next to a compiler
-# for ARM; gcc-12-multilib can.
+# Debian's gcc-multilib, which adds a link to these headers, conflicts with ARM cross-compilers;
+# gcc-12-multilib does not.
 CC32 = $(CC) -m32 -msse2 -mfpmath=sse -idirafter /usr/include/$(shell $(CC) -print-multiarch)
 M32 = $(call try,$(CC32) -include errno.h -x c,-lm)
 FUZZ_CC = $(firstword $(foreach c,clang clang-14,$(call on_path,$(c))) clang)
@@ -36,8 +36,8 @@ NVCC := $(shell nvcc=$$(command -v nvcc || echo /usr/local/cuda/bin/nvcc); \
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
 CUDA_INCLUDE := $(patsubst %,-isystem %,$(filter-out /usr/include,$(CUDA_HOME:%=%/include)))
 CUDA_LIBRARIES := $(wildcard $(foreach h,$(filter-out /usr,$(CUDA_HOME)),$h/lib64 $h/targets/*/lib))
-# Compute capabilities of the installed GPUs from 75 on, the oldest that nvcc 13 supports. 90a is
-# sm_90 with its architecture-specific instructions; nvcc supports both from 12.0 on. nvidia-smi
+# Compute capabilities of the installed GPUs, from 75 up, the oldest that nvcc 13 supports. 90a is
+# sm_90 with its architecture-specific instructions; nvcc supports both since 12.0. nvidia-smi
 # takes seconds, so it runs only if something is built.
 GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=compute_cap \
          --format=csv,noheader 2>/dev/null | grep -x '[0-9]*\.[0-9]' | tr -d . | awk '$$1>74')))
@@ -56,8 +56,8 @@ $(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none found (sm_75 o
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL,✗ NCCL: one GPU only)))
 endif
 # --- Flags ----------------------------------------------------------------------------------------
-# Multiplications and additions are contracted in the matmul only, and -Ofast is never used, so the
-# same source gives the same bits. Exception: MARCH=-march=x86-64 has no fused multiply-add.
+# Multiplications and additions are fused only in the matmul, and -Ofast is never used, so the same
+# source gives the same bits. Exception: MARCH=-march=x86-64 has no fused multiply-add.
 # Warnings stop the build only with WERROR=-Werror, as in `make test`: a warning from an untested
 # compiler must not keep a user from building the program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
@@ -67,13 +67,13 @@ C := $(CC) -std=c11 $(OPT) -Wc++-compat
 # about C's partial initializers.
 AROUND := -Wno-unused-function
 CPP := $(CXX) -std=c++17 $(OPT) -Wno-missing-field-initializers $(AROUND) -x c++
-# Line tables only, and no checks that duplicate ASan's: halves the compile time.
+# Keeping only line tables and dropping checks that duplicate ASan's halves the compile time.
 ASAN := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
         -fno-sanitize=null,object-size,vptr
 NO_HEADERS = $@ needs CUDA's headers: a toolkit, or the wheels dev/cuda_cpu/cuda_runtime.h names
 CUDA_ON_CPU = $(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CPP) -O2 -Idev/cuda_cpu $(CUDA_INCLUDE)
 NV1 := $(NVCC) -std=c++17 -O3 -fmad=false $(if $(filter -Werror,$(WERROR)),-Werror all-warnings)
-# If no GPU is found: sm_80, and PTX, which the driver of a newer GPU compiles at start-up.
+# If no GPU is found: sm_80, plus PTX, which the driver of a newer GPU compiles at start-up.
 NV := $(NV1) -lineinfo $(foreach a,$(or $(ARCH),80),-gencode arch=compute_$(a),code=sm_$(a)) \
       $(if $(ARCH),,-gencode arch=compute_80,code=compute_80) \
       $(CUDA_LIBRARIES:%=-Xlinker -rpath,%) \
@@ -95,17 +95,17 @@ PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9_\/]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
-# A changed compiler or flag rebuilds all that depends on this file. WERROR is left out: it does not
-# affect the result.
+# A changed compiler or flag rebuilds everything that depends on this file. WERROR is left out
+# because it does not affect the result.
 all_flags = $(filter-out -Werror all-warnings $(WERROR),$(C) $(CPP) \
               $(if $(filter %/gpu,$@),$(NV) $(WITH_NCCL),$(NV1)))
 build/flags build/gpu: FORCE
 	@mkdir -p build; echo '$(all_flags)' | cmp -s - $@ || echo '$(all_flags)' > $@
-# Building a program also prepares data if there is none, after a line that says so; a failure
-# prints one more and is ignored. `make train` uses what is there: `make data` tries again.
+# Building a program also prepares data if there is none, and says so on one line; a failure adds a
+# second line and is ignored. `make train` uses whatever data exists; `make data` tries again.
 EMPTY_DATA := $(if $(wildcard data/*.bin)$(filter train data,$(MAKECMDGOALS)),,some_data)
 some_data:
-	@echo "no data in data/ yet: preparing tinyshakespeare, or stories without a network"
+	@echo "no data in data/ yet: preparing tinyshakespeare, or stories if there is no network"
 	@mkdir -p build; $(MAKE) -s data 2> build/data.log || \
 	echo "no data yet ($$(grep -v '^make\|^ ' build/data.log | tail -n 1)): make data tries again"
 train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
@@ -143,11 +143,11 @@ build/test_gpt2cu: test_gpt2.cu build/flags build/gpu
 build/bench: dev/bench/bench.cu build/gpu
 train_gpt2cu build/test_gpt2cu build/bench:
 	@NVCC='$(NVCC)' dev/deps.sh cuda
-	$(if $(ARCH),,@echo 'No GPU to build for: $@ is for sm_80 and newer;' \
-	    'ARCH="89 90a" names yours, ARCH=75 a T4 or RTX 20.')
+	$(if $(ARCH),,@echo 'No GPU found: $@ is built for sm_80 and newer;' \
+	    'ARCH="89 90a" selects other GPUs, ARCH=75 a T4 or RTX 20.')
 	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt $(WITH_NCCL)
-# The GPU program and its tools on the CPU. The benchmark's times mean nothing there: the target
-# only shows that it runs.
+# The GPU program and its tools, emulated on the CPU. The benchmark's times are meaningless there;
+# its target only shows that it runs.
 train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the GPU program, emulated on the CPU
 build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
 build/test_gpt2cu_cpu build/test_gpt2cu_cpu_asan: test_gpt2.cu build/flags
@@ -171,7 +171,7 @@ build/train_gpt2_one.c build/train_gpt2_one.cu: build/train_gpt2_one.%: train_gp
 	if (line ~ /^#include "/) { split(line, part, "\""); paste(part[2]) } else print line } \
 	BEGIN { paste("$<") }' > $@
 # The memory plan as a web page: the CPU program compiled to WebAssembly, pasted into one file that
-# needs no server. emcc's own scripts need Debian's copy of acorn, whichever node runs them.
+# needs no server. emcc's own scripts need Debian's copy of acorn, regardless of which node is used.
 EMCC := $(call on_path,emcc)
 build/page/plan.js: dev/page/plan.c build/flags
 	$(if $(EMCC),,$(error make page needs emcc: apt install emscripten))@mkdir -p $(@D)
@@ -193,7 +193,7 @@ train: $(PROGRAM) $(TRAIN_DATA) ## build, prepare data, train a small GPT-2, pri
 FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \
         M32='$(M32)' NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' \
         CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)'
-# A script that itself runs make shares this make's jobs; with make -n it is only printed.
+# Scripts that themselves run make share this make's job slots; with make -n they are only printed.
 SHARED := $(if $(findstring n,$(filter-out -%,$(firstword $(MAKEFLAGS)))),,+)
 test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compilers
 	@dev/deps.sh test $(if $(filter-out 0 main,$(ALL)$(FULL)),lint)

@@ -1,17 +1,18 @@
-// test_gpt2.cu -- numeric tests of train_gpt2: every chapter that computes, tested from inside.
+// test_gpt2.cu -- unit tests of train_gpt2, compiled together with its source.
 //
 // One program with a table of tests; dev/test/harness.h describes its arguments and output. Naive
-// references of the fast code compute in a wider type and supply the tolerance of every element.
+// reference implementations compute in a wider type and supply a tolerance for every element.
 //
-// Tolerances are not tuned: each is an error model (sum_error, below) or next to a comment that
-// derives it, and is never relaxed to make a test pass. NaN always fails. Tests that drive the
-// built programs as a user does are in dev/test/*.py.
+// Tolerances are not tuned: each follows from an error model (sum_error, below) or is derived in a
+// comment next to it, and none is ever relaxed to make a test pass. NaN always fails. Tests that
+// run the built programs as a user would are in dev/test/*.py.
 //
 // Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            train_gpt2.c
 //         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu
 //
-// Run:    build/test_gpt2             all tests, or those whose names start with an argument
-//         build/test_gpt2 --list      the names; the exit status is 0 only if no test failed
+// Run:    build/test_gpt2             run all tests, or those whose names start with an argument;
+//                                     the exit status is 0 only if no test failed
+//         build/test_gpt2 --list      list the tests' names
 //
 // Contents
 //   1  Harness
@@ -26,8 +27,8 @@
 #else
 #include "train_gpt2.c"
 #endif
-// The builds, one bit each. A test that one build skips runs in another with the same input.
-// THIS_BUILD is a macro because harness.h reads it. EMULATED: needs the emulated device.
+// The builds, one bit each. A test skipped in one build runs in another with the same input.
+// THIS_BUILD is a macro because harness.h reads it. EMULATED marks tests of the emulated device.
 enum {
     FLOAT = 1,
     DOUBLE = 2,
@@ -57,7 +58,7 @@ enum { EMULATED = CUDA_CPU ? CUDA : NO_BUILD, EMULATED_ALL = CUDA_CPU ? CUDA_ALL
 // -------------------------------------------------------------------------------------------------
 // 1. Harness
 // Additions to dev/test/harness.h: the type that the program computes in, and the whole program as
-// a function, for situations that cannot be produced from outside a built program.
+// a function, for situations that cannot be produced by running the built program.
 
 typedef std::vector<real> Reals;
 #if GPT2_DOUBLE
@@ -65,7 +66,7 @@ typedef long double wide;  // type of the naive references
 static const double unit = 0x1p-53, smallest = 0x1p-1022;
 #else
 typedef double wide;
-static const double unit = 0x1p-24, smallest = 0x1p-126;  // unit roundoff; least normal number
+static const double unit = 0x1p-24, smallest = 0x1p-126;  // unit roundoff; smallest normal number
 #endif
 
 // True if bitwise equal; a NaN equals itself.
@@ -78,8 +79,8 @@ static int same_bits(const Reals &a, const Reals &b) {
 // Comput. 41, 2019); this is four standard deviations, plus four roundings of inputs and output.
 static double sum_error(double n) { return (4 * sqrt(n) + 4) * unit; }
 
-// Returns uniform numbers in (-1.7, 1.7) x scale, whose standard deviation is `scale`; number i
-// depends only on seed and i.
+// Returns n uniform random numbers between -1.7 `scale` and 1.7 `scale`, so that their standard
+// deviation is `scale`. Element i depends only on seed and i.
 static Reals noise(size_t n, double scale, uint64_t seed) {
     Reals out(n);
     for (size_t i = 0; i < n; i++) {
@@ -105,7 +106,7 @@ static Outcome in_process(const Text &arguments, const Program *other = NULL) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. The parts
-// One file for each part of the programs, in the programs' order.
+// One file per part of the programs, in the same order.
 
 #include "dev/test/unit/ground.h"
 #include "dev/test/unit/plan.h"

@@ -24,7 +24,7 @@ github=${DATA_URL:-https://raw.githubusercontent.com}
 openai=${DATA_URL:-https://openaipublic.blob.core.windows.net}
 huggingface=${DATA_URL:-https://huggingface.co}
 part=
-again=      # set if there is a corpus to train on already: a failed download is not reported
+again=      # set if a corpus to train on already exists; a failed download is then not reported
 trap '[ -z "$part" ] || rm -f "$part"' EXIT
 trap 'exit 130' INT TERM
 
@@ -52,7 +52,7 @@ whole() {
         [ "$(size "$1")" -eq $((1024 + 2 * $(int32 "$1" 2))) ]
 }
 
-# prepared PREFIX: true if both of its shards exist, and its merges if it has some.
+# prepared PREFIX: true if both of its shards exist, and for *_bpe its merges too.
 prepared() {
     whole "data/$1_train.bin" && whole "data/$1_val.bin" &&
         { [ "${1%_bpe}" = "$1" ] || [ -s "data/$1_merges.txt" ]; }
@@ -61,8 +61,8 @@ prepared() {
 # --- Copying and downloading ----------------------------------------------------------------------
 
 # transfer URL PART: appends the missing bytes to PART, or all if the server cannot continue.
-# Gives up after 3 s without a connection or 30 s without a byte; wget's limit is lower because it
-# applies to each address of a host, and these hosts have four or more.
+# Gives up after 3 s without a connection or 30 s without a byte; wget's connection limit is lower
+# because it applies to each address of a host, and these hosts have four or more.
 transfer() {
     local loud=--silent code status
     [ -t 2 ] && [ -z "$again" ] && loud=--progress-bar
@@ -78,8 +78,8 @@ transfer() {
     fi
 }
 
-# download URL FILE CHECK...: downloads FILE, which the command CHECK must accept; else status 1.
-# Requests the rest as long as bytes arrive.
+# download URL FILE CHECK...: downloads FILE and checks it with the command CHECK; status 1 on
+# failure. Keeps requesting the rest as long as bytes arrive.
 download() {
     local url=$1 file=$2 body=$2.part before
     shift 2
@@ -88,7 +88,7 @@ download() {
         if transfer "$url" "$body"; then
             "$@" "$body" && mv "$body" "$file" && return
             rm -f "$body"
-            [ "$before" -gt 0 ] || break    # what was there may be another file's
+            [ "$before" -gt 0 ] || break    # the existing part may be from another file
         elif [ "$(size "$body")" -le "$before" ]; then
             [ -s "$body" ] || rm -f "$body"
             [ -n "$again" ] ||
@@ -100,7 +100,7 @@ download() {
     return 1
 }
 
-# obtain NAME MIRRORED URL CHECK...: gets data/NAME from $DATA_MIRROR/MIRRORED or URL, or status 1.
+# obtain NAME MIRRORED URL CHECK...: gets data/NAME from $DATA_MIRROR/MIRRORED or URL, else fails.
 obtain() {
     local file=data/$1 mirrored=${DATA_MIRROR:-}/$2 url=$3
     shift 3
@@ -112,7 +112,7 @@ obtain() {
     [ -r "$mirrored" ] ||
         die "DATA_MIRROR=$DATA_MIRROR has no ${mirrored#"$DATA_MIRROR"/}; unset it to download it"
     part=$file.$$.part
-    cat "$mirrored" > "$part" || die "cannot write in data/"
+    cat "$mirrored" > "$part" || die "cannot write to data/"
     "$@" "$part" || { rm -f "$part" && die "$mirrored: not the expected ${file##*/} ($*)"; }
     mv "$part" "$file" && part=
 }
@@ -129,7 +129,7 @@ vocabulary() {
 
 # --- The corpora ----------------------------------------------------------------------------------
 
-# tokenize PREFIX OPTION... FILE: writes data/PREFIX_*.bin, unless they are prepared.
+# tokenize PREFIX OPTION... FILE: writes data/PREFIX_*.bin unless they already exist.
 tokenize() {
     local prefix=$1
     prepared "$prefix" && return
@@ -159,7 +159,7 @@ stories() {
     prepared stories_bpe && return
     [ -x data/stories ] || die "data/stories is not built: make data"
     part=data/stories.txt.$$.part
-    data/stories > "$part" && mv "$part" data/stories.txt || die "cannot write in data/"
+    data/stories > "$part" && mv "$part" data/stories.txt || die "cannot write to data/"
     part=
     tokenize stories_bpe --train-bpe 1024 --documents data/stories.txt
 }
@@ -188,7 +188,7 @@ shards() {
     done
 }
 
-# questions FILE: is it an evaluation file of llm.c?
+# questions FILE: true for an evaluation file of llm.c.
 questions() { [ "$(size "$1")" -gt 1024 ] && [ "$(int32 "$1" 0)" = 20240522 ]; }
 
 hellaswag() {
@@ -199,7 +199,7 @@ hellaswag() {
 
 corpus=${1:-tinyshakespeare}
 [ $# -le 1 ] || [[ "$corpus $#" =~ ^fineweb(-edu)?' '2$ ]] || die "expected a single corpus"
-[ -w data ] || die "cannot write in data/"
+[ -w data ] || die "cannot write to data/"
 case $corpus in
     tinyshakespeare | tinystories | hellaswag) $corpus ;;
     fineweb) shards fineweb kjj0/fineweb10B-gpt2 103 "${2:-3}" ;;

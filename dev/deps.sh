@@ -2,8 +2,8 @@
 # Lists the packages that targets need and this machine lacks; as root on Debian or Ubuntu it also
 # installs them.
 #   dev/deps.sh build|test|lint|cuda...  CC and NVCC override the compilers cc and nvcc
-# Prints nothing if everything is installed. Exit status 1 only if something is missing without
-# which a target fails.
+# Prints nothing if everything is installed. Exits with status 1 only if a target would fail because
+# of a missing package.
 set -u
 
 have() { command -v "$1" > /dev/null 2>&1; }
@@ -14,7 +14,7 @@ has_pytest() {
     return 1
 }
 
-# need PACKAGE...: a target fails without them. want WHAT PACKAGE...: it only loses WHAT.
+# need PACKAGE...: required by a target. want WHAT PACKAGE...: only WHAT is lost without them.
 need() { needed+=("$@"); }
 want() { lost+=("$1") && shift && wanted+=("$@"); }
 
@@ -37,7 +37,7 @@ look() {
             have shellcheck || want "the check of shell scripts" shellcheck
             have strace || want "runs with power losses and failing calls" strace ;;
         lint)
-            have clang || want "the check that clang builds it too" clang
+            have clang || want "the check that clang builds the programs" clang
             have clang-tidy || want "the clang-tidy check" clang-tidy
             have cppcheck || want "the cppcheck check" cppcheck ;;
         cuda) have "${NVCC:-nvcc}" || no_nvcc=1 ;;

@@ -2,40 +2,40 @@
 # Runs the checks that need a GPU: dev/gpu_check.sh
 #
 # Prints one line per check: ok, FAILED or skipped (why), and continues after a failure. Exit status
-# 1 if a check of correctness failed; the stage torch never counts. Needs no network. Logs, results
-# and summary.md are in LOGS and, after each stage, in one file, ARCHIVE. Stages that are not run
-# keep the results of earlier calls, so on a machine that is available for ten minutes at a time:
+# 1 if a correctness check failed; the stage torch never fails. Needs no network. Logs, results and
+# summary.md are in LOGS and, after each stage, in one file, ARCHIVE. Stages that are not run keep
+# the results of earlier calls. If a machine is only available for ten minutes at a time:
 #
 #   STAGES="build check bits speed" dev/gpu_check.sh
 #   STAGES="test sanitizer offload" dev/gpu_check.sh
 #   STAGES="gpus bench torch" dev/gpu_check.sh
 #
-# Programs can be built elsewhere and carried here: `make NCCL= ARCH=90a MARCH=-march=x86-64-v3
-# train_gpt2cu build/test_gpt2cu`, which need nothing but the toolkit's libraries (the stage build
-# shows it). An NCCL in a folder of its own, such as nvidia/nccl in an unpacked wheel, is found
+# Programs can be built elsewhere and copied here: `make NCCL= ARCH=90a MARCH=-march=x86-64-v3
+# train_gpt2cu build/test_gpt2cu` builds programs that need only the toolkit's libraries, which the
+# stage build lists. An NCCL outside the toolkit, such as nvidia/nccl in an unpacked wheel, is found
 # through CPATH, LIBRARY_PATH and LD_LIBRARY_PATH. Variables (paths are relative to the repository):
 #
 #   STAGES=                    stages to run, in this order; default: all, as in the table below
 #   LOGS=build/gpu_check       folder of logs, results, summary.md and the program's choices
 #   ARCHIVE=$LOGS.tar.gz       all of LOGS in one file
 #   GPT2CU=./train_gpt2cu TEST=build/test_gpt2cu BENCH=build/bench
-#                              the program, its tests, its benchmark; one that is given is not built
+#                              the program, its tests, its benchmark; those set are not built
 #   MODELS="d12 d48"           models that are timed; the first is also checked
-#   STEPS=20 LARGEST_BATCH=16  of a timed run
-#   GPUS=                      how many there are; default: as many as nvidia-smi lists
-#   DTYPE=                     the 16-bit type; default: bf16, before compute capability 8.0 fp16
-#   SECONDS_IN_ALL=580         after which the remaining checks are skipped
+#   STEPS=20 LARGEST_BATCH=16  steps and largest batch of a timed run
+#   GPUS=                      number of GPUs; default: as many as nvidia-smi lists
+#   DTYPE=                     the 16-bit type; default: bf16, or fp16 below compute capability 8.0
+#   SECONDS_IN_ALL=580         total time limit; the checks that remain are skipped
 #   PYTHON=python3             the interpreter that has torch
 #
-# Without a GPU it ends at once, unless GPT2CU is given:
+# Without a GPU, the script exits at once unless GPT2CU is set:
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true BENCH=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
 PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
 unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
-# The stages, and the seconds after which one of their commands is stopped on a machine with 16 or
-# more cores; fewer cores have in proportion longer.
+# The stages, and the time limit in seconds for each of their commands on a machine with 16 or more
+# cores; with fewer cores the limits are proportionally longer.
 all_stages="build check bits speed test sanitizer offload gpus bench torch"
 declare -A limit_s=([build]=150 [check]=60 [bits]=120 [speed]=120 [test]=180 [sanitizer]=90
                     [offload]=60 [gpus]=60 [bench]=120 [torch]=120)
@@ -52,12 +52,12 @@ for stage in $STAGES; do
         exit 1
     fi
 done
-# The first GPU that programs see, as named by nvidia-smi; not a part of one (MIG).
+# The first GPU visible to programs, as nvidia-smi identifies it; never a MIG slice.
 first_gpu=${CUDA_VISIBLE_DEVICES:-0} first_gpu=${first_gpu%%,*}
 [[ $first_gpu =~ ^([0-9]+|GPU-.*)$ ]] || first_gpu=0
 
-# gpu FIELD: what nvidia-smi reports for the first GPU; empty if it fails, e.g. for want of a GPU,
-# which it reports in words on its stdout.
+# gpu FIELD: prints what nvidia-smi reports for the first GPU, or nothing if it fails, e.g. because
+# there is no GPU: nvidia-smi then prints a message to stdout.
 gpu() {
     local said
     said=$(timeout 20 nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits -i "$first_gpu" \
@@ -65,14 +65,14 @@ gpu() {
 }
 
 name=$(gpu name)
-if [ -z "$name$given_program" ]; then    # otherwise it would first build for minutes
+if [ -z "$name$given_program" ]; then    # checked before the build, which takes minutes
     echo "gpu_check.sh: nvidia-smi shows no GPU; to continue without one, name a program:" \
         "GPT2CU=./train_gpt2cu_cpu" >&2
     exit 1
 fi
 mkdir -p "$LOGS" build && LOGS=$(cd "$LOGS" && pwd) || exit 1
 ARCHIVE=${ARCHIVE:-$LOGS.tar.gz}
-export XDG_CACHE_HOME=$LOGS/cache    # so that the archive has the choices of this GPU only
+export XDG_CACHE_HOME=$LOGS/cache    # so that the archive holds only this GPU's choices
 # Runs and their checkpoints (1.5 GB at 124M) never go to LOGS.
 work=$(mktemp -d "$PWD/build/gpu_check.XXXXXX") || exit 1
 watcher=
@@ -95,7 +95,7 @@ archive() {
         [ $? -eq 1 ]; } 2> /dev/null && mv "$ARCHIVE.part" "$ARCHIVE"
 }
 
-# report NAME ok|FAILED|skipped TEXT: a line of the summary; checks without time left are skipped.
+# report NAME ok|FAILED|skipped TEXT: adds a line to the summary; with no time left: skipped.
 report() {
     local outcome=$2
     [[ $3 != "no time left"* ]] || outcome=skipped
@@ -104,7 +104,7 @@ report() {
     reported=$SECONDS
 }
 
-# found results|rows: the results of all calls, stage by stage.
+# found results|rows: prints the results of all calls, stage by stage.
 found() {
     for each in machine $all_stages; do
         if [ -f "$LOGS/$each.$1" ]; then cat "$LOGS/$each.$1"; fi
@@ -112,9 +112,9 @@ found() {
 }
 outcomes() { found results | cut -f 1 | grep -cx "$1"; }
 
-# logged COMMAND...: runs the command under the stage's limit and that of all; appends the command
-# line and the output to the stage's log and writes only the output to $work/last. Status 124 if
-# the time was up, even before the start (137: the command ignored SIGTERM).
+# logged COMMAND...: runs the command under the stage's time limit and the total one; appends the
+# command line and the output to the stage's log and writes only the output to $work/last. Status
+# 124 if time ran out, even before the start (137: the command ignored SIGTERM; becomes 124).
 logged() {
     local status=124 left=$((SECONDS_IN_ALL - SECONDS)) most=${limit_s[$stage]}
     most=$((cores < 16 ? most * 16 / cores : most))
@@ -128,7 +128,7 @@ logged() {
     return $status
 }
 
-# why STATUS: describes a command's failure: the time limit, or its last line.
+# why STATUS: describes a command's failure: the time limit, or the last line of its output.
 why() {
     if [ "$1" -eq 124 ]; then
         [ $((SECONDS_IN_ALL - SECONDS)) -ge 3 ] && echo "not done in time" || echo "no time left"
@@ -137,7 +137,7 @@ why() {
     fi
 }
 
-# passes NAME COMMAND...: a check that is the command's exit status, with its last line.
+# passes NAME COMMAND...: reports ok if the command succeeds, with the last line of its output.
 passes() {
     local what=$1
     shift
@@ -150,7 +150,7 @@ passes() {
 
 # --- Runs -----------------------------------------------------------------------------------------
 
-# run DIR OPTIONS...: a run of STEPS steps with a log in DIR (- for no log and no checkpoint). Sets
+# run DIR OPTIONS...: trains for STEPS steps with a log in DIR (-: no log, no checkpoint). Sets
 # $ms to the median time of a step after the first quarter, and $measured to the growth in MiB of
 # the GPU's memory since this script began.
 run() {
@@ -170,7 +170,7 @@ run() {
     return $status
 }
 
-# losses DIR: loss and norm of every step in a run's log, with all digits.
+# losses DIR: prints loss and norm of every step in a run's log, with all digits.
 losses() {
     sed -n 's/^{"step":.*"loss":\([^,]*\),.*"grad_norm":\([^,]*\),.*/\1 \2/p' "$1/log.jsonl" \
         2> /dev/null
@@ -180,8 +180,8 @@ losses() {
 same_steps() { [ -n "$(losses "$1")" ] && [ "$(losses "$1")" = "$(losses "$2")" ]; }
 
 # near_steps DIR DIR LOSS NORM: prints the largest relative differences of losses and of norms.
-# Status 0 if they are at most LOSS and NORM: the order of sums differs, and bf16 has eight bits.
-# The norm reveals gradients of a GPU that are lost or counted twice.
+# Status 0 if they are at most LOSS and NORM; they need not be 0, because the order of sums differs
+# and bf16 has eight bits. The norm reveals a GPU's gradients that are lost or counted twice.
 near_steps() {
     paste -d ' ' <(losses "$1") <(losses "$2") | awk -v most_loss="$3" -v most_norm="$4" '
         function apart(a, b) { return a > b ? (a - b) / a : (b - a) / b }
@@ -196,7 +196,7 @@ near_steps() {
         }'
 }
 
-# positions MODEL: 64 for l2h2c64t64, 1024 for a preset.
+# positions MODEL: prints 64 for l2h2c64t64, 1024 for a preset.
 positions() {
     if [[ $1 =~ ^l[0-9]+h[0-9]+c[0-9]+t([0-9]+)$ ]]; then
         echo "${BASH_REMATCH[1]}"
@@ -207,8 +207,8 @@ positions() {
 
 # --- Stages ---------------------------------------------------------------------------------------
 
-# Records the machine, and from now on the GPU's memory in use, five times a second. As a client of
-# the driver this also keeps the GPU initialized, which otherwise takes seconds at every start.
+# Records the machine and, from now on, the GPU memory in use, five times a second. nvidia-smi thus
+# stays a client of the driver, which saves every run seconds of GPU initialization.
 stage_machine() {
     local commit
     commit=$(git rev-parse --short=12 HEAD 2> /dev/null || echo unknown)
@@ -227,7 +227,7 @@ stage_machine() {
         stdbuf -oL nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits \
             -i "$first_gpu" -lms 200 > "$work/memory" 2> /dev/null &
         watcher=$!
-        disown    # no message at its end
+        disown    # no message when it ends
     fi
 }
 
@@ -239,7 +239,7 @@ stage_build() {
     if ! compgen -G 'data/*.bin' > /dev/null; then
         logged make data || report data FAILED "$(why $?)"
     fi
-    # All at once; failed ones are built again one by one, so that each has a result.
+    # All at once; if any fail, one by one, so that each failure is reported.
     [ ${#targets[@]} -eq 0 ] || logged make -k -j"$(nproc)" "${targets[@]}" ||
         for target in "${targets[@]}"; do
             logged make "$target" || report "$target" FAILED "$(why $?)"
@@ -252,10 +252,10 @@ stage_build() {
     report libraries ok "besides the system's: ${needs:-none}"
 }
 
-# Batches are small because the CPU computes them too. In the second one, 1,092 tokens, 4 more than
-# a multiple of 64, are the k of all weight-gradient matmuls: cuBLASLt has split such a k and lost
-# its remainder (facebookexperimental/triton PR 2767), which the emulated library cannot reproduce.
-# That would be a difference of sqrt(4 / 1092), or 6 %.
+# Batches are small because the CPU computes them too. In the second one, the k dimension of all
+# weight-gradient matmuls is 1,092 tokens, 4 more than a multiple of 64: cuBLASLt has split such a k
+# and dropped the remainder (facebookexperimental/triton PR 2767), which the emulated library cannot
+# reproduce. The difference would be sqrt(4 / 1092), or 6 %.
 stage_check() {
     local dtype batch T worst
     T=$(positions "$first_model")
@@ -275,7 +275,7 @@ stage_check() {
     done
 }
 
-# Two runs with the same bits. Both save to the same path, which a checkpoint's header contains.
+# Two runs must have the same bits. Both save to the same path because checkpoints contain it.
 stage_bits() {
     local each dir=$work/bits
     for each in a b; do
@@ -295,8 +295,8 @@ stage_bits() {
 }
 
 # Times every model with and without recomputation, at the largest batch that fits (the program's
-# status is 3 if one does not). A first step that is not timed loads kernels and makes the choices.
-# At the first model recomputation must not change a bit: later ones are too large to be saved.
+# status is 3 if one does not). An untimed first step loads kernels and makes the choices. For the
+# first model, recomputation must not change a bit; the later ones are too large to be saved.
 stage_speed() {
     local model level batch status dir
     for model in $MODELS; do
@@ -336,9 +336,9 @@ stage_test() { passes "$TEST" "$TEST"; }
 
 stage_bench() { passes "$BENCH" "$BENCH"; }
 
-# A kernel with a race in shared memory and a write past the end of an allocation. Each tool must
-# find its kind of error here; otherwise it does not work on this machine, and finding no errors in
-# the program would mean nothing. Choices are made anew in each run, so the wgmma kernels run too.
+# The probe has a race in shared memory and a write past the end of an allocation. Each tool must
+# find its kind of error in it; otherwise the tool does not work on this machine, and a clean report
+# would mean nothing. Choices are made anew in each run, so the wgmma kernels run too.
 # Only kernels whose names end in _kernel are checked: all of ours, and hardly any of the
 # libraries', which are slow to check and not ours to fix.
 stage_sanitizer() {
@@ -362,8 +362,8 @@ CUDA
         return
     fi
     for tool in memcheck racecheck; do
-        # OMP_WAIT_POLICY is set because the program would otherwise restart itself with it, and the
-        # tool might lose the new process.
+        # OMP_WAIT_POLICY is set because the program would otherwise restart itself to set it, and
+        # the tool might lose the new process.
         set -- env OMP_WAIT_POLICY=passive compute-sanitizer --tool $tool --error-exitcode 9 \
             --kernel-name kns=_kernel --report-api-errors explicit --print-limit 1000
         if logged "$@" "$work/injected" || ! grep -q injected_kernel "$work/last"; then
@@ -379,7 +379,7 @@ CUDA
             if [ $status -eq 0 ]; then
                 report "$tool $dtype" ok "no errors in our kernels"
             elif grep -q splitKreduce_kernel <<< "$ours" && [ "$(wc -w <<< "$ours")" -eq 2 ]; then
-                report "$tool $dtype" ok "reports in cuBLASLt's splitKreduce_kernel alone"
+                report "$tool $dtype" ok "errors only in cuBLASLt's splitKreduce_kernel"
             else
                 report "$tool $dtype" FAILED "$ours$(why $status)"
             fi
@@ -387,7 +387,7 @@ CUDA
     done
 }
 
-# Compares the time of a step with each state offloaded with that of none; the bits must be equal.
+# Compares the step time with each state offloaded to that without offload; bits must be equal.
 stage_offload() {
     local states dir none=''
     for states in none moments moments,master weights gradients residuals \
@@ -398,15 +398,15 @@ stage_offload() {
         elif same_steps "$work/offload.none" "$dir"; then
             none=${none:-$ms}
             report "offload $states" ok "$(awk -v ms="$ms" -v none="$none" \
-                'BEGIN { printf "%s ms, %.2f of none; the same bits", ms, ms / none }')"
+                'BEGIN { printf "%s ms, %.2f x none; the same bits", ms, ms / none }')"
         else
             report "offload $states" FAILED "losses or norms differ from those without offload"
         fi
     done
 }
 
-# Compares one GPU with two, or with 2 and 4 ranks that share a single GPU, which NCCL from 2.30.7
-# on allows on request: the real calls and streams are tested even there, but times mean nothing.
+# Compares one GPU with two, or with 2 and 4 ranks that share a single GPU, which NCCL allows on
+# request since 2.30.7: even this tests the real calls and streams, but its times mean nothing.
 # Shared runs are in fp32, where only the order of sums makes a difference; with 96 channels the
 # shards of 2 and 4 ranks end inside matrices, and the last one is padded.
 stage_gpus() {
@@ -508,7 +508,7 @@ for stage in machine $STAGES; do
     else
         report "$GPT2CU" FAILED "no such program"
     fi
-    summary > "$LOGS/summary.md"    # a script stopped from outside leaves what it has found
+    summary > "$LOGS/summary.md"    # so results survive if the script is killed
     archive
 done
 echo

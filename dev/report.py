@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Draws a run, a memory plan or what fits as one HTML page, or as an SVG file alone.
+"""Draws a run, a memory plan or the settings that fit, as one HTML page or as an SVG file.
 
     dev/report.py runs/one                        writes runs/one/report.html
-    dev/report.py runs/one --svg run.svg          the charts alone; also with --plan and --fit
+    dev/report.py runs/one --svg run.svg          only the charts; also with --plan and --fit
     ./train_gpt2 --plan -e d12 --json | dev/report.py --plan - -o plan.html
     ./train_gpt2 --fit all -e gpt2-xl --gpu 4090 --json | dev/report.py --fit - -o fit.html
-    dev/report.py --fit fit.json cards.json       adds --plan --gpu all --json: the table of cards
+    dev/report.py --fit fit.json cards.json       adds the cards, from --plan --gpu all --json
 
 A run is the folder given by -o; with --plan, its page shows the memory too. Needs matplotlib:
 apt-get install python3-matplotlib, or pip install matplotlib.
@@ -26,13 +26,13 @@ GROUPS = {"weights": "#4477aa", "gradients": "#66ccee", "moments": "#228833", "m
           "activations kept": "#ccbb44", "working set": "#ee6677", "logits": "#aa3377",
           "workspaces": "#9a8c7c", "batch": "#ee8866", "KV cache": "#ddaa33",
           "library": "#b8b8b8"}
-PIECES = 500         # of a long curve
-SAMPLES_SHOWN = 20   # only the newest
+PIECES = 500         # points of a long curve
+SAMPLES_SHOWN = 20   # the newest ones
 
 
 # -- Reading ---------------------------------------------------------------------------------------
 def number(value):
-    """A number that can be drawn, else NaN: the log contains null for non-finite values."""
+    """The value as a number that can be drawn, else NaN: the log has null for non-finite values."""
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e30 else math.nan
 
 
@@ -45,7 +45,7 @@ def read_text(path):
 
 
 class Run:
-    """A log by subject and step. The last line of a step counts, and discards later ones."""
+    """A log by subject and step. When a step is repeated, it replaces the old one and all later."""
 
     def __init__(self, path):
         self.path = os.path.join(path, "log.jsonl") if os.path.isdir(path) else path
@@ -111,7 +111,7 @@ def size_text(count):
 def pyplot():
     """matplotlib, set up so that the same numbers give the same file and text stays text."""
     try:
-        import matplotlib    # not at the top: a missing package deserves an answer
+        import matplotlib    # not at the top, so that a missing package gets a clear message
     except ImportError:
         sys.exit("report.py: needs matplotlib: apt-get install python3-matplotlib, or pip install "
                  "matplotlib")
@@ -133,7 +133,7 @@ def picture(figure):
 
 
 def curve(axes, steps, values):
-    """A curve; a long one as the means of pieces of equal length."""
+    """Draws a curve; a long one as the means of PIECES pieces of equal length."""
     import numpy as np
     if len(steps) > PIECES:
         steps, values = ([np.nanmean(piece) for piece in np.array_split(np.array(row), PIECES)]
@@ -175,9 +175,9 @@ def bytes_alive(rows, ticks):
 
 
 def plan_svg(plan):
-    """Bytes (y) over a step (x): every buffer from its first to its last use, at its offset. The
-    buffers that live for the whole step, then the others in a drawing of their own, because most
-    settings change only these, which are often a small part of the memory."""
+    """Memory (y) over a step (x): each buffer from its first to its last use, at its offset. The
+    buffers that live for the whole step are drawn separately, because most settings change only the
+    others, which are often a small part of the memory."""
     plt, ticks, parts = pyplot(), plan["ticks"], []
     from matplotlib.patches import Path, PathPatch
     for row in plan["buffers"]:
@@ -207,7 +207,7 @@ def plan_svg(plan):
                 f"{size_text(max(bytes_alive(own, len(ticks))))}"))
         at.autoscale_view()
         low, high = at.get_ylim()
-        for row in drawn:    # names where there is room: a letter has about 0.6 % of the width
+        for row in drawn:    # names where they fit: a letter takes about 0.6 % of the width
             if (row["bytes"] / 2 ** 20 > 0.07 * (high - low) and
                     row["end"] - row["first"] > 0.007 * len(row["name"]) * len(ticks)):
                 at.text((row["first"] + row["end"]) / 2,
@@ -217,7 +217,7 @@ def plan_svg(plan):
             alive = bytes_alive(rows, len(ticks))
             at.stairs([count / 2 ** 20 for count in alive], color="#1b1f24",
                       label=f"alive, at most {size_text(max(alive))}")
-        names = []    # of stages, where the last one leaves room
+        names = []    # of stages, skipping any that would overlap the previous name
         for stage, group in itertools.groupby(range(len(ticks)), lambda t: ticks[t].split(".")[0]):
             span = list(group)
             middle = (span[0] + span[-1] + 1) / 2
@@ -232,8 +232,8 @@ def plan_svg(plan):
 
 
 def fit_svg(fit):
-    """Device memory (x) and tokens/s (y) of every way to run, with host memory as the color; the
-    staircase shows the highest tokens/s that fits in the memory."""
+    """Device memory (x) and tokens/s (y) of all settings that fit, colored by host memory; the
+    staircase shows the highest tokens/s possible with that much memory."""
     figure, at = pyplot().subplots(figsize=(10, 4.6))
     rows = sorted((row for row in fit["ways"] if row["tokens_per_s"]),
                   key=lambda row: row["device_bytes"])
@@ -290,7 +290,7 @@ def ways_html(rows):
 
 
 def fit_html(answers):
-    """The page's body for what --fit and --plan --gpu all have printed."""
+    """The page's body for the outputs of --fit and --plan --gpu all."""
     body = ""
     for found in answers:
         if found["query"] == "cards":
@@ -341,7 +341,7 @@ def main():
                         help="output of --fit --json and of --plan --gpu all --json; -: stdin")
     parser.add_argument("-o", "--output", metavar="FILE",
                         help="the page; default: report.html in the run's folder, else plan.html")
-    parser.add_argument("--svg", metavar="FILE", help="write this picture and no page")
+    parser.add_argument("--svg", metavar="FILE", help="write only the picture, to FILE")
     given = parser.parse_args()
     if not (given.run or given.plan or given.fit):
         parser.error("name the folder of a run, or give --plan FILE or --fit FILE")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks the layout and style of the sources: `make style`. With the argument `main`, as in
-# `make test`: the layout (dev/check/layout.py) and the shell scripts; with `rest`, as added by
-# ALL=1: compilers and lint; without an argument: both.
+# Checks the layout and style of the sources: `make style`. The argument `main`, used by `make
+# test`, checks the layout (dev/check/layout.py) and the shell scripts; `rest`, which ALL=1 adds,
+# runs compilers and lint; without an argument both run.
 # One line per check, `style  NAME  ok|FAILED|skipped (why)`, followed by the errors found; the last
 # line is `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP, MAKE,
 # CUDA_INCLUDE and CUDA_HEADERS (empty: not installed) are set by make.
@@ -15,7 +15,7 @@ passed=0 failed=0 skipped=0
 scratch=$(mktemp -d build/style.XXXXXX) || exit 1
 trap 'rm -rf "$scratch"' EXIT
 
-# check NAME COMMAND...: ok if the command succeeds without a word; skipped if it is not installed.
+# check NAME COMMAND...: ok if the command succeeds with no output; skipped if it is not installed.
 check() {
     local name=$1 out=$scratch/out
     shift
@@ -42,7 +42,7 @@ top_level() {
 # A folder next to the clone belongs to the machine; only .ci/run may refer to one.
 outside() { ! git grep -nF '../shared' -- . ':!.ci/run' ':!dev/style.sh'; }
 
-# python COMMAND...: what a script prints if it fails.
+# python COMMAND...: prints a script's output only if it fails.
 python() {
     "$@" > "$scratch/said" || cat "$scratch/said"
 }
@@ -54,17 +54,17 @@ if [[ $part = *main* ]]; then
         check "top level" top_level
         check "no folder outside the clone" outside
     fi
-    # SC2319, since 0.10: `verdict NAME $?` after a condition is meant.
+    # SC2319 (since 0.10): `verdict NAME $?` after a condition is intended.
     check "shell scripts" shellcheck -S warning -e SC2319 data/*.sh dev/*.sh dev/*/*.sh .ci/run
 fi
 
-# The packed matmul is the only code with contraction: without fused multiply-adds it would lose
-# half of the machine's peak, and no test of values would notice.
+# The packed matmul is the only code compiled with contraction: without fused multiply-adds it would
+# lose half of the machine's peak, and no test of its results would notice.
 fused() {
     [ "$(objdump -d "$1" | grep -c 'vfn*m[a-z]*[0-9]*p[sd]')" -ge 8 ] || echo "no packed vfmadd"
 }
 
-# The analyzer would take minutes for the .cu.
+# The analyzer would take minutes on the .cu.
 tidy() {
     {
         clang-tidy --quiet train_gpt2.c data/{tokenize,stories}.c -- -std=c11 -DGPT2_DOUBLE=0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds and runs the tests: `make test`. ALL=1 adds sanitizers, GPUs without bf16, kernels for
 # other GPUs, other compilers, lint, and the tests marked `all`; ALL=main and ALL=rest run one of
-# the two parts. FULL=1 is ALL=1 with every case of the products that tests otherwise sample.
+# the two parts. FULL=1 is ALL=1 plus long tests, and all combinations where tests usually sample.
 #
 # dev/test/conftest.py says how to run single tests. Without pytest only the unit programs run. The
 # last line is `N passed, N failed, N skipped`; the exit status is 1 on any failure. make sets MAKE,
@@ -17,7 +17,7 @@ log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
 failed=0 skipped=0 targets=
 
-# add "WHAT IT NEEDS" HAS TARGET...: targets to build, if this machine has what they need.
+# add "WHAT IT NEEDS" HAS TARGET...: adds targets to build if HAS is not empty; else reports a skip.
 add() {
     if [ -n "$2" ]; then
         targets+=" ${*:3}"
@@ -29,10 +29,10 @@ add() {
 
 cuda=${CUDA_HEADERS-} page=$(command -v emcc > /dev/null && command -v chromium)
 add - yes train_gpt2 data/tokenize data/stories
-add "headers of CUDA" "$cuda" train_gpt2cu_cpu
+add "CUDA headers" "$cuda" train_gpt2cu_cpu
 if [ "$part" != rest ]; then
     add - yes build/{test_gpt2,test_gpt2_double,fuzz_replay} build/test/data
-    add "headers of CUDA" "$cuda" build/{test_gpt2cu_cpu,test_cuda_cpu,cuda_example}
+    add "CUDA headers" "$cuda" build/{test_gpt2cu_cpu,test_cuda_cpu,cuda_example}
     add "32-bit libraries (gcc-multilib)" "${M32-}" build/plan_32
     add "emcc or chromium" "$page" build/plan.html
     add nvcc "${NVCC-}" build/sm_80.log build/sm_90a.log
@@ -40,10 +40,10 @@ if [ "$part" != rest ]; then
 fi
 if [ "$part" != main ]; then
     add sanitizers "${SAN-yes}" build/{test_gpt2_asan,train_gpt2_asan} build/test/data_asan
-    add "sanitizers or headers of CUDA" "${SAN-yes}$cuda" \
+    add "sanitizers or CUDA headers" "${SAN-yes}$cuda" \
         build/{test_gpt2cu_cpu,train_gpt2cu_cpu,test_cuda_cpu}_asan
     add - yes build/{train_gpt2_double,fuzz_tokenize_replay}
-    add "headers of CUDA" "$cuda" build/bench_cuda_cpu build/test_gpt2cu_cpu
+    add "CUDA headers" "$cuda" build/bench_cuda_cpu build/test_gpt2cu_cpu
     add nvcc "${NVCC-}" build/sm_{75,89,100,120}.log build/test_gpt2cu
 fi
 jobs=-j$(nproc)
@@ -54,7 +54,7 @@ if ! ${MAKE:-make} -s -k $jobs $targets; then
     failed=1
 fi
 
-# run PROGRAM...: appends its last line, the counts, to the log.
+# run PROGRAM...: runs it and appends the last line of its output, the counts, to the log.
 run() {
     printf '\n=== %s\n' "$*"
     "$@" 2>&1 | tee "$log.one"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # `make train`: trains a small GPT-2 on the text that data/prepare.sh prepared, keeps it in
-# runs/first and prints the command that generates text with it. Interrupted (Ctrl-C), it resumes
-# when it is called again; finished, it says how to start again.
+# runs/first and prints the command that generates text with it. If interrupted (Ctrl-C), the next
+# call resumes; once training has finished, it says how to start again.
 #
 #   dev/train.sh train_gpt2|train_gpt2cu
 set -u
@@ -20,7 +20,7 @@ fi
 set -- "$program" -i data/${text}_train.bin -j data/${text}_val.bin -x $steps "${recipe[@]}" \
     -n 700 -o $folder -y 1
 printf '\n$ %s\n' "$*"
-"$@" || exit    # after Ctrl-C the program saves, its status is 0, and so this script goes on
+"$@" || exit    # after Ctrl-C the program saves and exits with 0, so this script continues
 
 for saved in $folder/step-[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]; do :; done    # the newest
 [ -d "$saved" ] || saved=

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""GPT-2's training step in PyTorch, to compare with train_gpt2cu:
+"""Times GPT-2's training step in PyTorch, for comparison with train_gpt2cu:
     dev/bench/against_torch.py --model d12
 
-Does the same work as a step of train_gpt2cu, with the same shapes, in PyTorch's common setup: fp32
-weights and moments with bf16 autocast, SDPA, fused AdamW. Four variants: eager and compiled, each
-with all activations kept (-r 0) and with every block checkpointed (-r 1). Models with more than 12
-layers are compiled block by block: the whole graph of 48 layers would take minutes. Without CUDA
-it runs on the CPU, which only shows that it works.
+Does the same work as a step of train_gpt2cu, with the same shapes, in PyTorch's usual setup: fp32
+weights and moments with bf16 autocast, SDPA, fused AdamW. There are four variants: eager and
+compiled, each with all activations kept (-r 0) and with every block checkpointed (-r 1). Models
+with more than 12 layers are compiled block by block, because compiling 48 layers as one graph would
+take minutes. Without CUDA, it runs on the CPU, which only shows that it works.
 
-Prints one line per variant as soon as it is measured: the median of steps after warm-up, and the
-peak of reserved device memory, CUDA context included:
+Prints one line per variant as soon as it is measured: the median time of steps after warm-up, and
+the peak of reserved device memory, including the CUDA context:
 torch eager d12 -r 0 B 16 T 1024 ms 101.2 tokens/s 161897 MiB 20112
 """
 import argparse
@@ -25,12 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 PRESETS = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280),
            "d48": (48, 25, 1600)}  # L, NH, C
-WAYS = ((False, "eager"), (True, "eager"), (False, "compiled"), (True, "compiled"))  # quick first
+WAYS = ((False, "eager"), (True, "eager"), (False, "compiled"), (True, "compiled"))  # fast first
 WARM_UP, BATCHES, WHOLE_GRAPH_LAYERS = 3, 4, 12
 
 
 def shape(name):
-    """(L, NH, C, maxT, Vp) of a preset or of l2h2c64t64, whose vocabulary is bytes (257)."""
+    """Returns (L, NH, C, maxT, Vp) of a preset, or of a shape such as l2h2c64t64 (257 tokens)."""
     if name in PRESETS:
         return (*PRESETS[name], 1024, 50304)
     found = re.fullmatch(r"l(\d+)h(\d+)c(\d+)t(\d+)", name)
@@ -40,7 +40,7 @@ def shape(name):
 
 
 class Block(nn.Module):
-    """x (B,T,C) to x (B,T,C): attention and MLP, each after a LayerNorm, with a residual."""
+    """Maps x (B,T,C) to x (B,T,C): attention and MLP, each with pre-LayerNorm and a residual."""
 
     def __init__(self, C, NH):
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Last LayerNorm, tied classifier, mean loss."""
+    """Final LayerNorm, tied classifier and mean loss."""
 
     def __init__(self, C, wte):
         super().__init__()
@@ -89,7 +89,7 @@ class GPT2(nn.Module):
 
 
 def compiled(model):
-    """The model with its graph compiled, whole or block by block."""
+    """Compiles the model's graph in place, as a whole or block by block."""
     if len(model.blocks) <= WHOLE_GRAPH_LAYERS:
         model.compile()
         return
@@ -98,7 +98,7 @@ def compiled(model):
 
 
 def device_mib(device):
-    """Peak of reserved memory, plus other device memory in use."""
+    """Returns the peak of reserved memory plus other device memory in use, in MiB."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -139,7 +139,7 @@ def measure(args, way, recompute, B, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="GPT-2's training step in PyTorch, timed.")
+    parser = argparse.ArgumentParser(description="Times GPT-2's training step in PyTorch.")
     parser.add_argument("--model", default="d12", help="d12 d24 d36 d48 or a shape: l2h2c64t64")
     parser.add_argument("--batch", type=int, default=4, help="sequences with -r 0")
     parser.add_argument("--batch-recompute", type=int, help="sequences with -r 1; default: --batch")

@@ -2,17 +2,17 @@
 // limits.
 //
 // Prints a line for each: ms, TB/s, TFLOP/s, and the percentage of its limit. The limit is the
-// larger of two times: its bytes at the bandwidth of a plain copy, measured at the start, and its
-// FLOPs at the dense peak of the GPU's table row. Arrays hold random numbers, because zeros draw
-// less power and so allow a higher clock. Successive launches use different buffers, as many as
-// fill the L2 cache twice.
+// larger of two times: for its bytes at the bandwidth of a plain copy, measured at startup, and for
+// its FLOPs at the dense peak in the GPU's table row. Arrays hold random numbers, because zeros
+// draw less power and thus allow a higher clock. Successive launches use different buffers, enough
+// to fill the L2 cache twice.
 //
 // Build:  make build/bench             for the GPUs of this machine (others: ARCH=90a)
 //         make build/bench_cuda_cpu    the same on the CPU, to check that it runs
-// Run:    build/bench                  124M at -b 64 and 1558M at -b 16, a table each
+// Run:    build/bench                  124M at -b 64 and 1558M at -b 16, one table each
 //         build/bench -e d24 -b 8 attention matmul    cases whose names start with these words
 // Attention is timed with the default kernels and, below them, with each variant for this GPU
-// ("attention_forward wgmma"), which the sum leaves out.
+// ("attention_forward wgmma"), which the sum excludes.
 
 #define GPT2_NO_MAIN 1
 #include "../../train_gpt2.cu"
@@ -20,9 +20,9 @@
 #include <string>
 #include <vector>
 
-// How a kernel uses an array. Every byte counts once per necessary transfer over the memory bus.
-// Intermediate results between the kernels of a launcher do not count, since their number is a
-// choice.
+// How a kernel uses an array. Each byte is counted once per necessary transfer over the memory bus.
+// Intermediate results between the kernels of a launcher are not counted, since their number is an
+// implementation choice.
 enum Use { SCRATCH = 0, READ = 1, WRITE = 1, READ_WRITE = 2 };
 // Contents of an array.
 enum Fill { NOISE, POSITIVE, INTS };
@@ -50,7 +50,7 @@ static struct {
     std::vector<const char *> what;
     double peak_flops, bytes_per_ms, ms_sum;
     size_t cache_bytes, arena_bytes;
-    char *arena, *noise[2];  // arena: holds all arrays; patterns to fill them with
+    char *arena, *noise[2];  // arena: all arrays; noise: patterns to fill them with
     cudaStream_t stream;
 } bench;
 
@@ -86,8 +86,8 @@ static void array_fill(char *to, const Array &array) {
     }
 }
 
-// Returns as many sets of arrays as fill the cache twice and fit the arena; none if not even one
-// fits.
+// Returns enough sets of arrays to fill the cache twice, or as many as fit in the arena, possibly
+// none.
 static std::vector<Buffers> case_buffers(const Case &c) {
     size_t set_bytes = 0;
     for (const Array &array : c.arrays) {
@@ -117,7 +117,7 @@ static double case_ms(const Case &c, const std::vector<Buffers> &buffers) {
                        [&](int i) { c.run(buffers[(size_t)i % buffers.size()]); });
 }
 
-// Returns the bytes that a case must at least read and write.
+// Returns the minimum number of bytes that a case must read and write.
 static double case_bytes(const Case &c) {
     double bytes = 0;
     for (const Array &array : c.arrays) {
@@ -163,7 +163,7 @@ static void bench_case(const Case &c) {
 
 template <class E> static E *as(char *p) { return (E *)(void *)p; }
 
-// Type of the matrices' gradients in a run in E with default options.
+// Type of the matrices' gradients in a run of type E with default options.
 template <class E> using Grad = std::conditional_t<traits<E>.small_range, float, E>;
 
 // Returns the kernels of a micro-step that use tokens, with their reads and writes and how often
@@ -281,7 +281,7 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
                                     B, T, C, NH, stream);
          }},
     };
-    // These are the default kernels; now those with wgmma, if this GPU has them.
+    // The cases above use the default kernels; add those with wgmma if this GPU supports it.
     for (int i = 0; i < 2 && gpu_present()->capability == 90 && C / NH == 64 &&
                     std::is_same_v<E, __nv_bfloat16>; i++) {
         Case c = cases[(size_t)i];
@@ -331,7 +331,7 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
 }
 
 // A layer inp (rows,C) -> (rows,OC). Its matmuls are forward with bias and addend, dinp, and
-// dweight written and accumulated, as in gpu_matmul_forward and gpu_matmul_backward.
+// dweight, both overwritten and accumulated, as in gpu_matmul_forward and gpu_matmul_backward.
 struct LayerShape {
     const char *name;
     int rows, C, OC, launches;
@@ -341,7 +341,7 @@ struct LayerShape {
 template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
     const size_t C = (size_t)l.C, OC = (size_t)l.OC, N = (size_t)l.rows;
     const Array inp = {N * C * sizeof(E), READ, NOISE, nullptr};
-    const Array out = {N * OC * sizeof(E), READ, NOISE, nullptr};  // or written: counted once
+    const Array out = {N * OC * sizeof(E), READ, NOISE, nullptr};  // or WRITE: counted once
     const Array weight = {OC * C * sizeof(E), READ, NOISE, nullptr};
     const Array bias = {OC * sizeof(E), READ, NOISE, nullptr};
     const double flops = 2.0 * (double)N * (double)C * (double)OC;
@@ -365,7 +365,7 @@ template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
                               oc, stream);
          }},
     };
-    for (int adds = 0; adds < 2; adds++) {  // the first micro-step writes, the others add
+    for (int adds = 0; adds < 2; adds++) {  // the first micro-step overwrites, others accumulate
         Array dweight = weight;
         dweight.bytes *= sizeof(Grad<E>) / sizeof(E);
         dweight.use = adds ? READ_WRITE : WRITE;
@@ -404,7 +404,7 @@ template <class E> static void bench_model(const Settings *s) {
         }
     }
     if (!bench.tsv && bench.what.empty()) {
-        printf("sum of a micro-step that adds to gradients: %.3f ms, %.0f tokens/s\n", bench.ms_sum,
+        printf("sum of a micro-step that adds gradients: %.3f ms, %.0f tokens/s\n", bench.ms_sum,
                N / bench.ms_sum * 1e3);
     }
     cuda_check(cudaFree(bench.noise[0]));

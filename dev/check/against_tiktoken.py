@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares train_gpt2's GPT-2 tokenizer with tiktoken; exit status 1 when a token differs.
+"""Compares train_gpt2's GPT-2 tokenizer with tiktoken; exit status 1 if a token differs.
 
     dev/check/against_tiktoken.py [FOLDER] [--bytes N] [--seed N]
 
@@ -23,7 +23,7 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 
-# GPT-2's pattern, with the alternatives in the order of its authors' encoder.py.
+# GPT-2's pattern, with the alternatives in the order used in OpenAI's encoder.py.
 PATTERN = (r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
 
 LIBRARY = r"""
@@ -100,7 +100,7 @@ def code_point(rng, low, high):
 
 
 def fragment(rng, sources):
-    """A short text of a random kind."""
+    """A short random text of a random kind."""
     kind, low_high = rng.randrange(10), rng.choice(SCRIPTS)
     part = lambda text, most: text[(at := rng.randrange(max(1, len(text) - most))):at + most]
     if kind == 0:
@@ -125,7 +125,7 @@ def fragment(rng, sources):
 
 
 def mixed_texts(count, seed, sources):
-    """Texts of `count` bytes in total, up to about 10 KB each, determined by the seed."""
+    """Random texts of about `count` bytes in total, mostly up to 10 KB each, set by the seed."""
     rng, texts, total = random.Random(seed), [], 0
     for c in "a =\n1!中":
         texts.append("x" + c * 20000 + "y")
@@ -160,7 +160,7 @@ class Ours:
         self.c.encode_all.restype = self.c.decode_all.restype = ctypes.c_int64
 
     def encode(self, texts):
-        """Tokens of all texts (bytes) in one array, and the end of each text."""
+        """The tokens of all texts (bytes) in one array, and where each text ends in it."""
         ends = np.cumsum([len(t) for t in texts], dtype=np.int64)
         out, out_ends = np.zeros(ends[-1] + 1, np.uint16), np.zeros_like(ends)
         n = self.c.encode_all(b"".join(texts), ends.ctypes.data_as(ctypes.c_void_p),
@@ -178,7 +178,7 @@ class Ours:
 
 
 def compare(ours, theirs, texts, what):
-    """Encodes texts with both, compares, and decodes."""
+    """Encodes the texts with both tokenizers, compares the tokens, and decodes ours."""
     data = [t.encode() for t in texts]
     tokens, ends = ours.encode(data)
     wanted = [theirs.encode_ordinary(t) for t in texts]    # the batch call is slower here

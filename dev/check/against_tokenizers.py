@@ -3,10 +3,10 @@
 
     dev/check/against_tokenizers.py [TEXT...]
 
-Needs the packages tokenizers and transformers, a built data/tokenize and train_gpt2. Learns
-vocabularies of several sizes from each TEXT (default: five that are made here or part of the
-project, one of them not English) and compares the merges, then trains a model for one step and
-compares the tokens of 10,000 lines with those of its checkpoint, loaded by transformers.
+Needs the packages tokenizers and transformers, and the built data/tokenize and train_gpt2. Learns
+vocabularies of several sizes from each TEXT (default: five texts, generated here or part of the
+project, in several languages) and compares the merges. Then trains a model for one step and
+compares our tokens of 10,000 lines with those of transformers, which loads its checkpoint.
 """
 import os
 import random
@@ -27,7 +27,7 @@ CHINESE = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬
 
 
 def words_of(rng, words, count, ends):
-    """A text of `count` words, the frequent ones first, with punctuation."""
+    """A random text of `count` words, preferring the first of `words`, with punctuation."""
     out = []
     for _ in range(count):
         word = words[min(int(rng.expovariate(6 / len(words))), len(words) - 1)]
@@ -36,7 +36,7 @@ def words_of(rng, words, count, ends):
 
 
 def made_texts():
-    """Names and texts: stories, Russian and Chinese sentences, this project, difficult bytes."""
+    """Names and texts: stories, Russian, Chinese, this project's sources, awkward characters."""
     rng = random.Random(1)
     read = lambda name: open(os.path.join(ROOT, name), encoding="utf-8", newline="").read()
     stories = subprocess.run([os.path.join(ROOT, "data", "stories")], check=True,
@@ -53,7 +53,7 @@ def made_texts():
 
 
 def ours(folder, text, size, name="ours"):
-    """Our merges of a text, as lines."""
+    """The merges that data/tokenize learns from a text, as lines."""
     path, prefix = os.path.join(folder, name + ".txt"), os.path.join(folder, name)
     with open(path, "w", encoding="utf-8", newline="") as f:
         f.write(text)
@@ -76,7 +76,7 @@ def theirs(folder, text, size):
 
 
 def compare_merges(folder, name, text):
-    """The same merges for vocabularies of several sizes, up to the largest that the text has."""
+    """Compares the merges for vocabularies of several sizes, up to the largest the text allows."""
     for size in (300, 1000, 4096, 16384):
         want = theirs(folder, text, size)
         possible = min(size, len(want) + 257)
@@ -92,7 +92,7 @@ def compare_merges(folder, name, text):
 
 
 def compare_tokens(folder, text):
-    """Tokens of 10,000 lines: data/tokenize's, and transformers' with a checkpoint's files."""
+    """Compares data/tokenize and transformers, given a checkpoint's files, on 10,000 lines."""
     from transformers import AutoTokenizer    # takes seconds to load
     lines = [l for l in text.split("\n") if l.strip() and END not in l]
     lines = (lines * (10000 // len(lines) + 1))[:10000]

@@ -1,28 +1,28 @@
 #!/usr/bin/env python3
-"""The CPU program against GPT-2 in Hugging Face transformers: make check_torch PYTHON=...
+"""Compares the CPU program with GPT-2 in Hugging Face transformers: make check_torch PYTHON=...
 
     python3 -m venv build/venv
     build/venv/bin/pip install numpy safetensors torch transformers
     make check_torch PYTHON=build/venv/bin/python
 
-It needs no network and no GPU: models are made from a GPT2Config, weights and tokens are random.
-Three comparisons, with small models of odd shapes:
+Needs no network and no GPU: models are made from a GPT2Config, weights and tokens are random.
+Makes three comparisons with small models of odd shapes:
 
 1. Loss, gradient norm and every gradient, from the same weights and tokens.
-2. AdamW alone: torch.optim.AdamW on our gradients, with decay on matrices only, clipping by the
-   global norm and our schedule; weights and moments after every step. Then Muon, twenty steps:
-   torch.optim.Muon on the blocks' matrices, c_attn as three of them, with torch's iteration in
-   float64 and in its bfloat16.
+2. The optimizers alone: torch.optim.AdamW on our gradients, with decay on matrices only, clipping
+   by the global norm and our schedule; weights and moments after every step. Then twenty steps of
+   torch.optim.Muon on the blocks' matrices, with c_attn split into three, and with torch's
+   iteration both in float64 and in its own bfloat16.
 3. Folders: transformers loads our checkpoint, and we load what transformers saves.
 
-Our numbers are those of checkpoints, one per step. A run of one step from a checkpoint with
---beta1 0 --clip 0 has the gradient itself as its first moment.
+Our numbers are read from checkpoints, one per step. To get a gradient, a run of one step starts
+from a checkpoint with --beta1 0 --clip 0; its first moment is then the gradient itself.
 
-The reference is PyTorch in float64. A line contains our largest difference from it relative to the
+The reference is PyTorch in float64. Each line shows our largest difference from it, relative to the
 tensor's largest number, the tolerance, and the share of it that is used. Tolerances follow from
 u = 2^-24, the relative error of one rounding, and are documented where they are computed. Finally,
-every comparison is run with a wrong weight or optimizer, and must detect it. `curve TEXT PICTURE`
-instead trains both in fp32 on the bytes of a text and draws the losses (with matplotlib).
+comparisons are repeated with a wrong weight or setting, which they must detect. `curve TEXT
+PICTURE` instead trains both on the bytes of a text and draws the losses (with matplotlib).
 
 The last line is `N passed, N failed`; the exit status is 1 if one failed.
 """
@@ -51,8 +51,8 @@ U = 2.0 ** -24
 
 V = 257     # the vocabulary of bytes
 
-# Our order of tensors, by their names and, for matrices, their sizes in units of C as (out, in):
-# their linear layers are (in, out). The vectors of all blocks are one bucket.
+# Our order of tensors, by transformers' names, with sizes in units of C; matrices are (out, in),
+# while transformers stores (in, out). The vectors of all blocks are one bucket.
 MATRICES = {"attn.c_attn.weight": (3, 1), "attn.c_proj.weight": (1, 1), "mlp.c_fc.weight": (4, 1),
             "mlp.c_proj.weight": (1, 4)}
 VECTORS = {"ln_1.weight": 1, "ln_1.bias": 1, "attn.c_attn.bias": 3, "attn.c_proj.bias": 1,
@@ -82,12 +82,12 @@ class Case:
     vector_decay: float = 0.0  # train_gpt2 never decays vectors
     optimizer: str = "adamw"
     momentum: float = 0.95
-    thirds: int = 3  # matrices of c_attn
+    thirds: int = 3  # number of matrices that c_attn is split into
 
     @property
     def weight_std(self):
-        """Gives queries and keys deviation 1.3 at any width: attention is far from uniform, but
-        also far from a single token, which would amplify earlier rounding errors."""
+        """Gives queries and keys a standard deviation of 1.3 at any width: attention is neither
+        nearly uniform nor concentrated on one token, which would amplify rounding errors."""
         return 1.3 / math.sqrt(self.C)
 
     @property
@@ -115,9 +115,9 @@ class Case:
         return self.lr * (self.final_lr + (1 - self.final_lr) * fall)
 
     def tolerance(self):
-        """Relative to a tensor's largest number. A number is the result of a chain of sums: n
-        consecutive roundings with practically random errors add up to about sqrt(n) u. Doubled,
-        because it must bound the largest error of all elements."""
+        """Tolerance relative to a tensor's largest number. A number is the result of a chain of
+        sums: n consecutive roundings with practically random errors add up to about sqrt(n) u.
+        This is doubled, because it must bound the largest error of all elements."""
         block = 2 * self.C + 7 * self.C + self.C // self.NH + self.T  # norms, matmuls, attention
         n = self.L * block + 2 * self.C
         n = 2 * n + V + self.B * self.T * self.micros  # backward, the head's sum, a weight's sum
@@ -143,8 +143,8 @@ class Report:
         print(f"{name:34} {numbers:26}  {'ok' if ok else 'FAILED'}", flush=True)
 
     def lines(self, title, differences):
-        """A line per kind of tensor over all layers, or per name before a colon: the worst of
-        the differences, each with its tolerance."""
+        """Prints the worst difference and its tolerance for each kind of tensor over all layers,
+        or for each name before a colon."""
         print(f"\n{title}\n{'':34} {'rel':>8} {'tol':>8}  used")
         worst = {}
         for name, (away, tolerance) in differences.items():
@@ -172,7 +172,7 @@ def difference(ours, reference, tolerance):
 # --- Our side -------------------------------------------------------------------------------------
 
 def bucket_tensors(case, buckets):
-    """{their name: array} of the state whose buckets are given, in their layout."""
+    """{name: array} of the state in these buckets, with transformers' names and layout."""
     found, C = {}, case.C
 
     def take(bucket, at, name, shape):
@@ -297,7 +297,7 @@ def arrays(tensors):
 
 
 def batch_loss(model, inputs, targets):
-    """The mean loss. Targets are already shifted, so the model's own loss is not used."""
+    """The mean loss. The model's own loss is not used, because targets are already shifted."""
     logits = model(torch.tensor(inputs).long()).logits
     return cross_entropy(logits.flatten(0, 1), torch.tensor(targets).long().flatten())
 
@@ -314,14 +314,14 @@ def gradients(model, batches):
 
 
 class Trainer:
-    """torch.optim.AdamW with our run's settings, and torch.optim.Muon. Clipping is done here,
-    because clip_grad_norm_ adds 1e-6 to the norm, which is more than a rounding."""
+    """torch.optim.AdamW and torch.optim.Muon with our run's settings. Clipping is done here,
+    because clip_grad_norm_ adds 1e-6 to the norm, which exceeds a rounding error."""
 
     def __init__(self, case, model):
         self.case, self.model = case, model
         muon = [p for n, p in named(model).items()
                 if case.optimizer == "muon" and n.split(".", 2)[-1] in MATRICES]
-        # Muon's matrices are copies: it keeps one momentum for each, and c_attn has three.
+        # Muon's matrices are copies: it keeps one momentum for each, and c_attn consists of three.
         self.parts = [(p, i, part.clone()) for p in muon for i, part in enumerate(
             p.detach().chunk(case.thirds if p.shape[1] == 3 * case.C else 1, dim=1))]
         self.muon = torch.optim.Muon([part for _, _, part in self.parts], lr=1.0,
@@ -362,7 +362,7 @@ def gradient_differences(ours, step, weights):
     """Step `step` (from 0) from `weights`: {name: difference} of loss, norm and gradients."""
     model = hf_model(ours.case, weights)
     loss, norm = gradients(model, ours.batches(step))
-    # Losses and norms are sums over many elements in double, whose errors largely cancel, so the
+    # Losses and norms are sums in double over many elements, whose errors largely cancel, so the
     # tolerance is a few roundings.
     found = {"loss": difference(ours.loss[step], loss, 4 * U),
              "gradient norm": difference(ours.norm[step], norm, 4 * U)}
@@ -388,8 +388,8 @@ def check_gradients(report, ours):
 # --- 2. AdamW alone -------------------------------------------------------------------------------
 
 def optimizer_differences(ours, case):
-    """Compares after every step with our gradients and the optimizer of `case`: {what, step and
-    name: difference} of weights and moments, of the norm and the learning rate."""
+    """Applies the optimizer of `case` to our gradients and compares weights, moments, the norm and
+    the learning rate after every step: {what, step and name: difference}."""
     trainer, found = Trainer(case, hf_model(case, ours.state("weights", 0))), {}
     for step in range(case.steps):
         grads, n = ours.gradients[step], step + 1
@@ -402,8 +402,8 @@ def optimizer_differences(ours, case):
         for what in ("weights", "m", "v"):
             values = ours.state(what, n)
             for name, reference in trainer.state(what).items():
-                # A moment: 16 roundings. A weight: one of its own and 32 per step of the update
-                # (1 - beta in fp32 is up to u / (1 - beta) off, the rest are divisions and roots).
+                # A moment: 16 roundings. A weight: per step, one of its own and 32 of the update
+                # (1 - beta in fp32 is off by up to u / (1 - beta); the rest: divisions and roots).
                 scale, tolerance = np.abs(reference).max(), 16 * U
                 if what == "weights":
                     tolerance = n * (U * scale + 32 * U * case.lr) / scale
@@ -413,7 +413,7 @@ def optimizer_differences(ours, case):
 
 def muon_differences(ours, case, exact):
     """Compares the weights after all steps of Muon and AdamW on our gradients: {name: difference
-    relative to the change of the weights}. exact: torch's iteration runs in float64."""
+    relative to the change of the weights}. exact: run torch's iteration in float64."""
     real = torch.optim._muon._zeropower_via_newtonschulz
 
     def iterate(grad, coefficients, steps, eps):
@@ -477,7 +477,7 @@ def save_variants(model, folder):
 
 
 def reload(report, folder, case):
-    """Loads our checkpoint by from_pretrained: no missing and no unexpected tensors."""
+    """Loads our checkpoint with from_pretrained; no tensor may be missing or unexpected."""
     model, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True,
                                                   attn_implementation="eager")
     left = {key: value for key, value in info.items() if value}

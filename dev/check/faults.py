@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
 """Interrupts runs in every way a machine can, and checks that nothing that was saved is lost.
 
-    dev/check/faults.py kill [COUNT]     SIGKILL at random moments, several times in a row: all
-                                         processes of a run, or one of its ranks
-    dev/check/faults.py power [COUNT]    power loss: what was written and not synced may be missing
-    dev/check/faults.py calls            each system call on the run's files fails once in each of
-                                         its ways, or is the last one before SIGKILL
+    dev/check/faults.py kill [COUNT]     SIGKILL at random moments, several times in a row, to all
+                                         processes of a run or to one of its ranks
+    dev/check/faults.py power [COUNT]    power loss: data written but not synced may be missing
+    dev/check/faults.py calls            each system call on the run's files fails once with each of
+                                         its errors, or is the last one before SIGKILL
     dev/check/faults.py gpu [COUNT]      calls of CUDA, cuBLASLt and NCCL fail once, on the emulated
                                          device: each function and line once if COUNT allows it
 
-Options: --seed N draws other moments and settings; --program PATH tests one program only; --jobs N
-runs at once (2). `kill` and `power` draw settings from `train_gpt2` and, if it is built,
+Options: --seed N draws other moments and settings; --program PATH tests only that program; --jobs N
+runs N at once (default 2). `kill` and `power` draw settings for `train_gpt2` and, if it is built,
 `train_gpt2cu_cpu` with 1 to 4 ranks, ZeRO stages 0 to 3, with and without offload. `power` and
 `calls` need strace.
 
 After each fault the same command must resume, from at least the last step that was reported as
 saved, and end with the bytes of an undisturbed run; a run that sees a fault must end with status 1
-and one line. Prints a line per violation, then `N <what was tried>, K violations`; status 1 if K
-is not 0, if nothing was tried, or if none of 100 kills or more hit one of the PARTS of a run. Files
-are written to a temporary folder only.
+and one line. Prints a line per violation, then `N <what was tried>, K violations`. Exit status 1 if
+K is not 0, if nothing was tried, or if 100 or more kills missed one of the PARTS of a run. Files
+are written only to a temporary folder.
 """
 import argparse, collections, concurrent.futures, glob, hashlib, os, random, re, shutil, signal
 import subprocess, sys, tempfile, time
@@ -31,7 +31,7 @@ tally = collections.Counter()    # faults by the part of a run they hit, and by 
 
 
 def settings(programs):
-    """Every combination that is drawn from: name, command."""
+    """Every command that is drawn from."""
     every = []
     for program in programs:
         kept = [["-n", str(n), "--keep", str(keep)] for n in (1, 2) for keep in (1, 2)]
@@ -64,7 +64,7 @@ def saved_step(text):
 
 
 def digest(folder):
-    """SHA-256 of each file of the checkpoints; the log and the lock differ between runs."""
+    """SHA-256 of each file except the log and the lock, which differ between runs."""
     found = {}
     for path, _, names in os.walk(folder):
         for name in names:
@@ -102,15 +102,15 @@ class Place:
         return os.path.join(self.path, "out")
 
     def ends_as(self, whole, command, what, saved):
-        """Resumes and compares with the undisturbed run; the report of what was saved counts."""
+        """Resumes, from step `saved` or later, and compares with the undisturbed run."""
         done = self.run(command)
         resumed = re.search(r"^resumed from out/step-(\d+)", done.stdout, re.M)
         if done.returncode:
             violation(what, command, f"the next run: {done.stderr.strip()[:300]}")
         elif digest(self.out()) != whole:
-            violation(what, command, "the next run ends with other bytes")
+            violation(what, command, "the next run ends with different bytes")
         elif saved and int(resumed[1] if resumed else 0) < saved and saved < 9:
-            violation(what, command, f"step {saved} was saved and is lost")
+            violation(what, command, f"step {saved} was saved but is lost")
 
 
 def undisturbed(work, command, known={}):
@@ -138,8 +138,7 @@ def children(pid):
 
 
 def kill_moment(out, process, seconds, draw):
-    """Waits for a random time, which may be short, or for a checkpoint that is being written or
-    removed."""
+    """Waits for a random time, or until a checkpoint is being written or removed."""
     if draw.random() < 0.5:    # often before the first step, as when a run resumes
         return time.sleep(draw.uniform(0, seconds * draw.choice((0.1, 0.3, 0.9))))
     seen, wanted, end = set(glob.glob(out + "/*.tmp")), draw.randint(1, 6), time.time() + seconds
@@ -151,7 +150,7 @@ def kill_moment(out, process, seconds, draw):
 
 
 def kill_place(out, stdout):
-    """What a killed run was doing, from the folder it left."""
+    """What a killed run was doing, judging by its folder and output."""
     steps = [int(path[-8:]) for path in glob.glob(out + "/step-" + "[0-9]" * 8)]
     unfinished = [int(path[-12:-4]) for path in glob.glob(out + "/*.tmp")]
     if any(step < max(steps, default=0) for step in unfinished):
@@ -164,7 +163,7 @@ def kill_place(out, stdout):
 
 
 def kill_case(work, number, command, draw):
-    """Kills a run several times in a row and lets the last one end. Returns the number of kills."""
+    """Kills a run several times in a row, then lets it finish. Returns the number of kills."""
     whole, seconds = undisturbed(work, command)
     place, kills, saved = Place(work, f"kill{number}"), 0, 0
     for attempt in range(draw.randint(1, 5)):
@@ -209,7 +208,7 @@ class File:
         self.durable, self.writes = bytearray(self.live), []
 
     def after_loss(self, draw):
-        """The durable bytes, and those of the later writes that a disk happened to keep."""
+        """The durable bytes, plus those of later writes that the disk happened to keep."""
         data = bytearray(self.durable)
         kept = draw.choice(("none", "all", "first", "any"))
         first = draw.randint(0, len(self.writes))
@@ -233,7 +232,7 @@ class Folder:
 
 
 class Disk:
-    """Files below a folder as the program sees them, and what of them would survive."""
+    """Files below a folder as the program sees them, and what would survive a power loss."""
 
     def __init__(self, root):
         self.root, self.top, self.pending = os.path.realpath(root), Folder(), []
@@ -258,7 +257,7 @@ class Disk:
         return folder.live.get(name) if folder else None
 
     def entry(self, *changes):
-        """Changes names at once: (folder, name, node or None)."""
+        """Applies a list of changes (folder, name, node or None) atomically."""
         self.apply(changes, "live")
         self.pending.append(changes)
 
@@ -279,7 +278,7 @@ class Disk:
                 self.pending.remove(changes)
 
     def call(self, name, line, arguments, result):
-        """One successful system call, as strace prints it with -y -xx. All writes append."""
+        """Applies a successful system call, as printed by strace -y -xx. All writes append."""
         paths = [unhex(text) for text in re.findall(r'"((?:\\x[0-9a-f]{2})*)"', arguments)]
         descriptor = re.match(r"\d+<([^<>]*)>", arguments)
         node = self.get(unhex(descriptor[1])) if descriptor else None
@@ -304,12 +303,12 @@ class Disk:
             self.sync(node)
 
     def lose_power(self, draw):
-        """Keeps a random prefix of the changes of names that were not synced."""
+        """Keeps a random prefix of the name changes that were not synced."""
         for changes in self.pending[:draw.randint(0, len(self.pending))]:
             self.apply(changes, "durable")
 
     def store(self, path, folder=None, durable=None):
-        """Writes a tree to a real folder: what is live, or (durable: a Random) what survived."""
+        """Writes a tree to a real folder: the live one, or (durable: a Random) what survived."""
         folder = folder or self.top
         for name, node in (folder.durable if durable else folder.live).items():
             target = os.path.join(path, name)
@@ -398,7 +397,7 @@ ALIKE = {"openat": "open", "pread64": "read", "readv": "read", "writev": "write"
 
 
 def calls_case(work, command, pool):
-    """Every call on the run's files, in a run from the start and in one that resumes."""
+    """Tries every call on the run's files, in a run from the start and in one that resumes."""
     cases, command = [], command + ["--keep", "2"]
     whole, _ = undisturbed(work, command)
     names = ",".join("?" + name for name in [*WAYS, *ALIKE])
@@ -426,14 +425,14 @@ def calls_case(work, command, pool):
                             ["error=" + e for e in WAYS[ALIKE.get(name, name)].split()]:
                         cases.append(pool.submit(call_fails, work, len(cases), command, whole, kept,
                                                  begin, name, count[name], way, "/lock>" in line))
-        print(f"{len(cases)} faults, those of '{begin}' included", flush=True)
+        print(f"{len(cases)} faults, including those of '{begin}'", flush=True)
     for case in cases:
         case.result()
     return len(cases)
 
 
 def call_fails(work, number, command, whole, kept, begin, name, n, way, lock):
-    """Makes call n of a name fail, or the last one before SIGKILL."""
+    """Makes the n-th call of a function fail, or sends SIGKILL there."""
     place, what = Place(work, f"call{number}"), f"{begin}, {name} {n}, {way}"
     if kept:
         shutil.copytree(kept, place.out(), symlinks=True)
@@ -447,10 +446,10 @@ def call_fails(work, number, command, whole, kept, begin, name, n, way, lock):
             violation(what, command, f"said {done.stderr[:300]!r}")
     elif done.returncode != 0:
         violation(what, command, f"status {done.returncode}: {done.stderr[:300]!r}")
-    elif not whole.items() <= digest(place.out()).items():    # more: not pruned yet
-        violation(what, command, "ended well without its bytes")
-    elif ALIKE.get(name, name) == "fsync" and not lock:    # its bytes are for people
-        violation(what, command, "ended well although a sync failed")
+    elif not whole.items() <= digest(place.out()).items():    # unpruned checkpoints are allowed
+        violation(what, command, "succeeded but its checkpoints are wrong")
+    elif ALIKE.get(name, name) == "fsync" and not lock:    # the lock's text is informational
+        violation(what, command, "succeeded although a sync failed")
     place.ends_as(whole, command, what, saved_step(done.stdout))
     shutil.rmtree(place.path)
 
@@ -464,19 +463,19 @@ GPU_KINDS = ["--tune 0 --dtype bf16", "--tune 0 --dtype fp16 --offload residuals
 TWO_GPUS = "--tune 0 --dtype bf16 --gpus 2 --timeout 30"
 GPU_KINDS += [f"{TWO_GPUS} -z {z}" for z in range(4)]
 GPU_KINDS += [f"{TWO_GPUS} -z {z} --offload moments,master,residuals" for z in (1, 3)]
-# Calls after whose failure a run may go on, with the same bytes: the search for a GPU, which plans
-# do without; an attribute that older versions of cuBLASLt do not know; and a matmul, for which a
-# line names the algorithm and the next one is tried.
+# A run may continue with the same bytes if one of these calls fails: the search for a GPU, which a
+# plan does not need; an attribute unknown to older versions of cuBLASLt; and a matmul, whose failed
+# algorithm is named in a line before the next one is tried.
 GPU_SURVIVED = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaGetDeviceProperties",
                 "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmul")
-# What a message says instead of the function's name.
+# What a message contains instead of the function's name.
 GPU_NAMED = {"cudaLaunchKernel": "launch of ", "cudaHostRegister": "cannot pin ",
              "cudaMallocHost": "cannot pin ",
              "cublasLtMatmulAlgoGetHeuristic": "cuBLASLt cannot multiply"}
 
 
 class GpuKind:
-    """A run that resumes from step 1, validates, samples and saves step 2; its calls."""
+    """A run that resumes from step 1, validates, samples and saves step 2; and its calls."""
 
     def __init__(self, work, number, program):
         self.command = [program, "-x", "2"] + GPU_RUN + GPU_KINDS[number].split()
@@ -502,10 +501,10 @@ class GpuKind:
                 self.calls[call] = self.calls.get(call, 0) + 1
 
     def fail(self, number, call, ordinal):
-        """Runs with one failing call. Returns 1 if the run went on."""
+        """Runs with one failing call. Returns 1 if the run continued."""
         place = Place(self.work, f"gpu{self.number}.{number}")
         shutil.copytree(os.path.join(self.path, "out.kept"), place.out(), symlinks=True)
-        place.env["EMU_NCCL_HANG"] = "1"    # as on GPUs: a rank waits for one that has ended
+        place.env["EMU_NCCL_HANG"] = "1"    # as on GPUs, a rank waits for one that has exited
         place.env["EMU_FAIL"] = " ".join([*call, str(ordinal)])
         place.env["XDG_CACHE_HOME"] = os.path.join(place.path, "cache")
         what, function = f"EMU_FAIL='{place.env['EMU_FAIL']}'", call[1]
@@ -518,19 +517,19 @@ class GpuKind:
         named = function in done.stderr or GPU_NAMED.get(function, function) in done.stderr
         if done.returncode == 0:
             if function not in GPU_SURVIVED:
-                violation(what, self.command, f"went on: {done.stderr.strip()[:200]!r}")
+                violation(what, self.command, f"continued: {done.stderr.strip()[:200]!r}")
             if "--tune 1" not in " ".join(self.command) and found != self.whole:
-                violation(what, self.command, "went on and saved other bytes")
+                violation(what, self.command, "continued and saved different bytes")
         elif done.returncode != 1 or lines != 1 or not named:
             violation(what, self.command, f"status {done.returncode}, {done.stderr[:300]!r}")
         if not self.first.items() <= found.items():
-            violation(what, self.command, "the checkpoint before it is lost")
+            violation(what, self.command, "the previous checkpoint is lost")
         shutil.rmtree(place.path)
         return int(done.returncode == 0)
 
 
 def gpu_cases(work, program, count, draw, pool):
-    """Fails `count` calls: each function and line at least once, if there are as many."""
+    """Fails `count` calls: each function and line at least once, if `count` allows."""
     numbers = range(len(GPU_KINDS)) if count >= 50 else draw.sample(range(len(GPU_KINDS)), 2)
     kinds = [GpuKind(work, i, program) for i in numbers]
     every = [(kind, call) for kind in kinds for call in kind.calls]
@@ -545,7 +544,7 @@ def gpu_cases(work, program, count, draw, pool):
              for i, (kind, call) in enumerate(chosen)]
     went_on = sum(case.result() for case in cases)
     print(f"{len(first)} functions and lines, {len(every)} with processes and settings; "
-          f"{went_on} runs went on")
+          f"{went_on} runs continued")
     return len(chosen)
 
 
@@ -577,7 +576,7 @@ def main():
         elif given.what == "gpu":
             tried = gpu_cases(work, programs[-1], given.count, random.Random(given.seed), pool)
         else:
-            # What a case does, and about how many faults it has.
+            # The function that runs a case, and about how many faults a case has.
             case, most = (power_case, 12) if given.what == "power" else (kill_case, 2)
             cases = []
             for number in range((given.count + most - 1) // most):
@@ -585,7 +584,7 @@ def main():
                 faults = (min(most, given.count - number * most),) if most > 2 else ()
                 cases.append(pool.submit(case, work, number, draw.choice(every), draw, *faults))
             tried = sum(case.result() for case in cases)
-    noun = {"kill": "kills", "power": "losses of power", "calls": "faults",
+    noun = {"kill": "kills", "power": "power losses", "calls": "faults",
             "gpu": "failing calls"}[given.what]
     for name, number in sorted(tally.items()):
         print(f"{number:6} {name}")

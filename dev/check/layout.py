@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Checks the layout of the sources: dev/check/layout.py
 
-Every text file that git tracks: lines of at most 100 columns, no tabs (except in Makefile), no
-trailing blanks, no two consecutive empty lines, a newline at the end. C and CUDA sources:
+All source files that git tracks: lines of at most 100 columns, no tabs (except in Makefile), no
+trailing blanks, a newline at the end. Also, in C and CUDA sources: no two consecutive empty lines,
   contents   the list under "Contents" in a file's header equals its chapter banners
   citations  "chapter X" names a chapter that exists in some file
-Prints one line per fault and, last, `N passed, N failed, N skipped`; exit status 1 on any fault.
-Needs nothing but python3.
+Prints one line per fault and finally `N passed, N failed, N skipped`; exit status 1 on any fault.
+Needs only python3.
 """
 import re
 import subprocess
@@ -19,7 +19,7 @@ BANNER = re.compile(r"^// (?:(Part [A-Z]+\. .+)|(\d+\. .+))$")
 
 
 def chapters(lines):
-    """Titles in the banners, each a dashed line and then `N. Title` or `Part X. Title`."""
+    """Titles in the banners: a dashed line followed by `N. Title` or `Part X. Title`."""
     found = []
     for before, line in zip(lines, lines[1:]):
         match = BANNER.match(line)
@@ -29,7 +29,7 @@ def chapters(lines):
 
 
 def contents(lines):
-    """Titles in the list under `// Contents`, or None without such a list."""
+    """Titles in the list under `// Contents`, or None if there is no such list."""
     if "// Contents" not in lines:
         return None
     listed = []

@@ -3,15 +3,15 @@
 
     dev/check/mutations.py               builds all mutations once, in a copy of the sources, then
                                          runs the tests of each
-    dev/check/mutations.py --check       each text occurs exactly once in its file, and each test
-                                         exists (part of make style); builds nothing
+    dev/check/mutations.py --check       checks that each text occurs exactly once in its file and
+                                         each test exists (part of make style); builds nothing
     dev/check/mutations.py --print       prints the mutations with their numbers
 
-Options: --only N,N or --sample N with --seed S (1) select mutations; --jobs N tests at once (1);
---scratch DIR keeps the copy and builds only what has changed. An expression E becomes
-(mutant(N) ? NEW : E), and the variable MUTANT selects N, so that each target is built once. A test
-that fails without a mutation is named and not used. Prints a line for each mutation, then `N of M
-caught`; status 1 if one is caught or not caught against the list.
+Options: --only N,N or --sample N with --seed S (default 1) select mutations; --jobs N runs N tests
+at once (default 1); --scratch DIR keeps the copy and builds only what has changed. An expression E
+becomes (mutant(N) ? NEW : E), and the variable MUTANT selects N, so each target is built only once.
+A test that fails without a mutation is named and not used. Prints a line for each mutation, then `N
+of M caught`; status 1 if a result differs from the list or a test fails without a mutation.
 """
 import argparse, concurrent.futures, os, random, re, subprocess, sys, tempfile
 
@@ -42,7 +42,7 @@ class Mutation:
         self.file, _, self.tests = head.partition(": ")
 
     def pattern(self):
-        """Matches the text, with any white space; group 1 is the expression to replace."""
+        """Matches the text with any white space; group 1 is the expression to replace."""
         before, braces, rest = self.old.partition("{{")
         expression, _, after = rest.partition("}}") if braces else (self.old, "", "")
         before = before if braces else ""
@@ -52,7 +52,7 @@ class Mutation:
         return re.compile(f"{parts[0]}{gaps[0]}({parts[1]}){gaps[1]}{parts[2]}")
 
     def runs(self, broken=()):
-        """Programs of tests with the names of tests, but for those that are broken."""
+        """Yields each test program and the names of its tests, except those that are broken."""
         for run in self.tests.split("; "):
             program, *names = run.split()
             names = [name for name in names if (program, name) not in broken]
@@ -80,8 +80,8 @@ def read_list():
 
 
 def command(program, names=()):
-    """Targets to build and the command that runs tests of a program: of a unit program those whose
-    names begin so, of a Python file those whose names or parameters contain a word."""
+    """Targets to build, and the command that runs a program's tests: in a unit program, those whose
+    names begin with a given name; in a Python file, those whose names or parameters contain it."""
     if program in UNITS:
         return [f"build/{program}"], [f"build/{program}", *names]
     targets = ["train_gpt2", "data/tokenize", "data/stories"]
@@ -92,7 +92,7 @@ def command(program, names=()):
 def check(mutations):
     """Returns the messages about entries that do not apply."""
     files, bad = {}, []
-    tests = set()  # the words of Python files, in which a test may be chosen by a parameter
+    tests = set()  # includes all words of Python files, where a parameter can select a test
     for folder in ("dev/test", "dev/test/unit"):
         for name in os.listdir(os.path.join(TOP, folder)):
             if name.endswith((".cpp", ".h", ".py")):
@@ -115,7 +115,7 @@ def check(mutations):
 
 
 def apply(mutations, scratch):
-    """Writes the mutated sources into the copy; leaves files alone that do not change."""
+    """Writes the mutated sources into the copy; does not touch files that are unchanged."""
     names = subprocess.run(["git", "ls-files"], cwd=TOP, check=True, stdout=subprocess.PIPE,
                            encoding="utf-8").stdout.split()
     for name in names:
@@ -146,7 +146,7 @@ def apply(mutations, scratch):
 
 
 def passes(scratch, program, names, number):
-    """Runs tests with a mutation. Returns whether they pass, and the lines that say why not."""
+    """Runs tests with a mutation. Returns whether they pass and, if not, the lines saying why."""
     environment = dict(os.environ, MUTANT=str(number), OMP_NUM_THREADS="1",
                        OMP_WAIT_POLICY="passive")
     try:

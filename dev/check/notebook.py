@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Checks dev/train_gpt2.ipynb without running it: dev/check/notebook.py [FILE]
 
-The notebook is valid nbformat 4 without outputs and has at most 200 lines; its code compiles; its
-commands have only options that --help lists, and the files and make targets that it names exist.
-Needs train_gpt2 and data/tokenize. Prints one line per fault; exit status 1 if there is any.
+The notebook must be valid nbformat 4 without outputs and at most 200 lines long; its code must
+compile; its commands may use only options that --help lists; the files and make targets that it
+names must exist. Needs train_gpt2 and data/tokenize. Prints a line per fault; exit status 1 if any.
 """
 import ast
 import json
@@ -14,10 +14,10 @@ import subprocess
 import sys
 
 MAX_LINES = 200
-# The first word of a command, and the program whose options it has; {} is a value in an f-string.
+# The first word of a command, and the program whose options it takes; {} is a value in an f-string.
 PROGRAMS = {"./{}": "./train_gpt2", "{}": "./train_gpt2", "./train_gpt2": "./train_gpt2",
             "./train_gpt2cu": "./train_gpt2", "data/tokenize": "data/tokenize"}
-MADE = re.compile(r"data/(notebook_|.*(\.bin|\.txt)$|\{\})")    # when the notebook runs
+MADE = re.compile(r"data/(notebook_|.*(\.bin|\.txt)$|\{\})")    # files made by running the notebook
 OPTION = re.compile(r"-[A-Za-z]$|--[a-z]")
 root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -33,13 +33,13 @@ def options_of(program, known={}):
 
 
 def texts_of(cell):
-    """The string constants of a code cell, with {} for values, and a markdown cell's `code`."""
+    """A code cell's string constants, with {} for f-string values, or a markdown cell's `code`."""
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return re.findall(r"`([^`]+)`", source)
-    inside = set()    # of an f-string, which is read as a whole, or of an nvidia-smi command
+    inside = set()    # nodes inside an f-string, which is read as a whole, or a call of nvidia-smi
     texts = []
-    for node in ast.walk(ast.parse(source)):    # a node comes before what is inside it
+    for node in ast.walk(ast.parse(source)):    # visits a node before its children
         if isinstance(node, ast.List) and node.elts and "nvidia-smi" in ast.dump(node.elts[0]):
             inside.update(ast.walk(node))
         elif isinstance(node, ast.JoinedStr):
@@ -56,12 +56,12 @@ def faults_of_text(text):
     for command in re.split(r"&&|\|\||[|;]", text):
         try:
             words = shlex.split(command)
-        except ValueError:    # an apostrophe in a text for people
+        except ValueError:    # prose with an apostrophe
             continue
         if not words:
             continue
         known = options_of(PROGRAMS[words[0]]) if words[0] in PROGRAMS else set()
-        if OPTION.match(words[0]):    # the rest of a command of one of these
+        if OPTION.match(words[0]):    # the rest of a command line of one of these two
             known = options_of("./train_gpt2") | options_of("dev/report.py")
         for word in words if known else []:
             if OPTION.match(word) and word.split("=")[0] not in known:
@@ -85,7 +85,7 @@ def faults(path):
             book = json.load(file)
         cells = book["cells"]
         if book["nbformat"] != 4 or not isinstance(book["metadata"], dict):
-            yield "not of nbformat 4"
+            yield "not nbformat 4"
         lines = sum(len(cell["source"]) for cell in cells)
     except (ValueError, KeyError, TypeError) as error:
         yield f"not a notebook: {error!r}"

@@ -1,15 +1,15 @@
 // emu_fail.h: makes one call of CUDA, cuBLASLt or NCCL fail once.
 //
 //     EMU_CALLS=FILE              appends a line "PROCESS FUNCTION LINE" to FILE for every call
-//     EMU_FAIL="P FUNCTION L N"   in process P, call N (from 1) of this function in line L of the
+//     EMU_FAIL="P FUNCTION L N"   in process P, call N (from 1) of this function on line L of the
 //                                 source does nothing and returns an error
 //
-// Process 0 is the one that was started, p * 16 + k the k-th that process p has forked. A launch is
-// a call of cudaLaunchKernel. Functions that cannot fail (cudaGetErrorString) are not counted, nor
-// is cudaGetLastError. dev/check/faults.py makes each call of a run fail.
+// Process 0 is the initial process, and process p * 16 + k the k-th child that process p forks. A
+// launch is a call of cudaLaunchKernel. Functions that cannot fail (cudaGetErrorString) are not
+// counted, nor is cudaGetLastError. dev/check/faults.py makes each call of a run fail.
 //
-// Each function becomes a macro of the same name, which passes the line of the call on; within
-// these headers, which come first, the functions call each other directly.
+// Each function is wrapped in a macro of the same name, which records the line of the call. Within
+// these headers, which precede the macros, the functions call each other directly.
 //
 // Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #pragma once
@@ -61,9 +61,9 @@ inline bool fails(const char *function, int line) {
     return f.fail && call + " " + std::to_string(++f.counts[call]) == f.fail;
 }
 
-// Returns a function that takes a call's arguments and returns its error. The compiler must assume
-// that it writes what they point to, as the call itself may; otherwise it would warn of variables
-// without a value.
+// Returns a function that takes a call's arguments and returns `error`. The compiler must assume
+// that it writes to the memory they point to, as the call itself would; otherwise it would warn
+// about uninitialized variables.
 template <class E> inline auto failure(E error) {
     return [error](auto... arguments) {
         const void *each[] = {nullptr, (const void *)&arguments...};
@@ -74,7 +74,7 @@ template <class E> inline auto failure(E error) {
 
 }  // namespace emu
 
-// The error of a launch in this line, for a program that checks launches.
+// Returns the error of a launch on this line, for a program that checks launches.
 inline cudaError_t emu_launch_error(int line) {
     return emu::fails("cudaLaunchKernel", line) ? emu::remember(cudaErrorUnknown) : cudaSuccess;
 }

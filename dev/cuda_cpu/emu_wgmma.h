@@ -1,25 +1,25 @@
 // emu_wgmma.h: CPU versions of train_gpt2.cu's PTX wrappers for Hopper's asynchronous warpgroup
 // products, wgmma.mma_async (chapter Tensor-core toolbox), under the same names.
 //
-// Each warp computes its own 16 rows of a product, which need no other warp. Products are queued
-// and computed at the wait that covers them, as late as the ISA allows. What a GPU leaves undefined
-// becomes an error or NaN here:
-//  - From issue to wait an accumulator holds a signalling NaN, which must still be there at the
-//    wait. Arithmetic makes it a quiet NaN, so an accumulator that is read early makes the results
-//    NaN. One that is changed, or passed to settle() before the wait, ends the program.
-//  - Products read a shadow copy of shared memory, which stands for the view of the async proxy. It
-//    is NaN at the start of a block and where a cp.async is issued; fence_async() copies to it the
-//    data of the calling thread's cp.async that the thread has waited for. So a missing fence, wait
-//    or barrier makes the results NaN. Plain stores to shared memory never reach the shadow copy,
-//    so a tile that they overwrite while products read it is not detected.
+// Each warp computes its own 16 rows of a product, independently of other warps. Products are
+// queued and computed at the wait that covers them, as late as the ISA allows. Behavior that is
+// undefined on a GPU produces an error or NaN here:
+//  - From issue to wait, an accumulator holds a signalling NaN, which must still be there at the
+//    wait. Arithmetic makes it a quiet NaN, so reading an accumulator early makes the results NaN.
+//    Changing one, or passing it to settle(), before the wait ends the program.
+//  - Products read a shadow copy of shared memory, which represents the async proxy's view. It is
+//    NaN at the start of a block and where a cp.async is issued; fence_async() copies to it the
+//    data of the calling thread's cp.async operations that the thread has waited for. So a missing
+//    fence, wait or barrier makes the results NaN. Plain stores to shared memory never reach the
+//    shadow copy, so overwriting a tile with them while products read it is not detected.
 //  - Operands in shared memory are read at the wait, so a tile that is refilled too early makes the
 //    results NaN. A in registers is read at the issue, because ptxas keeps those registers.
 //  - A descriptor is decoded bit by bit. Layouts other than 128-byte swizzled rows, a base offset,
 //    and addresses beyond dynamic shared memory end the program.
-//  - Products without a wgmma_fence() since the last wait, lanes or warps of a warpgroup that issue
-//    different products, and a block that ends with products under way end the program.
+//  - The program ends if a product is issued without a wgmma_fence() since the last wait, if lanes
+//    or warps of a warpgroup issue different products, or if a block ends with products under way.
 // Sums run over k = 0, 1, ... in fp32, rounded at each step; hardware uses a different order.
-// source: PTX ISA 9.0, section 9.7.15, "Asynchronous Warpgroup Level Matrix Instructions".
+// Source: PTX ISA 9.0, section 9.7.15, "Asynchronous Warpgroup Level Matrix Instructions".
 //
 // Contents
 //   1  State
@@ -33,7 +33,7 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. State
-// The state of the running block, created by its first call of a function of this file.
+// The state of the running block, created by its first call of a function in this file.
 
 namespace emu {
 enum { WARPGROUP_WARPS = 4, PRODUCT_COLUMNS = 64, PRODUCT_K = 16 };
@@ -44,9 +44,9 @@ struct Rows { Vec8 row[16][PRODUCT_COLUMNS / 8]; };  // 16 rows of 64 numbers
 // One warp's rows of an accumulator. Element i of lane 4g + t is in row g + 8 (i / 2 % 2), column
 // 8 (i / 4) + 2t + i % 2 (PTX ISA, figure "WGMMA .m64nNk16 register fragment layout for D").
 struct Accumulator {
-    float *lane[32];  // lane[0] null: no product uses it
+    float *lane[32];  // if lane[0] is null, no product uses it
     Rows value;
-    int products;     // under way
+    int products;     // number under way
     template <class F> static void each(F f) {
         for (int l = 0; l < 32; l++) {
             for (int i = 0; i < PRODUCT_COLUMNS / 2; i++) {
@@ -73,7 +73,7 @@ struct AsyncState {
     AsyncWarp warp[MAX_WARPS];
     std::vector<uint64_t> issued[MAX_WARPS / WARPGROUP_WARPS];  // a hash of each product
     bool fenced[MAX_THREADS];
-    int groups[MAX_THREADS];  // committed
+    int groups[MAX_THREADS];  // number committed
 };
 inline AsyncState *async_state = nullptr;  // reused by every block
 
@@ -210,8 +210,8 @@ inline void product_run(AsyncWarp &w, int warp, const AsyncProduct &x) {
     sum.products--;
 }
 
-// Computes the products of all but the newest `keep` of `groups` committed groups, and returns
-// their accumulators to the threads.
+// Computes the products of all but the newest `keep` of `groups` committed groups, and writes their
+// accumulators back to the threads.
 inline void products_finish(AsyncWarp &w, int warp, int groups, int keep) {
     size_t done = 0;
     while (done < w.queue.size() && w.queue[done].group < groups - keep) {
@@ -233,8 +233,8 @@ inline void products_finish(AsyncWarp &w, int warp, int groups, int keep) {
     }
 }
 
-// Returns the index of the accumulator at `lane`'s registers, taking their values if no product
-// that uses it is under way.
+// Returns the index of the accumulator at `lane`'s registers, and first loads their values if no
+// product that uses it is under way.
 struct AsyncArgs { float *d; const uint32_t *a; uint64_t a_descriptor, b; };
 inline size_t accumulator_of(AsyncWarp &w, AsyncArgs **lane) {
     size_t unused = w.accumulators.size();
@@ -311,7 +311,7 @@ inline void wgmma_fence(EMU_LOC) {
     emu::async("wgmma_fence", EMU_HERE).fenced[emu::current->id] = true;
 }
 
-// Commits the products issued since the last commit, as one group.
+// Commits the products issued since the last commit as one group.
 inline void wgmma_commit(EMU_LOC) {
     emu::async("wgmma_commit", EMU_HERE).groups[emu::current->id]++;
 }
@@ -333,7 +333,7 @@ template <int N> inline void wgmma_wait(EMU_LOC) {
                  });
 }
 
-// Makes the data of the calling thread's finished cp.async visible to products.
+// Makes data from the calling thread's finished cp.async operations visible to products.
 inline void fence_async(EMU_LOC) {
     emu::AsyncState &s = emu::async("fence_async", EMU_HERE);
     emu::Thread *t = emu::current;
@@ -343,8 +343,8 @@ inline void fence_async(EMU_LOC) {
     t->unfenced.clear();
 }
 
-// Called after a wait for accumulators that the following code uses. Ends the process with code 86
-// if a product that writes them is still under way.
+// Must be called after a wait, with accumulators that the code uses next. Ends the process with
+// code 86 if a product that writes them is still under way.
 inline void settle(float (&d)[1][8][4], EMU_LOC) {
     // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): a mark, not a number
     if (memcmp(d, &emu::UNDER_WAY, 4) == 0) {
@@ -359,7 +359,7 @@ inline void wgmma(float (&d)[1][8][4], uint64_t a, uint64_t b, EMU_LOC) {
     emu::AsyncArgs mine = {d[0][0], nullptr, a, b};
     emu::product_issue(mine, ADD, false, EMU_HERE);
 }
-// The same with a in registers, and with MN a b whose rows are k.
+// Like the above with a in registers; with MN, the rows of b as stored are k.
 template <bool ADD, bool MN>
 inline void wgmma(float (&d)[1][8][4], const uint32_t (&a)[4], uint64_t b, EMU_LOC) {
     emu::AsyncArgs mine = {d[0][0], a, 0, b};

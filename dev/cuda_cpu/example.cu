@@ -1,7 +1,7 @@
 // example.cu: a kernel with a missing barrier, and the same kernel fixed.
 //
-// A minimal program for this folder; the argument `race` or `fixed` selects the kernel. Exit status
-// 1 if the sum is wrong. It also compiles with nvcc; on a GPU `race` may give the right sum.
+// A minimal program for this folder; the argument `race` or `fixed` selects the kernel. The exit
+// status is 1 if the sum is wrong. nvcc also compiles it; on a GPU, `race` may give the right sum.
 //
 //     g++ -x c++ -std=c++17 -Idev/cuda_cpu -isystem <CUDA>/include example.cu -o example
 //     EMU_SEED=1 ./example race
@@ -22,7 +22,7 @@ template <bool BARRIER> __global__ void sum_kernel(int *out) {
             part[t] += part[t + half];
         }
         if (BARRIER) {
-            __syncthreads();  // the next round reads what other warps write in this one
+            __syncthreads();  // the next round reads values that other warps write here
         }
     }
     if (t == 0) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the example with three seeds: the race must be detected, and the fixed kernel must pass.
-# PROGRAM is the built example.cu. Last line `N passed, N failed, N skipped`; exit status 1 on a
-# failure.
+# PROGRAM is the built example.cu. The last line is `N passed, N failed, N skipped`; the exit status
+# is 1 if a run fails.
 #   dev/cuda_cpu/example.sh PROGRAM
 set -u
 passed=0 failed=0

@@ -1,8 +1,8 @@
-// test_cuda_cpu.cpp: tests that the emulator computes correctly and detects what it promises.
+// test_cuda_cpu.cpp: tests that the emulator computes correctly and detects mistakes as promised.
 //
-// Tests for the harness of dev/test/harness.h, which describes their arguments and output. A death
-// test runs a mistake in a child process and expects exit code 86 and a text. The tests do not show
-// how real GPUs behave.
+// Uses the harness in dev/test/harness.h, which describes arguments and output. A death test makes
+// a mistake in a child process and expects exit code 86 and a certain message. The tests do not
+// show how real GPUs behave.
 //
 //     g++ -std=c++17 -O1 -Idev/cuda_cpu -isystem <CUDA>/include test_cuda_cpu.cpp
 //
@@ -27,7 +27,7 @@ typedef __nv_bfloat16 bf16;
 
 // -------------------------------------------------------------------------------------------------
 // 1. Device arrays
-// They live until the test ends, which runs in a process of its own. A test continues after a
+// Arrays live until the test ends; each test runs in a separate process. A test continues after a
 // failed expectation.
 
 #define OK(call) expect((call) == 0)  // cudaSuccess, CUBLAS_STATUS_SUCCESS and ncclSuccess are 0
@@ -65,7 +65,7 @@ static int *true_flag() { return device(std::vector<int>(1, 1)); }
 
 // -------------------------------------------------------------------------------------------------
 // 2. Shared memory and seeds
-// Correct kernels give the same bits for every seed; for incorrect ones the results differ.
+// Correct kernels give the same bits for every seed; results of incorrect ones differ.
 
 // One dynamic and three static variables; each template instance has its own.
 template <class T> static __global__ void k_shared(int *ok) {
@@ -165,12 +165,12 @@ TEST(seeds) {
     expect(seeds_that_differ(k_block_sum<true>, 8) == 0);
     expect(seeds_that_differ(k_two_phases<true>, 0) == 0);
     expect(seeds_that_differ(k_neighbours<true>, 30) == 0);
-    detail = text("missing barriers seen by %d, %d and, of a warp, %d of 8 seeds",
+    detail = text("missing barriers detected by %d, %d and (warp) %d of 8 seeds",
              early, reuse, lanes);
 }
 
-// Records the order in which threads reach a place: before a warp operation, after it, and after a
-// barrier. order: for each place, the threads of all blocks in their order; count: one 0 per place.
+// Records the order in which threads reach three places: before a warp operation, after it, and
+// after a barrier. order: for each place, all threads in order; count: a 0 for each place.
 enum { PLACES = 3, S_BLOCKS = 8, S_THREADS = 128, S_ALL = S_BLOCKS * S_THREADS };
 static __global__ void k_order(int *order, int *count) {
     int me = (int)(blockIdx.x * blockDim.x + threadIdx.x);
@@ -188,7 +188,7 @@ static std::vector<int> order_of(long seed, uint64_t launch_no) {
     std::vector<int> v = host(order, PLACES * S_ALL);
     return v;
 }
-// Returns how often a thread, warp or block (size: its threads) arrives after its successor.
+// Returns how often a thread, warp or block (of `size` threads) arrives after its successor.
 static int inversions(const int *order, int size) {
     std::vector<int> place(S_ALL / size, -1);
     int n = 0;
@@ -236,7 +236,7 @@ TEST(shuffled) {
     }
     expect(order_of(SEEDS - 1, 7000) == seen[SEEDS - 1]);  // a seed is reproducible
     expect(order_of(SEEDS - 1, 7001) != seen[SEEDS - 1]);  // another launch has another order
-    detail = text("at least %d %% of neighbors turned round, of 50 expected", least);
+    detail = text("at least %d %% of neighbors reversed; 50 expected", least);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -337,8 +337,8 @@ static int transfers(bool wait_arrived, bool wait_gone) {
     OK(cudaFreeHost(pinned));
     return result;
 }
-// With both waits every order is correct. A missing wait is detected in the order meant for it, and
-// by some seeds.
+// With both waits, every order is correct. A missing wait is detected by the order designed to
+// reveal it, and by some seeds.
 TEST(orders) {
     enum { SEEDS = 16 };
     int right = 0, seen_arrived = 0, seen_gone = 0;
@@ -363,7 +363,7 @@ TEST(orders) {
              "%d", seen_arrived, seen_gone, SEEDS);
 }
 
-TEST(failing_call) {  // EMU_FAIL: the second call in one line fails, as the runtime would report it
+TEST(failing_call) {  // EMU_FAIL: the second call on a line fails as if the runtime had failed
     const int line = __LINE__ + 1;
     auto count = [] { int n = 0; return cudaGetDeviceCount(&n); };
     char chosen[64];
@@ -382,7 +382,7 @@ TEST(failing_call) {  // EMU_FAIL: the second call in one line fails, as the run
 
 static bf16 small_range(float x) { return __float2bfloat16_rn(x); }
 
-// Groups: a wait keeps the newest; a copy in no group never completes; zero fill.
+// Tests groups (a wait leaves the newest; a copy in no group never completes) and zero fill.
 static __global__ void k_copy_async(const float4 *in, float4 *out) {
     SHARED(float4, s, [3]);
     copy_16(&s[0], in, true);
@@ -404,20 +404,20 @@ TEST(copy_async) {
     expect(v[0].x == 7 && std::isnan(v[1].x) && v[2].x == 0 && v[2].w == 0 && std::isnan(v[3].x));
 }
 
-// What can go wrong in a kernel of asynchronous products; each bug is caught below.
+// Possible bugs in a kernel that uses asynchronous products; each is caught below.
 enum WgmmaBug {
     CORRECT,
-    NO_WAIT,         // before the scores are used
+    NO_WAIT,         // no wait before the scores are used
     NO_ASYNC_FENCE,
     SWIZZLE,         // chunks are XORed with row % 4
-    TWO_PLACES,      // for three tiles
+    TWO_PLACES,      // two buffers for three tiles
     MN_STEP,         // a step along k as in a K-major tile
     NO_FENCE,
     NO_BARRIER,
-    EARLY_RESCALE,   // of an accumulator under way
+    EARLY_RESCALE,   // an accumulator is rescaled before the wait
     NO_COPY_WAIT,
     STRIDE,          // 512 bytes from eight rows to the next
-    BASE_OFFSET,     // in a descriptor
+    BASE_OFFSET,     // a descriptor has a base offset
     NO_SWIZZLE_BIT,
     FAR,             // a descriptor beyond dynamic shared memory
     LANES_DIFFER,
@@ -426,9 +426,9 @@ enum WgmmaBug {
     UNFINISHED       // no wait at the end
 };
 
-// out (128,64): over the tiles B_j (64,64) of b, O = O / 2 + bf16(A B_j^T) B_j for A (128,64). As
-// in attention, there are two warpgroups and three places for B, and the products of O continue
-// during the next step.
+// Computes out (128,64): for each tile B_j (64,64) of b, O = O / 2 + bf16(A B_j^T) B_j, where A is
+// (128,64). As in attention, there are two warpgroups and three buffers for B, and the products
+// for O continue during the next step.
 template <int BUG>
 static __global__ void k_wgmma(float *out, const bf16 *a, const bf16 *b, int tiles) {
     DYN_SHARED(bf16, tile_a);
@@ -556,7 +556,7 @@ TEST(wgmma) {
     expect(worst < 1e-3);
     detail = text("max err %.1e", worst);
 }
-// Ends the process with code 86 if the results are wrong, whatever the seed.
+// Ends the process with code 86 if the results are wrong for every seed.
 template <int BUG> static void run_wgmma() {
     for (long seed = 0; seed < 3; seed++) {
         emu::set.seed = seed;
@@ -652,8 +652,8 @@ static void rank_hangs(ncclComm_t comm, int rank, int) {
     OK(gathers(x, 100, comm, rank));
 }
 static void rank_nothing(ncclComm_t, int, int) { }
-// Rank 1 exits, which is not reported if it is on the same machine; the others wait until they are
-// killed.
+// Rank 1 exits. With EMU_NCCL_HANG=1, as with NCCL on a single machine, this is not reported, and
+// the others wait until they are killed.
 static void rank_silence(ncclComm_t comm, int rank, int) {
     float *x = device<float>(30);
     emu::set.nccl_hang = 1;
@@ -704,15 +704,15 @@ TEST(nccl_deaths) {
 
 // -------------------------------------------------------------------------------------------------
 // 6. Injected bugs
-// Each ends with code 86 and a line that names what a user needs to find the bug. If a sanitizer
-// detects it first, the sanitizer's report counts.
+// Each ends with code 86 and a line with the information needed to find the bug. If a sanitizer
+// detects it first, the sanitizer's report is expected instead.
 
 static __global__ void k_write(float *x, int i) {
     if (blockIdx.x == 1 && threadIdx.x == 3) {
         x[i] = 1;
     }
 }
-static void write_at(int i) {  // of 100 floats, with a gap after the first 32
+static void write_at(int i) {  // writes one of 100 floats; a gap follows the first 32
     float *x = device<float>(100);
     emu_gap(x + 32, 128);
     launch(k_write, 2, 32, 0, 0, x, i);
@@ -817,7 +817,7 @@ static ncclComm_t own_communicator() {
     OK(ncclCommInitRankConfig(&comm, 1, id, 0, nullptr));
     return comm;
 }
-static void nccl_past_end() {  // sizeof(float) as element count
+static void nccl_past_end() {  // passes sizeof(float) as element count
     float *x = device<float>(1);
     OK(ncclAllGather(x, x, sizeof(float), ncclFloat32, own_communicator(), 0));
 }
@@ -852,8 +852,8 @@ static void wait_in_circle() {
     emu::enqueue_wait(t, s, 1);
     OK(cudaStreamSynchronize(s));
 }
-// Waits for an event that was never recorded. CUDA accepts both waits: the host's returns at once,
-// a stream's has no effect and is surely a bug, so the emulator rejects it.
+// Waits for an event that was never recorded. CUDA accepts both waits: the host's returns at once;
+// a stream's has no effect, which is surely a bug, so the emulator rejects it.
 static void wait_never_recorded() {
     cudaEvent_t e;
     OK(cudaEventCreate(&e));
@@ -863,7 +863,7 @@ static void wait_never_recorded() {
         cudaStreamWaitEvent(nullptr, e, 0);
     }
 }
-struct Bug { void (*run)(); const char *what, *where, *asan; };  // asan: its report instead
+struct Bug { void (*run)(); const char *what, *where, *asan; };  // asan: ASan's report
 static const Bug bugs[] = {
     {[] { write_at(101); }, "wrote at offset 404 of an allocation of 400 bytes", "k_write",
      "poison"},
@@ -931,7 +931,7 @@ static const Bug bugs[] = {
     {fork_after_query, "CUDA is used in a process that was forked from one", "in host code"},
     {[] { launch(k_ldmatrix_off, 1, 32, 0, 0, device<char>(16)); }, "is not in shared memory",
      "k_ldmatrix_off"},
-    {[] {  // instructions and shared memory that a device of capability 7.5 does not have
+    {[] {  // instructions and shared memory that devices of capability 7.5 lack
          emu::set.cc = 75;
          launch(k_mma, 1, 32, 0, 0);
      }, "mma.m16n8k16: needs compute capability 8.0", "EMU_CC=75"},
@@ -957,7 +957,7 @@ static const Bug bugs[] = {
     {run_wgmma<WARPS_DIFFER>, "warps of a warpgroup issue different products", "k_wgmma"},
     {run_wgmma<WARP_STOPS>, "warp 3 issued fewer products than others", "k_wgmma"},
     {run_wgmma<UNFINISHED>, "ended with products under way", "k_wgmma"},
-    {[] {  // the limit was raised while another device was set
+    {[] {  // the limit is raised while another device is set
          const cudaFuncAttribute limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
          OK(cudaFuncSetAttribute(k_copy_async, limit, 80 << 10));
          emu::set.cc = 75;

@@ -1,13 +1,13 @@
-// Fuzz targets for every reader of files and options. Each receives untrusted bytes and must either
-// refuse them with one line or fulfil the reader's contract. FUZZ_PROGRAM selects the program whose
-// readers are built: 0: train_gpt2.c, 1: data/tokenize.c. `make fuzz` builds the targets with
+// Fuzz targets for every reader of files and options. Given untrusted bytes, a reader must either
+// reject them with one line or fulfill its contract. FUZZ_PROGRAM selects the program whose readers
+// are built (0: train_gpt2.c, 1: data/tokenize.c). `make fuzz` builds the targets with
 // libFuzzer, AddressSanitizer and UBSan and runs all of them; FUZZ_TARGET selects one:
 //     FUZZ_TARGET=config build/fuzz -max_total_time=60 build/corpus/config
-// With FUZZ_REPLAY=1 any compiler builds it; it then runs each file, and small changes of it,
-// through a target once:
+// With FUZZ_REPLAY=1, any compiler can build it; it then runs each file, and slightly modified
+// copies of it, through a target once:
 //     build/fuzz_replay config FILE...
 // Inputs are in heap blocks of exactly their size, so that reads beyond them are detected. die()
-// returns here; a failed check() of the program, or a failed FACT below, is a finding.
+// returns to this file; a failed check() of the program, or a failed FACT below, is a finding.
 
 #define _GNU_SOURCE 1
 #include <setjmp.h>
@@ -127,7 +127,7 @@ static void target_shard(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Model files
-// llm.c files and config.json: allowed sizes, tensors inside the file.
+// llm.c files and config.json: sizes are within their limits, and tensors are inside the file.
 
 static Span fuzz_spans[400 * FILE_TENSORS];
 
@@ -166,7 +166,7 @@ static void target_llmc(const unsigned char *bytes, size_t size) {
     require_spans(&m, 0);
 }
 
-// Shapes as given by a config.json next to the weights.
+// Shapes, as a config.json next to the weights would give them.
 static const Model fuzz_models[] = {{1, 1, 1, 2, 257, 384}, {2, 1, 2, 2, 3, 128}};
 
 static void target_weights(const unsigned char *bytes, size_t size) {
@@ -186,7 +186,7 @@ static void target_config(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Evaluation files
-// Every example fits the row in which it is scored.
+// Every example fits in the row in which it is scored.
 
 // Reads every example again as scoring does: rows of T inputs and targets.
 static void target_eval(const unsigned char *bytes, size_t size) {
@@ -237,7 +237,7 @@ static int bytes_compare(const void *a, const void *b) {
                                 : (x->end > y->end) - (x->end < y->end);
 }
 
-// Checks the tiling in order of offsets; the program adds up hashes instead.
+// Checks the tiling after sorting by offset; the program adds up hashes instead.
 static void target_safetensors(const unsigned char *bytes, size_t size) {
     static Range *ranges;
     static size_t capacity;
@@ -278,7 +278,7 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Checkpoints
-// The manifest, and the tensors of a state; its counters are those that the manifest vouches for.
+// The manifest, and the tensors of a state; the manifest vouches for a state's counters.
 
 static void target_manifest(const unsigned char *bytes, size_t size) {
     static Manifest manifest;
@@ -294,7 +294,7 @@ static void target_manifest(const unsigned char *bytes, size_t size) {
 
 static void target_state(const unsigned char *bytes, size_t size) {
     const Model *m = &fuzz_models[size % 2];
-    static StateFiles f;  // its ranges outlive a refused input
+    static StateFiles f;  // static, because its ranges outlive a rejected input
     free(f.files[0].ranges);
     memset(&f, 0, sizeof f);
     f.ranks = 1;
@@ -316,7 +316,7 @@ static void target_state(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Tokenizer
-// Merges files, and texts that must decode to themselves.
+// Merges files, and texts that must survive encoding and decoding.
 
 static Bpe fuzz_bpe;
 
@@ -327,7 +327,7 @@ static void target_bpe_merges(const unsigned char *bytes, size_t size) {
     FACT(fuzz_bpe.tokenizer.vocabulary == fuzz_bpe.count && fuzz_bpe.count >= MIN_VOCABULARY);
 }
 
-// GPT-2's vocabulary from where the tests find it, or a small one that is encoded the same way.
+// Returns GPT-2's vocabulary if the tests find it, otherwise a small one encoded the same way.
 static const Bpe *encoder_vocabulary(void) {
     static int is_open;
     char path[PATH_BYTES];
@@ -353,8 +353,8 @@ static const Bpe *encoder_vocabulary(void) {
     return &fuzz_bpe;
 }
 
-// Tokens must decode to the text, and stay the same if the text is cut, or encoded again by an
-// encoder that has cached its words.
+// Tokens must decode to the text, and be the same if the text is split in two, or encoded again by
+// an encoder that has cached its words.
 static void target_bpe_encode(const unsigned char *bytes, size_t size) {
     const Bpe *bpe = encoder_vocabulary();
     const char *text = (const char *)bytes;
@@ -509,10 +509,10 @@ static void target_json(const unsigned char *bytes, size_t size) {
 // -------------------------------------------------------------------------------------------------
 // Learning merges
 
-// Learns merges from a text; their number is the first byte. A merges file of the vocabulary must
-// have the same tokens.
+// Learns merges from a text; the first byte determines how many. A merges file written from the
+// vocabulary must give the same tokens.
 static void target_bpe_train(const unsigned char *bytes, size_t size) {
-    static WordTable words;    // its memory outlives a refused input
+    static WordTable words;    // static, because its memory outlives a rejected input
     static Bpe bpe, again;
     int byte_of[BYTE_CHARACTERS];
     int64_t all = 0;
@@ -578,11 +578,11 @@ static int target_find(const char *name) {
     for (int i = 0; i < TARGETS; i++) {
         puts(targets[i].name);
     }
-    fflush(stdout);  // libFuzzer ends the process without it
+    fflush(stdout);  // libFuzzer ends the process without flushing
     exit(name != NULL);
 }
 
-// Runs one input. A refusal must be one line of printable text.
+// Runs one input. If it is rejected, the message must be one line of printable text.
 static void target_run(int target, const unsigned char *data, size_t size) {
     unsigned char *copy = (unsigned char *)malloc(size);
     memcpy(copy, data, size);
@@ -609,8 +609,8 @@ static void target_run(int target, const unsigned char *data, size_t size) {
 }
 
 #if FUZZ_REPLAY
-// Runs every file whole, truncated, and with one byte changed: REPLAY_CHANGES times each, at places
-// from a fixed sequence.
+// Runs every file unchanged, then REPLAY_CHANGES times truncated and as often with one byte
+// changed, at positions from a fixed sequence.
 enum { REPLAY_CHANGES = 400 };
 
 static uint32_t replay_draw(uint32_t i) {

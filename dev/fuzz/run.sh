@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Runs the fuzz targets. `run.sh SECONDS` runs each for that long (`make fuzz`), in as many
-# processes as there are cores, from corpus.tar.xz, which covers what long runs have reached
-# (libFuzzer: -set_cover_merge=1) and has every input that once crashed a reader. Findings are
-# written to build/found/, and the exit status is then 1.
+# processes as there are cores. It starts from corpus.tar.xz, which has the coverage of long runs
+# (libFuzzer: -set_cover_merge=1) and contains every input that once crashed a reader. Findings are
+# written to build/found/ and make the exit status 1.
 # `run.sh replay PROGRAM` (part of `make test`) runs each target of build/fuzz_replay or
-# build/fuzz_tokenize_replay once on some files of the corpus (ALL=1: on all), whole, truncated and
-# with single bytes changed, without libFuzzer. Last line: N passed, N failed, N skipped.
+# build/fuzz_tokenize_replay on some files of the corpus (on all with ALL=1): unchanged, truncated,
+# and with single bytes changed, without libFuzzer. Last line: N passed, N failed, N skipped.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 export OMP_NUM_THREADS=1
 mkdir -p build/found build/logs build/corpus
-tar -C build/corpus -xJkf dev/fuzz/corpus.tar.xz 2> /dev/null    # keeps what is there
-programs=${2-} log=build/logs/${2+${2##*/}_}all    # replays may run side by side
+tar -C build/corpus -xJkf dev/fuzz/corpus.tar.xz 2> /dev/null    # keeps existing files
+programs=${2-} log=build/logs/${2+${2##*/}_}all    # replays may run concurrently
 [ "$1" = replay ] || programs="build/fuzz build/fuzz_tokenize"
-pairs=$(for program in $programs; do    # libFuzzer runs an empty input, which lists the targets
+pairs=$(for program in $programs; do    # without a target, the program lists them all
     env -u FUZZ_TARGET "$program" -artifact_prefix=build/ 2> /dev/null | grep -x '[a-z0-9_]*' |
         sed "s|^|$program |"
 done)
@@ -24,7 +24,7 @@ one() {
     shift
     mkdir -p build/corpus/"$1"
     if [ "$2" = replay ]; then
-        # One in twenty, and inputs with a name, not a hash, which are made by hand.
+        # One file in twenty, and all handmade inputs, whose names are not hashes.
         # shellcheck disable=SC2046  # names without spaces
         "$program" "$1" $(printf '%s\n' build/corpus/"$1"/* |
             awk -F / -v part="${ALL:-main}" 'part != "main" || NR % 20 == 1 || length($NF) != 40'

@@ -1,9 +1,9 @@
-// The program of the page build/plan.html: train_gpt2.c for WebAssembly. The page calls main() as a
-// shell would, in a fresh instance each time, and shows what it prints. Two more commands serve the
-// page's form:
+// The program behind the page build/plan.html: train_gpt2.c compiled to WebAssembly. The page calls
+// main() as a shell would, in a fresh instance each time, and shows its output. Two additional
+// commands serve the page's form:
 //
 //   tables                  JSON: the options and the names that a user may choose from
-//   commands OPTION...      two command lines: the one with these options, and the one that trains
+//   commands OPTION...      two command lines: one with these options, one that trains with them
 //
 // Standard output and standard error are files, because emscripten's terminal calls JavaScript for
 // every byte.
@@ -16,7 +16,7 @@ int sync_file_range(int fd, off_t at, off_t bytes, unsigned flags) {
     return 0;
 }
 
-// Prints `text` as a JSON string, with `before` in front of it.
+// Prints `before`, then `text` as a JSON string.
 static void print_string(const char *before, const char *text) {
     printf("%s\"", before);
     json_text(stdout, text, strlen(text));
@@ -30,7 +30,7 @@ static void print_pair(int first, const char *name, const char *meaning) {
     printf("]");
 }
 
-// Prints the options' table, and the models, cards, recompute levels and offload levels that the
+// Prints the table of options, and the models, cards, recompute levels and offload levels that the
 // form offers.
 static void tables_print(void) {
     static const char *const types[] = {"text", "choice", "text", "number",
@@ -71,7 +71,7 @@ static void tables_print(void) {
         print_pair(i == 0, offload_text(text, &s), "");
     }
     const char *separator = "";
-    printf("],\n\"minimum\":[");  // options that --minimum decides
+    printf("],\n\"minimum\":[");  // options that --minimum chooses
     for (int i = 0; i < OPTION_ROWS; i++) {
         if (option_rows[i].commands & CHOSEN) {
             print_string(separator, option_rows[i].name);
@@ -81,7 +81,7 @@ static void tables_print(void) {
     printf("]}\n");
 }
 
-// Refuses options for which the program would have to measure this machine; a page cannot do that.
+// Rejects options that would make the program inspect this machine, which a page cannot do.
 static void refuse_here(const Options *o) {
     if (!o->minimum && !o->gpu[0] && !o->gpu_mem && o->gpus == 1) {
         die("--gpu: name a card, or give its memory with --gpu-mem");

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-2 124M to its validation loss, 3.28 on FineWeb, on one RTX 4090, with Muon: needs
-# `data/prepare.sh fineweb 43` (9 GB) first.
+# Trains a 124M model to GPT-2's validation loss, 3.28 on FineWeb, on one RTX 4090 with Muon.
+# Run `data/prepare.sh fineweb 43` (9 GB) first.
 set -eu
 cd "$(dirname "$0")/../.."
 card=4090 tokens=4200000000 price=${PRICE:-0.40}
@@ -9,6 +9,6 @@ options=(-e d12 -i 'data/fineweb_train_*.bin' -j 'data/fineweb_val_*.bin' --opti
          -o runs/gpt2_muon -y 1)
 says="An estimate: 34 % fewer tokens than with AdamW (gpt2_4090.sh), as in the optimizer track of
 the modded-nanogpt speedrun: 3,250 steps with tuned Muon, 4,950 with tuned AdamW. The learning
-rate is AdamW's, whose updates have the same size; small models learned best with two to eight
-times as much (dev/notes/muon.md). Not run yet."
+rate is AdamW's, since updates of both have the same size; small models learned best with a rate
+two to eight times as high (dev/notes/muon.md). Not run yet."
 . dev/recipes/start.sh

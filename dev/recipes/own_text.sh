@@ -3,10 +3,10 @@
 #
 #   dev/recipes/own_text.sh FILE [train] [OPTION...]
 #
-# Learns a tokenizer of 4,096 tokens from FILE (plain text; a novel, some MB of mails or chats) and
+# Learns a tokenizer of 4,096 tokens from FILE (plain text: a novel, a few MB of mail or chats) and
 # trains a model of 3.5 million parameters. With less than a megabyte the validation loss may rise
 # again before the end: the run keeps four checkpoints, and fewer steps (-x) are then better. A text
-# with too few different words for so many tokens is refused: VOCABULARY=1000 before the command.
+# with too few distinct words for 4,096 tokens is refused: put VOCABULARY=1000 before the command.
 set -eu
 file=$(realpath "${1:?usage: dev/recipes/own_text.sh FILE [train] [OPTION...]}")
 shift
@@ -21,7 +21,7 @@ card=
 options=(-e l6h6c192t128 -i "${data}_train*.bin" -j "${data}_val*.bin"
          -b 16 -x 1000 -l 3e-3 -u 100 -q 0.1 -c 0.1 --beta2 0.99 -v 250 -s 500 -g 60
          --temperature 0.8 --top-p 0.95 -n 250 --keep 4 -o "runs/$name" -y 1)
-says="Sentences in your text's style after five to ten minutes on two cores. Schedule, warmup and
-beta2 are those of nanoGPT's config/train_shakespeare_char.py; three times its learning rate of
-1e-3 was better in 200 steps on tinyshakespeare (validation loss 5.276 instead of 5.294)."
+says="Expect sentences in your text's style after five to ten minutes on two cores. Schedule, warmup
+and beta2 are those of nanoGPT's config/train_shakespeare_char.py; three times its learning rate
+of 1e-3 did better in 200 steps on tinyshakespeare (validation loss 5.276 instead of 5.294)."
 . dev/recipes/start.sh

@@ -1,10 +1,10 @@
-# The end of each recipe, which sets `card` (empty: the CPU), `options` and `says` (what to expect),
-# and for a run of hours its `tokens`, `gpus` (default 1) and `price`, dollars per GPU and hour:
+# Sourced at the end of each recipe, which sets `card` (empty: the CPU), `options`, `says` (what to
+# expect) and, for a long run, `tokens`, `gpus` (default 1) and `price` in dollars per GPU hour:
 #
 #   dev/recipes/NAME.sh              what to expect, the command line, its plan, forecast and cost
 #   PRICE=1.2 dev/recipes/NAME.sh    the same at another price
 #   dev/recipes/NAME.sh train        trains; a second call resumes
-#   ... [OPTION VALUE...]            in place of the recipe's or added, e.g. --gpu 3090 or -x 100
+#   ... [OPTION VALUE...]            overrides or adds options, e.g. --gpu 3090 or -x 100
 # shellcheck shell=bash disable=SC2154
 action=plan
 [ "${1-}" != train ] || { action=train && shift; }
@@ -13,7 +13,7 @@ program=train_gpt2
 [ -x $program ] || { echo "${0##*/}: no ./$program: make $program" >&2; exit 1; }
 set -- ${card:+--gpu "$card"} "${options[@]}" "$@"
 options=()
-while [ $# -gt 0 ]; do    # pairs, of which the last one counts
+while [ $# -gt 0 ]; do    # option-value pairs; of a repeated option, the last one counts
     [[ " ${*:3} " == *" $1 "* || "$action $1" = "train --gpu" ]] || options+=("${@:1:2}")
     shift $(($# > 1 ? 2 : 1))
 done

@@ -1,12 +1,12 @@
-"""Runs every test in a folder of its own, which holds train.bin and val.bin.
+"""Runs every test in its own folder, which contains train.bin and val.bin.
 
     /usr/bin/python3 -m pytest -n 2 dev/test                    all tests
     /usr/bin/python3 -m pytest dev/test/test_options.py -k plan  some
     /usr/bin/python3 -m pytest dev/test --program=build/train_gpt2_asan
 
-Tests marked `gpu` drive --gpu-program, the others --program. Those marked `all` need ALL=1 (`main`
-runs the others, `rest` only these) and those marked `full` FULL=1, unless -k chooses them. The
-last line is `N passed, N failed, N skipped`."""
+Tests marked `gpu` drive --gpu-program, the others --program. Unless -k selects them, tests marked
+`all` need ALL=1 or ALL=rest, which runs no others, and tests marked `full` need FULL=1. The last
+line is `N passed, N failed, N skipped`."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def built(request, tmp_path_factory):
-    """Copies of both programs: next to an original there may be a data/ folder, which it uses."""
+    """Copies of both programs, because the originals would use a data/ folder next to them."""
     folder = tmp_path_factory.mktemp("programs")
 
     def copy(option):

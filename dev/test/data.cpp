@@ -20,7 +20,7 @@ inline Text random_bytes(size_t n, uint64_t seed) {
     return out;
 }
 
-// All bytes arrive through a pipe that is read slowly, whatever a timer interrupts.
+// All bytes arrive through a pipe that is read slowly, even if a timer interrupts the writes.
 TEST(write_all) {
     const Text data = random_bytes(1 << 20, 3);
     int ends[2], status = 1;
@@ -225,8 +225,8 @@ static Text utf8_of(uint32_t c) {
                          : Text{(char)(0xf0 | c >> 18), more(12), more(6), more(0)};
 }
 
-// Every character is decoded. Of every pair of bytes, with various tails, only characters are
-// valid; truncated characters are not.
+// Every character is decoded. Of all pairs of bytes, followed by various tails, only those that
+// encode a character are valid; truncated characters are not.
 TEST(utf8) {
     std::set<Text> all;
     uint32_t c;
@@ -394,7 +394,7 @@ TEST(spaces) {
     }
 }
 
-// Merging compared with its definition; encoded text decodes to itself, whatever the bytes; a text
+// Merging agrees with its definition; encoded text decodes to itself, whatever the bytes; a text
 // can be split where bpe_cut_is_safe says; a pre-token of a million characters is encoded in time.
 TEST(bpe_rules) {
     open_bpe(made_merges());
@@ -469,7 +469,7 @@ TEST(bpe_files) {
     detail = text("%zu bad files", sizeof table / sizeof table[0]);
 }
 
-enum { OWN_VOCABULARY = 1000 };  // of the stories' merges
+enum { OWN_VOCABULARY = 1000 };  // with the stories' merges
 
 // Returns the 743 merges of the stories.
 static Text learned_merges() {
@@ -493,8 +493,8 @@ static Text learned_merges() {
     return all;
 }
 
-// A vocabulary with merges of one's own is identified by the SHA-256 of its file, is saved as the
-// same bytes, and encodes by the same rules. Conflicting merges are refused.
+// A custom vocabulary is identified by the SHA-256 of its merges file, is saved as the same bytes,
+// and encodes by the same rules. Conflicting merges are refused.
 TEST(bpe_own) {
     const Text merges = learned_merges(), first = "#version: 0.2\n";
     write_file("own", merges);
@@ -591,7 +591,7 @@ static std::vector<std::pair<int, int>> naive_merges(const Words &words, int mer
     return learned;
 }
 
-// Learned merges compared with their definition on small texts full of ties and runs, until no pair
+// Learned merges agree with their definition on small texts full of ties and runs, until no pair
 // is left. Encoding a token's bytes with only the merges before it gives the two tokens it merges.
 TEST(bpe_learned) {
     int merges = 0, byte_of[BYTE_CHARACTERS];

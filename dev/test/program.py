@@ -1,4 +1,4 @@
-"""Starts the program under test as a user does, and states what is expected of it."""
+"""Runs the program under test as a user would, and checks its status and output."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ALL, FULL = ("" if os.environ.get(name, "0") == "0" else os.environ[name]
 LIMIT_S = 3600 if FULL else 120
 path = None  # of the program under test
 cpu_path = None  # of the CPU program
-started = []  # by the current test; conftest.py ends those that it leaves behind
+started = []  # processes of the current test; conftest.py ends those that are still running
 
 
 def has_sanitizers():
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def words(arguments, under=""):
-    """The argv of a command line, split at spaces; `under`: a program that runs it."""
+    """The argv of a command line, split at spaces; `under`: a command that runs the program."""
     return [*under.split(), path, *(word for word in arguments.split(" ") if word)]
 
 
@@ -58,7 +58,7 @@ def run(arguments, stdin=None, **more):
 
 
 def succeeds(arguments, *expected, **more):
-    """Expects status 0, an empty stderr, and each of these texts in stdout, which it returns."""
+    """Expects status 0, an empty stderr, and each of these texts in stdout. Returns stdout."""
     o = run(arguments, **more)
     assert o.status == 0 and o.err == "", o
     for text in expected:
@@ -67,7 +67,7 @@ def succeeds(arguments, *expected, **more):
 
 
 def refused(arguments, expected, status=1, **more):
-    """Expects this status and one line on stderr that contains a text; no sanitizer's report."""
+    """Expects this status and a single line on stderr, containing a text; no sanitizer report."""
     o = run(arguments, **more)
     assert o.status == status and expected in o.err and o.err.find("\n") == len(o.err) - 1, o
     return o.err

@@ -49,8 +49,8 @@ def test_bpe_samples(sampled):
 
 
 def test_eval_command():
-    """--eval needs no data file. Its output lines and JSON are as documented, the score is the same
-    for any B, a T or a vocabulary that is too small is reported; an interruption is no error."""
+    """--eval needs no data file. Its output lines and JSON are as documented, the score does not
+    depend on B, too small a T or vocabulary is reported; an interruption is not an error."""
     asked = questions(12, 50257, 2)
     command = "-e l1h1c16t16 --eval e.bin "
     Path("e.bin").write_bytes(eval_file(asked))
@@ -104,8 +104,8 @@ def test_eval_checkpoint():
 
 @pytest.mark.parametrize("data", ["bytes", "merges"])
 def test_eval_tokens(data):
-    """The validation loss over all data, and that of --eval on shards, is the same for any batch,
-    more than the data has too; nats per byte are those of the text's bytes."""
+    """The validation loss over all data, and that of --eval on shards, is the same for any batch
+    size, even one beyond the data; nats per byte count the bytes of the text."""
     name = "val.bin"
     if data == "merges":
         Path("text").write_text("It was a sunny day. " * 60)

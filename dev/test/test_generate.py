@@ -31,9 +31,9 @@ def made(arguments, **more):
 
 
 def test_sample(sample):
-    """The run's own sample up to its end-of-text token: from a checkpoint, or a copy of weights and
-    config, with any number of threads. The first of several samples is the same, the others
-    differ."""
+    """Reproduces the run's own sample up to its end-of-text token, from a checkpoint or a copy of
+    weights and config, with any number of threads. Of several samples, the first is the same and
+    the others differ."""
     text = made(TRAINED + "-g 60 --prompt abc")
     assert len(text) > 30 and sample.startswith(text[:-1])
     err = run(TRAINED + "-g 60 --prompt abc").err
@@ -71,8 +71,8 @@ def test_stdin(sample):
 
 
 def test_newest():
-    """Without -e the model is the checkpoint in runs/ that was written last; with the folder of a
-    run, its newest checkpoint."""
+    """Without -e the model is the most recently written checkpoint in runs/; if -e names a run's
+    folder, its newest checkpoint."""
     refused("--generate", "--generate: no checkpoint found in runs/; use --model (-e)")
     for name, steps in ("old", 2), ("new", 1):
         succeeds(TINY + "--quiet -n 1 -o runs/%s -x %d" % (name, steps))
@@ -98,7 +98,7 @@ def test_end():
 
 
 def test_gpt2():
-    """GPT-2 tokens are printed as numbers without a vocabulary, and as text with the one next to
+    """GPT-2 tokens are printed as numbers if there is no vocabulary, and as text if one is next to
     the weights."""
     Path("gpt2.bin").write_bytes(shard([50256, 995, 995, 995] * 100, GPT2))
     succeeds("-i gpt2.bin -e l1h2c16t16 -b 2 -x 40 -l 2e-2 --quiet -o out")
@@ -211,8 +211,8 @@ def test_whole_prompt():
 
 
 def test_signal():
-    """A signal ends --generate as it ends any program that has nothing to save, as does a closed
-    pipe; a full disk is an error."""
+    """A signal or a closed pipe ends --generate like any program that has nothing to save; a full
+    disk is an error."""
     with open("stdout", "w") as out:
         process = start("--generate -e l2h2c64t64 -g 1000000 --temperature 2", stdout=out,
                         before=default_signal())

@@ -22,7 +22,7 @@ SMALL = "-i train.bin -e l1h1c16t16 -b 2 "
 
 @pytest.fixture(autouse=True)
 def untuned(request, monkeypatch):
-    """A GPU would time the algorithms of about fifty matmuls in every test."""
+    """On a GPU, tests share a cache, because each would time the algorithms of fifty matmuls."""
     if not is_emulated():
         monkeypatch.setenv("XDG_CACHE_HOME", str(request.config.rootpath / "../../build/cache"))
 
@@ -158,8 +158,8 @@ def test_compare():
 
 
 def test_eval():
-    """--eval gives the same scores in both programs, byte for byte, in the memory of a forward
-    pass."""
+    """--eval gives the same scores in both programs, byte for byte, and needs only the memory of a
+    forward pass."""
     Path("e.bin").write_bytes(eval_file(questions(3, 50257, 2)))
     options = "-e l1h1c16t16 --eval e.bin --json -b 3"
     assert succeeds(options + " --dtype fp32") == succeeds(on_cpu(options))
@@ -185,7 +185,7 @@ def weights(folder, number):
 
 
 def distance(a, b):
-    """The norm of a difference over the norm of the second."""
+    """The norm of the difference divided by the norm of b."""
     return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b)) / sum(y * y for y in b))
 
 
@@ -202,7 +202,7 @@ def resume(folder, more, start=lambda arguments: arguments):
 
 @pytest.mark.parametrize("types", [" --dtype bf16", " --dtype fp32", " --moments bf16 -w none"])
 def test_resume(types):
-    """A resumed run ends with the bytes of the uninterrupted one, with another recompute level."""
+    """A run resumed with another recompute level ends with the bytes of the uninterrupted one."""
     succeeds(RESUMED + "out" + types)
     end = training_state(6)
     resume("out", types + " -r block")
@@ -210,7 +210,7 @@ def test_resume(types):
 
 
 def test_exchange():
-    """Each program resumes the other's checkpoints and ends at its own result up to rounding."""
+    """Each program resumes the other's checkpoints and reaches the same result up to rounding."""
     succeeds(RESUMED + "gpu --dtype fp32")
     gpu = weights("gpu", 6)
     resume("gpu", "", on_cpu)
@@ -228,8 +228,8 @@ def test_exchange():
 
 
 def test_exchange_master():
-    """bf16 weights and the low halves of their masters hold the CPU's weights, whatever their bits;
-    bf16 weights alone do not."""
+    """bf16 weights and the low halves of their master weights together keep every bit of the CPU's
+    weights; bf16 weights alone do not."""
     usual = "-i train.bin -e l2h2c16t16 -b 2 -d 64 -y 1 --quiet -o cpu -x "
     succeeds(on_cpu(usual + "2"))
     start = weights("cpu", 2)
@@ -242,8 +242,8 @@ def test_exchange_master():
 
 
 # -b auto, the default with -d, is the largest micro-batch that divides the step of each GPU and
-# fits the card without recomputation, however much of it is free. `spare`: bytes of the card beyond
-# the plan with 8 sequences and the reserve for libraries; None: a large card.
+# fits the card without recomputation, however much memory is free. `spare`: bytes that the card has
+# beyond the plan with 8 sequences and the reserve for libraries; None: a large card.
 @emulated
 @pytest.mark.parametrize("options, spare, batch", [
     ("-d 384", None, 24), ("-d 384 -b auto", None, 24), ("-d 384 -b 2", None, 2), ("", None, 4),
@@ -272,9 +272,9 @@ def test_batch_resume():
     refused("-i train.bin -e l1h1c16t16 -d 100", "-d): 100 is not a multiple of B x T", env=large)
 
 
-# Choices of matmul algorithms. A table of times replaces the emulated device's clock: a digit of
-# EMU_LT_TIMES for each algorithm, the first of which is the reference. EMU_LT_WRONG=n makes the
-# n-th wrong, which shows whether a run uses it.
+# Choices of matmul algorithms. A table of times replaces the emulated device's clock: EMU_LT_TIMES
+# has one digit per algorithm, and the first algorithm is the reference. EMU_LT_WRONG=n makes the
+# n-th one wrong, which shows whether a run uses it.
 CHOOSING = SMALL + "-x 4 -n 2 -y 1 -o out "
 TIMING = "benchmarking matmul algorithms and attention kernels (once per GPU model)\n"
 
@@ -284,7 +284,7 @@ def journal():
 
 
 def tuned(arguments, expected="", **env):
-    """A run in which candidates are tried; the emulated device says which it rejects."""
+    """Output of a run in which candidates are tried; those rejected may be named on stderr."""
     o = run(arguments, env=env)
     assert o.status == 0 and expected in o.out, o
     return o.out
@@ -293,14 +293,14 @@ def tuned(arguments, expected="", **env):
 @emulated
 @pytest.mark.parametrize("times, fastest", [("951", 3), ("915", 2)])
 def test_choices(times, fastest):
-    """The fastest algorithm is used, and announced once; the next start uses the journal's."""
+    """The fastest algorithm is used; timing is announced once; the next start uses the journal."""
     out = tuned(CHOOSING, EMU_LT_TIMES=times)
     assert out.count(TIMING) == 1
     end, kept = losses(), journal().read_text()
     tried = [line.split("=") for line in kept.splitlines()]
     assert all(word == "started" for _, word in tried[::2])
     assert [name for name, _ in tried[::2]] == [name for name, _ in tried[1::2]]
-    # The choices of the journal count, not those that this start would make.
+    # The choices in the journal are used, not those that this start would make.
     for wrong in 2, 3:
         shutil.rmtree("out")
         out = tuned(CHOOSING, EMU_LT_TIMES="159", EMU_LT_WRONG=str(wrong))
@@ -353,28 +353,28 @@ def test_choices_resume():
 
 @emulated
 def test_choices_workspace():
-    """Choices for a workspace whose size begins with the digits of another are not taken for it."""
+    """Choices for one workspace size are not used for another whose digits are a prefix of it."""
     tuned(CHOOSING + "--workspace 12345678", EMU_LT_TIMES="951")
     shutil.rmtree(step(4))
     shutil.rmtree("cache")
     tuned(CHOOSING + "--workspace 1234567", " differ from those in out/step-00000002; losses")
 
 
-# Candidates for attention kernels, with wgmma, are for heads of 64 channels in bf16. EMU_KERNELS
-# plants a mistake in them.
+# The candidate attention kernels use wgmma and support heads of 64 channels in bf16. EMU_KERNELS
+# injects a mistake into them.
 ATTENTION = "-i train.bin -e l1h1c64t64 -b 2 -x 2 "
 FASTER = {"EMU_KERNEL_TIMES": "53"}
 
 
 def chosen(folder="out"):
-    """The attention kernels with wgmma of a checkpoint."""
+    """The wgmma attention kernels recorded in a checkpoint."""
     text = tensors(checkpoint(2, folder)[STATE])[0]["matmul"]
     return [word for word in text.split(" ") if word in ("forward", "dq", "dkv")]
 
 
 @emulated
 def test_kernels():
-    """A candidate that is right and faster is used; one that is wrong or slower is not."""
+    """A candidate that is correct and faster is used; one that is wrong or slower is not."""
     plain = tuned(ATTENTION + "-o plain --tune 0") and losses("plain")
     tuned(ATTENTION + "-o out", **FASTER)
     assert chosen() == ["forward", "dq", "dkv"] and losses() == pytest.approx(plain, rel=1e-3)
@@ -394,7 +394,7 @@ def test_kernels():
 @emulated
 @pytest.mark.parametrize("injected", ["crash", "hang"])
 def test_kernels_end(injected):
-    """After a candidate has ended the process, the next start does not use it and says so."""
+    """If a candidate crashes or hangs the process, the next start does not use it and says so."""
     env = {**FASTER, "EMU_KERNELS": injected}
     tuned(ATTENTION + "-o plain --tune 0")
     for kernel in "forward", "dq", "dkv":
@@ -414,7 +414,7 @@ def test_kernels_end(injected):
 
 @emulated
 def test_kernels_stopped():
-    """A signal ends the start in an orderly way: no candidate is held against it."""
+    """A signal ends the start cleanly: no candidate is recorded as having crashed."""
     with open("stdout", "w") as out:
         process = start(ATTENTION + "-o out", stdout=out, env={"EMU_LT_TIMES": "951", **FASTER})
     wait_until(lambda: journal().exists() and "started" in journal().read_text())
@@ -427,14 +427,14 @@ def test_kernels_stopped():
 
 @emulated
 def test_no_cache():
-    """Without a folder for the journal the default kernels are used, and nothing ends the run."""
+    """Without a folder for the journal, a run uses the default kernels and still succeeds."""
     for folder in "/proc/none", "/dev/null":
         o = run(ATTENTION, env={**FASTER, "XDG_CACHE_HOME": folder})
         assert o.status == 0 and TIMING not in o.out
 
 
 def test_batches():
-    """Validations and samples change no bit; an unreadable batch ends the run when it is needed."""
+    """Validations and samples do not change a bit; an invalid batch ends the run when needed."""
     options = SMALL + "-x 3 --shuffle 0 "
     succeeds(options + "-o plain")
     succeeds(options + "-j val.bin -v 1 -m 2 -s 1 -g 3 -n 1 -o looks")
@@ -513,7 +513,7 @@ def test_learns():
 
 @pytest.mark.parametrize("more", ["", pytest.param(" --gpus 2 -z 2", marks=emulated)])
 def test_own_tokens(more):
-    """A vocabulary of one's own with 1,000 tokens: in fp32, losses and norms are those of the CPU
+    """With a custom vocabulary of 1,000 tokens, losses and norms in fp32 equal those of the CPU
     program up to rounding, on one GPU and on two. The CPU program generates the same text from
     their checkpoint."""
     write_own_data()

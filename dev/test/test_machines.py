@@ -68,8 +68,8 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-# A GPU's compute capability, arguments of make, what the calls of nvcc contain, and what neither
-# they nor the output do.
+# A GPU's compute capability, arguments of make, patterns expected in the calls of nvcc, and a
+# pattern that must not occur there or in the output.
 @pytest.mark.parametrize("gpu, arguments, expected, absent", [
     ("", "", ["arch=compute_80,code=sm_80 .*arch=compute_80,code=compute_80", " -lineinfo ",
               "-rpath,.*/toolkit/lib64", "-lcublasLt *$"], "-Werror|-lcublas |-lnccl"),
@@ -80,7 +80,7 @@ def machine(tmp_path):
     ("", "ARCH=80,90a", ["sm_80 .*sm_90a"], "No GPU"),
     ("", "NCCL=yes", ["-lcublasLt -DGPT2_NCCL=1 -lnccl *$"], "MPI")])
 def test_gpu_build(machine, gpu, arguments, expected, absent):
-    """make train_gpt2cu builds for the GPUs that are there."""
+    """make train_gpt2cu builds for the GPUs that are installed."""
     status, said, calls = machine.make("train_gpt2cu", *(
         word.replace(",", " ") for word in arguments.split()), GPU=gpu)
     assert status == 0, said
@@ -88,11 +88,11 @@ def test_gpu_build(machine, gpu, arguments, expected, absent):
         assert re.search(pattern, calls, re.M), calls
     assert not re.search(absent, calls + (said if "No" in absent else ""))
     assert gpu or arguments.startswith("ARCH") or re.search(
-        "No GPU to build for: train_gpt2cu is for sm_80 .* ARCH=75 a T4", said.replace("\n", " "))
+        "No GPU found: train_gpt2cu is built for sm_80 .* ARCH=75 a T4", said.replace("\n", " "))
 
 
 def test_old_gpu(machine):
-    """Only a card that is too old: the CPU program is built."""
+    """If the only card is too old, the CPU program is built."""
     said = machine.make("-n", "train", GPU="6.1")[1]
     assert "-o train_gpt2 " in said and "train_gpt2cu" not in said
 
@@ -112,7 +112,7 @@ def test_no_query(machine, target):
 
 
 def test_no_data(machine):
-    """A failure in data/ is one line, and the program is built anyway. Two makes that build
+    """A failure to prepare data prints one line, and the program is built anyway. Two builds of
     data/tokenize at the same time use different temporary names."""
     (machine.clone / "data/some.bin").unlink()
     compiler = "CC=%s/bin/nvcc" % machine.toolkit
@@ -142,8 +142,8 @@ def test_train_data(machine):
 
 
 def test_toolkit(machine):
-    """nvcc is called in its toolkit, not through a link, except if that leads to ccache; its
-    headers are system headers, except those in /usr/include; spaces in its path do no harm."""
+    """nvcc is called in its toolkit, not through a link, unless the link leads to ccache; its
+    headers are system headers, unless in /usr/include; spaces in its path are harmless."""
     toolkit, emulated = machine.toolkit, ("-n", "train_gpt2cu_cpu", "CUDA_HEADERS=yes")
     sass = lambda path="": machine.make("-n", "build/sm_80.log", path=path)[1]
     assert "-isystem %s/include" % toolkit in machine.make(*emulated)[1]
@@ -195,7 +195,7 @@ def test_deps(tmp_path, user):
 
 
 def drawn_plans(count, seed):
-    """Options of plans, most of them valid."""
+    """Random options for plans, most of them valid."""
     pick = random.Random(seed)
     one = lambda words: pick.choice(words.split())
     maybe = lambda share, text: text if pick.random() < share else ""

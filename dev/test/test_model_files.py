@@ -1,5 +1,5 @@
 """Invalid and unsupported models, which the program must refuse with one line that names the file
-and the error, and with little memory, whatever the file claims."""
+and the error, without allocating the sizes that a file claims."""
 
 import os
 import re
@@ -17,7 +17,7 @@ INT32_MAX, INT32_MIN = 2**31 - 1, -2**31
 
 
 def little_memory():
-    """For `before`: sizes that a file claims must not cost memory."""
+    """For `before`: limits memory, since sizes that a file claims must not be allocated."""
     if not has_sanitizers():
         resource.setrlimit(resource.RLIMIT_AS, (48 << 20, 48 << 20))
 
@@ -27,7 +27,7 @@ def model_refused(path, expected):
 
 
 def refuse(data, expected):
-    """Expects a message for a model file next to the right config.json."""
+    """Expects a message for a model file next to a valid config.json."""
     write_model("model", data, config_text(SHAPE))
     model_refused("model", expected)
 
@@ -94,7 +94,7 @@ def test_accepted(dtypes, shape):
     loads("model/", members)
 
 
-# Header words of an llm.c file, the value, and the message; version 3 is fp32 and 5 bf16.
+# A header word of an llm.c file, its value, and the message; version 3 is fp32 and 5 bf16.
 LLMC = [
     (1, 4, "bad.bin: an llm.c model of version 4"), (1, 1, "version 1"),
     (7, 257, "with 257 padded rows"), (7, -1, "padded"), (2, 0, "0 positions"), (3, 0, "0 tokens"),
@@ -105,7 +105,7 @@ LLMC = [
 
 @pytest.mark.parametrize("version", [3, 5])
 def test_llmc(version):
-    """llm.c files load; those that are cut, or have one changed word in the header, do not."""
+    """llm.c files load; those that are truncated or have one wrong header word do not."""
     (file, members), bad = llmc((2, 2, 20, 7, 257), version), Path("bad.bin")
     bad.write_bytes(file)
     succeeds("--plan -e bad.bin", before=little_memory)
@@ -173,7 +173,7 @@ FILES = [
 
 @pytest.mark.parametrize("change, expected", FILES)
 def test_file(change, expected):
-    """Malformed files and headers are refused with the file's name, with little memory, at once."""
+    """Malformed files and headers are refused at once, naming the file and using little memory."""
     refuse(change(good()), expected)
 
 

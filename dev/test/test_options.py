@@ -139,7 +139,7 @@ def test_not_regular(arguments, expected):
     refused(("" if "-e " in arguments else "-e l2h2c16t16 ") + "-x 1 -b 2 " + arguments, expected)
 
 
-# A file, how it differs from a good one (bytes, or header words), and the message.
+# How a file differs from a good one (new bytes, length or header words), arguments, and message.
 BAD_DATA = [
     (None, "-i missing.bin", "no token files match missing.bin"),
     (b"", "-i bad.bin", "bad.bin: 0 bytes is too short"),
@@ -206,7 +206,7 @@ def test_bad_output():
                              "/proc/none": "cannot create folder",
                              "out": "already contains checkpoints"}.items():
         refused(TINY + "-x 2 -o " + output, expected)
-    # The user nobody can read neither this folder's parents nor, if it is in one, the program.
+    # The user nobody may be unable to open the program and the data, so they are passed open.
     Path("/tmp/train_gpt2_closed").mkdir(mode=0o555, exist_ok=True)
     program = os.open(words("")[0], os.O_RDONLY)
     data = os.open("train.bin", os.O_RDONLY)
@@ -255,8 +255,8 @@ def test_plan(options, status, texts):
 
 
 def test_first_page():
-    """A plan shows five changes at most, --plan all all of them. Only a terminal wraps lines, and a
-    number stays with its unit."""
+    """A plan suggests at most five changes, --plan all shows all of them. Lines are wrapped only on
+    a terminal, and numbers stay with their units."""
     lines = lambda text: text.replace("\r", "").split("\n")
     ways = lambda text: len([line for line in lines(text) if " % " in line])
     for options in " -e gpt2-xl --gpu 4060ti -r none --offload none", " -e d12":
@@ -269,8 +269,8 @@ def test_first_page():
 
 
 def test_advice():
-    """What is slower depends on the card; --fit recommends the fastest way; --largest says what
-    --offload auto would do."""
+    """The slowdown of a suggestion depends on the card; --fit recommends the fastest settings;
+    --largest says what --offload auto would do."""
     slower = lambda card: query("--plan -e gpt2-xl -b 64 -r none --offload none --gpu " + card, 3)[
         "suggestions"][0]["slower"]
     assert slower("t4") != pytest.approx(slower("h200"), rel=0.1)
@@ -300,7 +300,7 @@ QUERIES = [
 
 @pytest.mark.parametrize("options, status, key", QUERIES)
 def test_json_and_text(options, status, key):
-    """Every command's JSON has the options and numbers of its text, and gives the same status."""
+    """Every command's JSON has the options and numbers of its text; both have the same status."""
     o, found = run(options), query(options, status)
     assert o.status == status and (o.out if status != 1 else True)
     text = re.sub(r"\s+", " ", o.out)
@@ -316,7 +316,7 @@ def test_json_and_text(options, status, key):
 
 
 def same_plan(way, card):
-    """Expects that the command of a way can be typed, gives its plan, and fits."""
+    """Expects that the command in `way` can be typed, gives the same plan, and fits."""
     options = way["command"].split(" ", 1)[1]
     plan, = query("--plan %s %s" % (card, options))["plan"]
     assert plan["fits"]
@@ -330,15 +330,15 @@ def same_plan(way, card):
     ("--largest batch", "--gpu 4090"), ("--minimum", "--gpu-mem 200G")])
 def test_command(options, card):
     """The command that a search recommends gives the memory that it prints, and fits."""
-    model = " -e d12 " if has_sanitizers() else " -e d48 "  # whose plans take long
+    model = " -e d12 " if has_sanitizers() else " -e d48 "  # d48 is slow to plan
     found = query(options + model + card * ("minimum" not in options))
     for way in found["settings"][:2] if "minimum" in options else found["best"]:
         same_plan(way, card)
 
 
 def test_minimum():
-    """The least memory of a GPU, of a GPU with all states on the host, and of the CPU program; a
-    smaller workspace is part of it. More GPUs need less memory each."""
+    """The least memory for a GPU, for a GPU with all states on the host, and for the CPU program,
+    with the smallest workspace. With more GPUs, each needs less memory."""
     device, host, cpu = query("--minimum -e d24")["settings"]
     assert host["device_bytes"] < device["device_bytes"] < cpu["device_bytes"]
     assert host["offload"] == "weights,gradients,moments,master,residuals"
@@ -450,8 +450,8 @@ def test_all_cards():
     "-e gpt2-xl --gpu-mem 1.7GiB -b 1", "-e gpt2-xl --gpu 4060ti -r none --offload none",
     "-e gpt2-large --gpu t4 -b 64 -d 65536 -r none", "-e gpt2-xl --gpu 4060 --gpus 2 -z 3 -r none"])
 def test_suggestions(options):
-    """Each suggestion fits when it is typed, takes the printed memory, and none is named twice. A
-    refused run names the three cheapest."""
+    """Each suggestion fits when it is typed and takes the printed memory. None is listed twice, and
+    they are sorted by their effect on results."""
     found = query("--plan " + options, 3)
     typed = set()
     assert found["suggestions"]
@@ -485,7 +485,7 @@ def test_launcher(variable):
 
 @pytest.mark.parametrize("query", ["--plan", "--fit bits"])
 def test_plan_signal(query):
-    """A signal ends --plan and --fit as it ends any program that has nothing to save."""
+    """A signal ends --plan and --fit like any program that has nothing to save."""
     reader, writer = os.pipe()
     size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"x" * size)  # full: the plan waits for a reader that never reads
@@ -497,7 +497,7 @@ def test_plan_signal(query):
 
 
 def test_memory_shown():
-    """The start-up box, the log and --plan name the same memory, of the host too."""
+    """The start-up lines, the log and --plan report the same memory, including the host's."""
     options = "-e l3h2c64t16 -b 2 -r none --offload weights,gradients,moments "
     way, = query("--plan " + options)["plan"]
     out = succeeds("-i train.bin -x 1 -o out " + options)
@@ -524,7 +524,7 @@ def test_pasted(value):
 
 
 def test_log_every():
-    """Step lines are printed every --log-every steps and for the last step, after a resume too."""
+    """Step lines are printed every --log-every steps and for the last step, also after a resume."""
     out = succeeds(TINY + "-x 10 -n 5 -s 10 -g 2 --log-every 4 -y 1 -o out")
     assert re.findall(r"\nstep +(\d+)/10  loss ", out) == ["4", "8", "10"] and \
         log_steps() == [4, 8, 10]
@@ -557,7 +557,7 @@ def on_terminal(arguments, columns=80, statuses=(0,)):
 
 
 def test_live_line():
-    """A step's line replaces the one before, fits 80 columns, and no step is missing."""
+    """A step's line replaces the previous one and fits 80 columns; no step is missing."""
     out = on_terminal(TINY + "-x 20").decode()
     lines = re.findall(r"\r?\n(?:\033\[A\033\[K)?(step +(\d+)/20  loss [^\r\n]*)", out)
     assert [int(number) for _, number in lines] == [*range(1, 21)]
@@ -572,7 +572,7 @@ def test_sample_bytes():
 
 
 def test_drawn_planner_commands():
-    """300 drawn planner commands end with status 0, 1 or 3 and, with --json, print JSON alone."""
+    """300 random planner commands end with status 0, 1 or 3 and, with --json, print only JSON."""
     seed = random.randrange(10**6)
     pick = random.Random(seed)
     axes = [("-e d12", "-e d48", "-e l4h4c128t64", "-e l2h2c64t64v8192"),

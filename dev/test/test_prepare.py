@@ -1,5 +1,5 @@
-"""data/prepare.sh in a repository of its own: from a mirror, from a local server in place of the
-real ones, and with neither. Then the data that a run finds by itself, and make train."""
+"""data/prepare.sh in a separate repository: from a mirror, from a local server in place of the
+real ones, and with neither. Then the data that a run uses by default, and make train."""
 
 import hashlib
 import http.server
@@ -66,7 +66,7 @@ def test_refused(mirror, arguments, expected):
 
 
 def test_stories():
-    """Without mirror and network: stories. A curl that never connects logs its calls."""
+    """Without mirror and network, stories are used. A curl that never connects logs its calls."""
     Path("stub").mkdir()
     Path("stub/curl").write_text('#!/bin/sh\necho $3 $4 $5 >> "%s"\nexit 7\n'
                                  % Path("calls").resolve())
@@ -224,7 +224,7 @@ def test_tinystories(server):
 # Runs that find their data in data/.
 @pytest.fixture
 def stories(built):
-    """repo/ with the program and the stories' tokens; the model of one layer."""
+    """repo/ with the program and the stories' tokens; returns options of a one-layer model."""
     assert run("", env={"PATH": "/nowhere:" + os.environ["PATH"]}).status == 0
     shutil.copy(built[0], "repo/train_gpt2")
     program.path = str(Path("repo/train_gpt2").resolve())
@@ -243,14 +243,14 @@ def test_default_data(stories, monkeypatch):
 
 
 def train_sh(**more):
-    """Runs dev/train.sh, in a session of its own, on a model that takes a second."""
+    """Runs dev/train.sh in a new session, on a model that takes a second."""
     program.path = "bash"
     return start("repo/dev/train.sh train_gpt2", stderr=subprocess.STDOUT,
                  before=lambda: (os.setsid(), default_signal()()), **more)
 
 
 def test_make_train(stories):
-    """Ctrl-C keeps the model, another call resumes it with the same data."""
+    """Ctrl-C keeps the model; another call resumes with the same data."""
     Path("repo/dev").mkdir()
     script = (TOP / "dev/train.sh").read_text().replace("l4h4c128t64", "l1h1c32t64")
     script = re.sub("steps=[0-9]*", "steps=399", re.sub("loss=[0-9.]*", "loss=8", script))

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
 # A small model whose shards are cut at odd offsets: C = 96 with 3 ranks, T below the model's 16.
 ODD = "-i train.bin -j val.bin -e l3h3c96t16 -t 12 -b 2 "
-PORT = 10000 + os.getpid() % 10000  # not one that the system gives away
+PORT = 10000 + os.getpid() % 10000  # not in the range of ports that the system assigns
 
 
 def train(arguments, folder, **env):
@@ -66,7 +66,7 @@ def children(process):
 
 
 def start_long(more="", ranks=3, **env):
-    """Starts a long run that hangs like a GPU and waits until it trains; returns its ranks, too."""
+    """Starts a long run that hangs as on GPUs, and waits until it trains; returns it, its ranks."""
     process = start(ODD + "-d %d --gpus %d -z 1 -k constant -x 100000 --quiet -o out %s"
                     % (24 * ranks, ranks, more), env={"EMU_NCCL_HANG": "1", **env})
     wait_until(lambda: Path("out/log.jsonl").exists() and len(log_steps()) >= 2)
@@ -101,8 +101,8 @@ def none_left(pids):
     ("--dtype fp32 -x 3 -l 3e-3", 1e-6), ("-x 2 -l 3e-3", 5e-3),
     ("--dtype fp32 -x 3 -l 3e-3 --optimizer muon", 1e-6), ("--dtype fp16 -x 2 -l 0", 5e-3)])
 def test_numbers(options, tolerance):
-    """Ranks have the numbers of one rank up to rounding, 1e-6 in fp32, and with a learning rate of
-    0 the same bits in the validation. In fp16 each rank scales its loss."""
+    """Several ranks have the numbers of one rank up to rounding, 1e-6 in fp32, and, with a learning
+    rate of 0, the same validation loss to the bit. In fp16 each rank scales its loss."""
     for ranks in range(1, 5):
         train(ODD + "-d 288 -v 1 -m 7 %s --gpus %d" % (options, ranks), "out%d" % ranks)
         want, got = numbers("out1"), numbers("out%d" % ranks)
@@ -149,7 +149,7 @@ def test_offload(options):
 
 
 def test_late():
-    """Ranks that are late for collectives at random get the same bits."""
+    """Ranks that arrive late at random collectives get the same bits."""
     line = ODD + "-d 72 --gpus 3 -z 1 -x 3 -v 1 -m 4 -s 3 -g 4 --clip 0.5"
     train(line, "undisturbed")
     for seed in "12":
@@ -175,7 +175,7 @@ OPEN_MPI = lambda r, n: {"OMPI_COMM_WORLD_SIZE": str(n), "OMPI_COMM_WORLD_RANK":
 SRUN = lambda r, n: {"SLURM_STEP_NUM_TASKS": str(n), "SLURM_PROCID": str(r),
                      "SLURM_LOCALID": str(r), "SLURM_NNODES": "1", "SLURM_NTASKS": "7",
                      "SLURM_JOB_ID": str(PORT), "SLURM_STEP_ID": "3"}
-# Its own store listens on MASTER_PORT; a surrounding launcher's variables have no effect.
+# torchrun's own store listens on MASTER_PORT; a surrounding launcher's variables have no effect.
 TORCHRUN = lambda r, n: torchrun(r, n, MASTER_ADDR="localhost", MASTER_PORT=str(PORT),
                                  TORCHELASTIC_USE_AGENT_STORE="True", SLURM_STEP_NUM_TASKS="1",
                                  SLURM_PROCID="0", SLURM_LOCALID="0")
@@ -320,10 +320,10 @@ def test_stranger():
 
 
 def test_late_for_handshake():
-    """A rank that opens its data slowly is waited for; one that ends is named."""
+    """Rank 0 waits for a rank that opens its data slowly, and names one that exits."""
     zero = start(TINY + "-x 1 --quiet --timeout 2", env=port_of(0))
     peer, began = fake_rank(1, 2), time.monotonic()
-    while time.monotonic() < began + 7:  # 5 s are the limit for the first message
+    while time.monotonic() < began + 7:  # the limit for the first message is 5 s
         assert zero.poll() is None, zero.communicate()
         time.sleep(0.1)
     peer.close()
@@ -359,7 +359,7 @@ def test_mixed(change, expected, tmp_path):
 
 
 def test_least_memory():
-    """Ranks whose GPUs have different memory all plan for the least, with -b auto, too."""
+    """Ranks whose GPUs have different memory all plan for the smallest, also with -b auto."""
     line = "-i train.bin -e l1h1c16t16 -d 512 -x 1 "
     for small in range(2):
         env = [port_of(r, EMU_GPU_MEM="1g" if r == small else "2g") for r in range(2)]
@@ -398,11 +398,11 @@ def test_refused(arguments, env, expected):
 
 def test_choices():
     """All ranks compute with rank 0's choice, here the third algorithm, and say nothing if the
-    journals of two machines differ. With an unlike GPU all use the defaults."""
+    journals of two machines differ. If the kinds of GPUs differ, all use the defaults."""
     line = ODD + "-d 48 -x 2 --quiet -o "
     cases = {"all": {}, "one": {"EMU_LT_WRONG": "3"}, "unlike": {"EMU_UNLIKE": "1"}}
     for name, env in cases.items():
-        # Rank 1 has a file of its own, and would choose the first. A wrong third one shows its use.
+        # Rank 1 has its own journal and would choose the first. A wrong third one shows if it runs.
         second = {**port_of(1), "XDG_CACHE_HOME": os.getcwd() + "/" + name, "EMU_LT_TIMES": "159"}
         first = {**port_of(0), "EMU_LT_TIMES": "951"}
         both = start_ranks(line + name, [{**first, "EMU_UNLIKE": env.get("EMU_UNLIKE", "0")},
@@ -423,8 +423,8 @@ MEMORY = [(2, "-z 0", 2, {}), (3, "-z 0", 16, {"EMU_NVLINK": "1"}),
 
 @pytest.mark.parametrize("ranks,options,ctas,env", MEMORY)
 def test_memory(ranks, options, ctas, env):
-    """The plan and NCCL's reserve fit to the byte: 12 MiB for each of a CTA's two neighbors, and
-    64 MiB. What NCCL then lacks, because another process has taken it, is named."""
+    """The plan and NCCL's reserve (12 MiB for each of a CTA's two neighbors, and 64 MiB) fit to the
+    byte. With one byte less, the message names what is missing."""
     more = "" if "--offload" in options else " --offload none"
     line = ODD + "-x 1 -r none -d %d --gpus %d %s" % (24 * ranks, ranks, options + more)
     plan = json.loads(succeeds(line + " --plan --json"))
@@ -437,7 +437,7 @@ def test_memory(ranks, options, ctas, env):
 
 @pytest.mark.parametrize("card,mib", [("h100", 448), ("", 112)])
 def test_one_visible_gpu(card, mib):
-    """A rank that sees one GPU takes the number of thread blocks for the link of its card."""
+    """A rank that sees only one GPU reserves memory for NCCL according to its card's links."""
     env = [port_of(r, EMU_GPUS="1", EMU_NAME=card, EMU_SMS="132", EMU_GPU_MEM="80g",
                    EMU_NCCL="12m", EMU_MACHINE=str(r)) for r in range(2)]
     small = [{**e, "EMU_CONTEXT": str((80 << 30) - (mib - 1 << 20))} for e in env]
@@ -451,8 +451,8 @@ def test_one_visible_gpu(card, mib):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resume(optimizer):
-    """A checkpoint of three ranks is one of any number of ranks: the same number continues with
-    the same bits, another one up to rounding, at every stage."""
+    """Any number of ranks can resume a checkpoint of three: three continue with the same bits,
+    other numbers agree up to rounding, at every stage."""
     line = ODD + "--dtype fp32 -d 144 -k constant -n 2 -v 0 --optimizer %s " % optimizer
     whole = "--gpus 3 -z 3 "
     train(line + whole + "-x 4", "whole")
@@ -469,8 +469,8 @@ def test_resume(optimizer):
 
 
 def test_resume_alone():
-    """`-o FOLDER -y` keeps the tokens of a step on another number of ranks; the loss over all of
-    the validation data does not depend on it."""
+    """`-o FOLDER -y` keeps the tokens per step for another number of ranks, on which the loss over
+    all of the validation data does not depend."""
     succeeds(TINY + "-j val.bin -v 1 -m 0 -l 0 --dtype fp32 -x 1 --gpus 2 -z 1 -o out")
     for gpus in 1, 2:
         out = succeeds("-o out -y --gpus %d -x %d" % (gpus, gpus + 1))
@@ -546,7 +546,7 @@ def test_hangs(fault, expected):
 
 
 def test_stopped_as_a_whole():
-    """A run that was stopped as a whole, as by Ctrl-Z, continues however long that lasted."""
+    """A run that was stopped as a whole, as by Ctrl-Z, continues, however long the pause was."""
     process, ranks = start_long("--timeout 2")
     for pid in [*ranks, process.pid]:
         os.kill(pid, signal.SIGSTOP)
@@ -590,7 +590,7 @@ def test_fault():
 
 
 def test_nccl_fails():
-    """An error of NCCL ends the run with one line."""
+    """An NCCL error ends the run with one line."""
     env = {"EMU_FAULT_RANK": "1", "EMU_FAULT_INIT": "1", "EMU_NCCL_HANG": "1"}
     err = refused(TINY + "-x 1 --quiet --gpus 2", "rank 1: ", env=env)
     assert "unhandled system error" in err
@@ -632,7 +632,7 @@ def test_overlap():
 @pytest.mark.parametrize("options", ["-z 1 -d 72", "-z 2 -d 144"])
 def test_gathers(options):
     """After the update each bucket of weights is gathered as soon as its own AdamW is queued. In
-    the next forward pass, compute waits for it just before it needs it."""
+    the next forward pass, the compute stream waits for each bucket just before using it."""
     lines = logged(ODD + "--gpus 3 -x 3 -v 0 " + options)
     updates = [i for i, line in enumerate(lines) if line.startswith("adamw_kernel")]
     assert len(updates) >= 4 * 6  # in the warm-up, too; vectors first, then five buckets
@@ -660,7 +660,7 @@ def test_gathers(options):
 def test_traffic(ranks, stage, optimizer):
     """A step sends exactly the shards of every bucket, once in the reduce-scatter and once in the
     all-gather; with k micro-steps, blocks' gradients are reduced in each from stage 2 on. Muon
-    gathers blocks if they are sharded, and broadcasts them. The plan has the same number."""
+    gathers blocks if they are sharded, and broadcasts them. The plan prints the same number."""
     C, L, k = 96, 3, 3 if ranks == 2 and stage > 0 else 1
     padded = lambda count, to: -(-count // to) * to
     to = 64 * ranks
@@ -669,8 +669,8 @@ def test_traffic(ranks, stage, optimizer):
     vector = padded(C, 64)
     vectors = padded(L * (6 * vector + padded(3 * C, 64) + padded(4 * C, 64)) + 2 * vector, to)
     reduced = 2 * (stay + (k if stage >= 2 else 1) * blocks) + 4 * vectors
-    # At stage 3: in every micro-step's forward and backward pass, except the last two blocks, which
-    # forward keeps for backward, and the first two, which backward keeps for the next micro-step.
+    # Stage 3 gathers in every micro-step's forward and backward pass, except the last two blocks,
+    # which forward keeps for backward, and the first two, which backward keeps for the next one.
     transfers = 2 * k * L - 4 * k + 2 if stage == 3 else L
     gathered = 2 * (stay + blocks // L * transfers) + 4 * vectors
     gathered += 2 * blocks * (1 + (stage > 0)) * (optimizer == "muon")
@@ -719,8 +719,8 @@ def test_first(stage, tokens, optimizer):
 
 
 def test_gradients():
-    """Without clipping and with --beta1 0 the first moment is the gradient: that of several ranks
-    is that of one, in every bucket, whose last shard has padding."""
+    """Without clipping and with --beta1 0 the first moment is the gradient. Several ranks have the
+    gradient of one in every bucket, even in the last shard, which is padded."""
     line = ODD + "-d 144 -x 1 --beta1 0 --clip 0 --dtype fp32 "
     train(line, "one")
     want = training_state(1, "one")[1]

@@ -5,16 +5,16 @@ nvidia-cuda-nvdisasm contains only it); without them the tests are skipped.
     /usr/bin/python3 -m pytest dev/test/test_sass.py      all tests
     /usr/bin/python3 dev/test/test_sass.py WORD           the figures of the instances with WORD
 
-A compiled kernel stays within a row of BUDGETS if it has at most so many registers and no spilled
-byte, at least so many blocks fit an SM when it is launched with these threads and dynamic shared
-bytes, and it has at most so many instructions for each of a thread's elements, in the whole kernel
-or, with L, in its longest loop. Every instruction counts as one, however long it takes. s: at least
-so many stores of 16 bytes. For kernels with wgmma, h: the loop has exactly so many wgmma
-instructions; o: at least so many exponentials between the wait for all but one group of them and
-the next wait for all; lanes of a warp must not diverge in the loop.
+A row of BUDGETS allows a compiled kernel at most `regs` registers and no spills; at least `blocks`
+blocks must fit an SM when it is launched with these threads and dynamic shared bytes. instr/elem:
+at most so many instructions for each of a thread's elements, in the whole kernel or, with L, in its
+longest loop; each instruction counts as one, however long it takes. sN: at least N stores of 16
+bytes. For kernels with wgmma, hN: the loop has exactly N wgmma instructions; oN: at least N
+exponentials between the wait for all but one group of these and the next wait for all; the lanes of
+a warp must not diverge in the loop.
 
-Budgets were recorded with RECORDED. For another release the limits are wider: they detect a kernel
-that spills or no longer fills its SM, but not a few more registers."""
+Budgets were recorded with nvcc RECORDED. For another release the limits are wider: they detect a
+kernel that spills or no longer fills its SM, but not a few more registers."""
 
 import math
 import os
@@ -29,14 +29,15 @@ import pytest
 
 TOP = pathlib.Path(__file__).resolve().parents[2]
 RECORDED = "release 13.0,"
-# Maximum threads, KiB of shared memory and blocks per SM; shared memory of a block that the system
-# uses. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+# Maximum threads, KiB of shared memory and blocks per SM; shared memory per block that the system
+# uses, in bytes. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability".
 Gpu = namedtuple("Gpu", "threads shared_kib blocks system")
 GPUS = {"80": Gpu(2048, 164, 32, 1024), "89": Gpu(1536, 100, 24, 1024),
         "90a": Gpu(2048, 228, 32, 1024), "75": Gpu(1024, 64, 16, 0)}
 
-# An instance is named by its first template arguments; without a row it is not limited, but each
-# kernel has one. sm: the row is for these GPUs only, else for all but 75, which has no bf16.
+# A row applies to the instances whose template arguments begin with `arguments`; each kernel has at
+# least one row, but an instance may have none. sm: its GPUs; -: all but 75, which has no bf16.
 BUDGETS = """
 kernel                      arguments          sm     threads shared regs blocks instr/elem more
 partials_add                                   -         1024   4096   38      1
@@ -229,8 +230,8 @@ def named_by(kernel, budget):
 
 
 def widened(budget):
-    """Limits for another release: ptxas 12.0 exceeds a budget by at most 10 % more registers, 3 %
-    more instructions and 8 bytes spilled, with no block fewer."""
+    """Limits for another release: ptxas 12.0 needs at most 10 % more registers, 3 % more
+    instructions and 8 spilled bytes, and as many blocks fit."""
     return budget._replace(regs=min(255, budget.regs * 5 // 4), each=budget.each * 1.25, overlap=0,
                            blocks=max(1, budget.blocks * 3 // 4))
 
@@ -299,8 +300,8 @@ def test_compiles(arch):
 
 
 def test_approximations():
-    """The errors of ex2_approx and rcp_approx are documented and the emulator has CPU versions;
-    others are no faster and give bits that depend on the GPU."""
+    """Only ex2_approx and rcp_approx are used: their errors are documented, and the emulator has
+    CPU versions. Others are no faster and give bits that depend on the GPU."""
     other = r'__expf\(|__exp10f\(|__logf\(|__log2f\(|__powf\(|__fdividef\(|__tanhf\(|rsqrtf\(' \
             r'|__frsqrt_rn\(|(?<!"ex2)(?<!"rcp)\.approx\.'
     lines = (TOP / "train_gpt2.cu").read_text().split("\n")

@@ -63,7 +63,7 @@ def test_bytes():
 
 
 def test_split():
-    """Validation takes the end, from a whole character on; or a file of its own."""
+    """Validation takes the end of the text, from a whole character on, or a separate file."""
     succeeds("--bytes -o out --val-fraction 0.25 text")  # 8.25: inside a character of two bytes
     assert shards() == [list(TEXT[:-2]), [255, 10]]
     Path("long").write_bytes(b"a" * 3000000)
@@ -158,7 +158,7 @@ def test_refused(arguments, expected):
 
 
 def test_leftovers():
-    """Shards that a glob pattern would read as well are named before anything is replaced."""
+    """Old shards that a glob pattern would also match are named before anything is replaced."""
     succeeds("--bytes -o out --shard-tokens 4 text")
     before = shards()
     refused("--bytes -o out --shard-tokens 8 text", "out_train_000002.bin is left over from an")
@@ -189,7 +189,7 @@ def test_full_disk(arguments, named):
     ("--bytes --shard-tokens 100000 long", "out_train_000003.bin.part"),
     ("--train-bpe 20000 long", None), ("--bytes -", None)])
 def test_interrupted(number, arguments, waits_for):
-    """A signal ends a run soon, without a file; the files of an earlier run stay."""
+    """A signal ends a run soon, and none of its files is left."""
     succeeds(BYTES_OF_TEXT + "text")
     os.rename("out_train.bin", "kept")
     size = 30000000 if waits_for else 3000000

@@ -25,7 +25,7 @@ def shell(command, status=0, **more):
 
 
 def write_stories(folder):
-    """stories_bpe_*: what data/prepare.sh makes without a network."""
+    """Writes stories_bpe_*, as data/prepare.sh does without a network."""
     folder.mkdir(parents=True)
     (folder / "stories").write_text(stories_text())
     shell([TOP / "data/tokenize", "--train-bpe", "1024", "--documents", "-o", "stories_bpe",
@@ -35,7 +35,7 @@ def write_stories(folder):
 
 @pytest.fixture
 def repository(tmp_path):
-    """The CPU program next to data and to dev/train.sh, whose model is made to take a second."""
+    """A folder with the CPU program, data, and dev/train.sh with a model that takes a second."""
     write_stories(tmp_path / "repo/data")
     (tmp_path / "repo/dev").mkdir()
     shutil.copy(words("")[0], "repo/train_gpt2")
@@ -58,9 +58,9 @@ def test_default_data(repository):
 
 
 def test_make_train(repository):
-    """Ctrl-C keeps the model, another call resumes, and the printed command generates."""
+    """Ctrl-C keeps the model, another call resumes, and the printed command generates text."""
     train = ["bash", repository / "dev/train.sh", "train_gpt2"]
-    with open("said", "w") as said:  # in a group of its own, like a job of a terminal
+    with open("said", "w") as said:  # in its own process group, like a job of a terminal
         process = subprocess.Popen(train, stdout=said, stderr=said, start_new_session=True,
                                    preexec_fn=default_signal())
     events = repository / "runs/first/log.jsonl"
@@ -88,8 +88,8 @@ def test_make_train(repository):
 
 
 def test_install(tmp_path):
-    """The manual page made from --help all lists every option, without warnings of groff;
-    completion offers options and values; all places name the same version."""
+    """The manual page made from --help all lists every option, without groff warnings; completion
+    offers options and values; the version is the same everywhere."""
     shell(["make", "-s", "install", "PROGRAM=train_gpt2", "DESTDIR=%s/root" % tmp_path,
            "PREFIX=/usr"], cwd=TOP)
     page = Path("root/usr/share/man/man1/train_gpt2.1")
@@ -129,7 +129,7 @@ def reported():
 
 
 def test_report_run(reported):
-    """The page has the log's numbers, as text; what a log may contain is harmless in it."""
+    """The page has the log's numbers, as text; hostile text in a log is harmless in it."""
     last = log("run")
     report("run")
     page = Path("run/report.html").read_text()
@@ -149,7 +149,7 @@ def test_report_run(reported):
 
 
 def test_report_plans(reported):
-    """Pictures of plans and of what fits are valid SVG; the tables have every way."""
+    """Pictures of plans and of what fits are valid SVG; the tables list all settings."""
     ways = {name: succeeds(query + " --json") for name, query in {
         "plan": "--plan -e d12 -b 4 -r block:5 --offload moments,master --gpu-mem 16GiB",
         "fit": "--fit all -e d12 --gpu 3070",
@@ -181,7 +181,7 @@ def test_report_refused(reported, arguments, expected):
 
 
 def test_notebook():
-    """The notebook has no fault, and each of the injected ones is found."""
+    """The notebook has no faults, and each injected fault is found."""
     check = [sys.executable, TOP / "dev/check/notebook.py"]
     assert shell(check) == ""
     assert "--train-bpe {size} --documents" in (TOP / "dev/train_gpt2.ipynb").read_text()

@@ -27,7 +27,7 @@ def series(key, folder="out"):
 
 
 def test_overfit():
-    """A single repeated batch is memorized; the sample starts with the prompt; the log is whole."""
+    """One repeated batch is memorized; the sample begins with the prompt; the log is complete."""
     out = succeeds("-i train.bin -j val.bin -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 -v 60 -m 0 -s "
                    "240 -g 9 --prompt abc --temperature 0 -o out", "\nabc")
     assert series("loss")[-1] < 0.2 and log_steps() == [*range(1, 241)]
@@ -78,8 +78,8 @@ def test_micro_batches(fp32):
 @BOTH
 def test_validation(fp32):
     """The validation loss is a mean over sequences, so it is the same for any batch size, and for
-    identical sequences it is the loss of one. Sequences at the end that do not fill a batch
-    count."""
+    identical sequences it is the loss of one. Sequences at the end that do not fill a batch are
+    included."""
     T, windows = 16, 11  # the last windows differ from the others
     Path("val").write_bytes(shard([97 + i % 3 if i < 8 * T else i * 37 % 256
                                    for i in range(windows * T + 1)], BYTES))
@@ -105,7 +105,7 @@ def test_validation(fp32):
 
 def test_resident_memory():
     """Resident memory of a run is within 50 MB of its plan, as README promises."""
-    # In a process of its own, because the maximum includes that of the process that forked.
+    # In a separate process, because the maximum includes that of the process that forked.
     code = ("import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True);"
             "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
     command = "-i train.bin -e l2h8c512t32 -b 2 -x 2 -o out --quiet".split()
@@ -134,7 +134,7 @@ def test_max_skips():
 
 def test_skip_zscore():
     """--skip-zscore compares a norm with the last 128: an unusual batch is skipped although the
-    norms of the run's beginning, longer ago, were as large. A resume continues alike."""
+    norms at the beginning of the run, longer ago, were as large. A resumed run skips alike."""
     calm, other = [97 + i % 4 for i in range(16 * 400 + 1)], [200, 33, 150, 64, 90, 11, 45, 180] * 4
     calm[16 * 390:16 * 392], calm[16 * 220:16 * 221] = other, other[:16]
     Path("calm.bin").write_bytes(shard(calm, BYTES))

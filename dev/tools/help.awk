@@ -1,5 +1,5 @@
-# Turns the text that `train_gpt2 --help` prints from its option table into a manual page or into
-# a completion script for bash. `make install` uses it:
+# Turns the text that `train_gpt2 --help` prints from its option table into a manual page or a bash
+# completion script. `make install` uses it:
 #
 #   train_gpt2 --help all | awk -v to=man|bash -v name=train_gpt2 -v version="train_gpt2 1.0" \
 #       -f dev/tools/help.awk

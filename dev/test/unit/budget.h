@@ -1,5 +1,5 @@
-// budget.h -- tests of train_gpt2.c's settings and time: what fits in memory, what -r auto and
-// --fit choose, and forecasts.
+// budget.h -- tests of train_gpt2.c's settings and forecasts: what fits in memory, what -r auto and
+// --fit choose, and how long a step takes.
 
 // A run as its options describe it: options, settings and plan, on a GPU unless `gpu` is 0.
 struct Planned {
@@ -18,7 +18,7 @@ struct Planned {
     ~Planned() { plan_free(&plan); }
 };
 
-// Settings that do not fit are refused before any allocation, with the ways that would fit.
+// Settings that do not fit are rejected before any allocation, with suggestions that would fit.
 TEST(plan_refuse, HOST) {
     const Planned run("-e l4h4c128t64v257 -b 8 --logit-rows 64 -r none", 0);
     const Plan *p = &run.plan;
@@ -35,9 +35,9 @@ TEST(plan_refuse, HOST) {
     })), "are available in host memory: 1 B short", "on the host");
 }
 
-// The mix of recompute levels that -r auto chooses fits in the memory, can be typed as an option,
-// and is `none` if everything fits. More memory never makes it slower. No single level that fits is
-// faster by more than the recomputation of one block, by which a mix may overshoot.
+// The mix of recompute levels that -r auto chooses fits in memory, can be passed to -r, and is
+// `none` if everything fits. More memory never makes it slower. It is slower than any single level
+// that fits by at most the cost of recomputing one block, because a mix may recompute one too many.
 TEST(levels_fit, FLOAT) {
     const int count = full_or(150, 3000);
     double worst_price = 0;
@@ -78,7 +78,7 @@ TEST(levels_fit, FLOAT) {
         }
         expect(recompute_text(&s).s == Text("none"), "%s: memory for everything", who.c_str());
         expect(settings_fit_levels(&s, &v, few - 1) >= few, "%s: too little memory", who.c_str());
-        // With exactly the bytes of some mix, the result is not slower than that mix.
+        // Given exactly the bytes that some mix needs, the chosen mix is not slower.
         int hull[RECOMPUTE_LEVELS];
         Settings mixed = s;
         settings_mix(&mixed, hull, draw(0, (level_hull(hull, &v) - 1) * s.model.L));
@@ -102,8 +102,8 @@ static Settings automatic(const Text &options, size_t device, size_t host) {
     return s;
 }
 
-// Every suggestion fits; the settings that its options give are its settings; none beats another;
-// they are sorted by effect and cost. If there is none, even the smallest settings do not fit.
+// Every suggestion fits, and its options reproduce its settings; none dominates another; they
+// are sorted by effect and cost. With no suggestions, even the smallest settings do not fit.
 TEST(suggestions, FLOAT) {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
@@ -164,7 +164,7 @@ TEST(suggestions, FLOAT) {
     detail = text("%d plans, %d suggestions", count, changes);
 }
 
-// A smaller batch has as many classifier rows as if it were typed, and no more than were asked for.
+// A suggested smaller batch has as many classifier rows as with -b, and at most --logit-rows.
 TEST(suggestion_rows, FLOAT) {
     for (const Text &rows : {Text(""), Text(" --logit-rows 2048")}) {
         for (const int B : {16, 4, 2}) {
@@ -177,9 +177,9 @@ TEST(suggestion_rows, FLOAT) {
     }
 }
 
-// -r auto and --offload auto: nothing if everything fits; recompute levels before offload; no more
-// offload than needed; explicit options are unchanged; what does not fit into host memory stays on
-// the device.
+// -r auto and --offload auto choose nothing if everything fits, recomputation before offload, and
+// no more offload than needed. Explicit options are left unchanged, and states that do not fit in
+// host memory stay on the device.
 TEST(auto, HOST) {
     const Text run = "-e l6h2c64t64 -b 4";
     const Settings whole = planned(run + " -r none"), min_kept = planned(run + " -r block");
@@ -213,8 +213,8 @@ static Speed card_speed(const Text &options, const Settings &s) {
 }
 
 // In every row of the table of cards, the rate is a power of two FLOPs per clock and SM, as for all
-// tensor cores (this detects mistyped numbers), and the driver reports no more memory than is sold.
-// A name in another spelling finds its own row; an unknown one is refused with similar names.
+// tensor cores (this detects typos), and the reported memory is below the card's nominal size.
+// Other spellings of a name find the same row; an unknown name is an error that lists similar ones.
 TEST(cards, HOST) {
     static const double sold[] = {6, 8, 10, 11, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180};
     for (const GpuEntry &card : gpu_table) {
@@ -248,9 +248,9 @@ TEST(cards, HOST) {
     }
 }
 
-// Compares the forecast, in tokens/s at 0.5M tokens per step, with published throughputs of other
-// programs, within the residuals that dev/notes/forecast.md records, and with throughputs counted
-// kernel by kernel from this program's machine code, within 6 %.
+// The forecast, in tokens/s at 0.5M tokens per step, matches published throughputs of other
+// programs (within the residuals recorded in dev/notes/forecast.md) and throughputs estimated
+// kernel by kernel from this program's machine code (within 6 %).
 TEST(forecast, HOST) {
     static const struct {
         const char *card, *options;
@@ -263,7 +263,7 @@ TEST(forecast, HOST) {
         {"l40s", "-e d12 -b 32", 143e3, 0.1},    {"l4", "-e d12 -b 16", 40e3, 0.1},
         {"a6000", "-e d12 -b 32", 92e3, 0.1},    {"a4000", "-e d12 -b 16", 52e3, 0.1},
         {"4090", "-e d48 -b 8", 14e3, 0.07},     {"5060ti", "-e d48 -b 4", 3.9e3, 0.03},
-        // Counted from the machine code.
+        // Estimated from the machine code.
         {"h200", "-e d12 -b 64", 467e3, 0.06},  {"h200", "-e d24 -b 32", 178e3, 0.06},
         {"h200", "-e d36 -b 16", 88e3, 0.06},   {"h200", "-e d48 -b 16", 47.4e3, 0.06},
         {"h200", "-e d48 -b 16 -r block", 38.9e3, 0.06},
@@ -293,7 +293,7 @@ TEST(forecast, HOST) {
     };
     expect(of_chunks.chunk > 0 && with_rows(3072) == with_rows(2048));
     expect_near(with_rows(2048) - with_rows(4096), of_chunks.chunk, 1e-6 * of_chunks.chunk,
-                "a chunk more");
+                "one more chunk");
     // A level costs what it recomputes; offload costs time; a larger step amortizes the update.
     const Settings s = planned("-e d12 -r none"), mlp = planned("-e d12 -r mlp");
     const Settings away = planned("-e d12 -r none --offload moments,master");
@@ -307,7 +307,7 @@ TEST(forecast, HOST) {
     expect(forecast_tokens_per_s(&v, &away, 64) > forecast_tokens_per_s(&v, &away, 1));
 }
 
-// Returns the ways that --fit finds, and the one that it recommends.
+// Returns the settings that --fit finds; *best receives those that it recommends.
 static std::vector<Way> fit_ways(const Text &options, Way *best = nullptr) {
     std::vector<Way> list(MAX_WAYS);
     Options o;
@@ -329,14 +329,14 @@ static std::vector<Way> fit_ways(const Text &options, Way *best = nullptr) {
     return list;
 }
 
-// What README and the messages of refusals promise for GPT-2 1558M in 15 GiB and less.
+// --fit finds what the README and the out-of-memory messages promise for GPT-2 1558M in 15 GiB.
 TEST(fit_sizes, FLOAT) {
     auto chosen = [](const Text &options) {
         Way best;
         fit_ways(options, &best);
         return best;
     };
-    // The ways of --fit all include mixed levels, so the best one is as good as --fit any's.
+    // --fit all also considers mixed levels, so its best result is no worse than that of --fit any.
     const Way any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
               all = chosen("--fit all -e d12 --gpu-mem 3GiB");
     expect(all.tokens_per_s >= any.tokens_per_s && all.offload <= any.offload,
@@ -351,8 +351,8 @@ TEST(fit_sizes, FLOAT) {
     expect(recompute_text(&w.s).s == Text("gelu") && w.offload == 0);
 }
 
-// -b auto: the largest batch that divides the step, fits the card without recomputation, and has at
-// most 65,536 tokens; every larger divisor does not fit. 4 if none does, without -d and on the CPU.
+// -b auto chooses the largest batch that divides the step, fits the card without recomputation, and
+// has at most 65,536 tokens. It chooses 4 if no batch fits, without -d, and on the CPU.
 TEST(auto_batch, FLOAT) {
     int found = 0;
     auto chosen = [](const Text &options, uint64_t total) {
@@ -415,9 +415,9 @@ TEST(nccl_blocks, FLOAT) {
     unsetenv("NCCL_MAX_CTAS");
 }
 
-// N ranks have between one and N times the tokens/s of one. The exchange once per step overlaps
-// with the last micro-step's computation only; the exchange in every micro-step, with that
-// micro-step's. What does not overlap costs its bytes divided by the link's rate.
+// N ranks process between one and N times the tokens/s of one rank. An exchange once per step
+// overlaps only with the last micro-step's computation; an exchange in every micro-step overlaps
+// with that micro-step's. The rest costs its bytes divided by the link's rate.
 TEST(forecast_ranks, HOST) {
     for (const char *card : {"4090", "t4", "h100"}) {
         const Text options = text("--gpu %s -e d12 -b 1 -r none --gpus ", card);

@@ -1,7 +1,7 @@
-// data.h -- tests of tokens and batches. All tokens of the test shards differ, so that a window can
-// be identified by its content.
+// data.h -- tests of tokens and batches. All tokens of the test shards are distinct, so a window
+// can be identified by its contents.
 
-// Shards a.bin, b.bin, c.bin of 101, 69 and 200 tokens; overall, token i is i.
+// Writes shards a.bin, b.bin and c.bin with 101, 69 and 200 tokens, numbered 0, 1, ... throughout.
 static void write_three_shards() {
     int next = 0;
     static const int counts[] = {101, 69, 200};
@@ -51,7 +51,7 @@ TEST(loader_coverage, HOST) {
     std::vector<Token> orders[2];
     for (uint32_t epoch = 0; epoch < 60; epoch++) {
         std::vector<int> starts(TOKENS);
-        for (int i = 0; i < WINDOWS; i++) {  // one position at a time, like a rank with B 1
+        for (int i = 0; i < WINDOWS; i++) {  // one position at a time, as with B = 1
             Token in[T], out[T];
             dataset_batch(&d, (int64_t)epoch * WINDOWS + i, 1, in, out);
             for (int t = 0; t < T; t++) {
@@ -73,7 +73,7 @@ TEST(loader_coverage, HOST) {
         }
     }
     expect(std::count(met.begin(), met.end(), 0) == 0, "tokens never read");
-    // Epochs have different first tokens, so each is replaced by its place in sorted order.
+    // Windows start at different tokens in each epoch; replace each start by its sorted position.
     for (std::vector<Token> &order : orders) {
         std::vector<Token> sorted = order;
         std::sort(sorted.begin(), sorted.end());
@@ -99,7 +99,7 @@ TEST(loader_coverage, HOST) {
     detail = "3 shards, 60 epochs";
 }
 
-// Prompts and samples are text if a vocabulary is available.
+// Prompts and samples are text if vocab.bpe is available.
 TEST(prompts, HOST) {
     static Bpe bpe;
     const Text merges = made_merges();

@@ -1,9 +1,9 @@
-// gpu_network.h -- tests of the network, the offload, the plan and the commands on a GPU.
-// Tests chapters Device memory to Opening and warm-up of train_gpt2.cu: every gradient and several
-// steps, in fp32 and 16 bits, compared with the CPU reference; what must be bitwise equal; the
-// single allocation, and buffers used outside their lifetimes.
+// gpu_network.h -- tests of the network, offload, the plan and the commands on a GPU.
+// Covers the chapters from Device memory to Opening and warm-up of train_gpt2.cu: every gradient
+// and several steps, in fp32 and 16 bits, compared with the CPU reference; results that must be
+// bitwise equal; the single allocation; and buffers used outside their lifetimes.
 
-// A CPU reference with another network's weights, as the device computes with them.
+// A CPU reference with the same weights as a network on the device, rounded to the device's type.
 struct Reference : Net {
     Reference(Net *gpu, int logit_rows) : Net(gpu->s.model, gpu->s.B, gpu->s.T, 0, -1, logit_rows) {
         engine_copy(&e, &gpu->e, &gpu->s.model, gpu->s.dtype);
@@ -20,8 +20,8 @@ static const struct {
                   {"l2h2c16t1", 2, "-b 3 -t 1"},
                   {"l1h1c16t8", 65535, "-b 1 -t 8 -r mlp"}};
 
-// Every gradient, and the logits, compared with the reference: the norm of the difference over the
-// norm is at most 1e-5. Two micro-steps, because the first one writes gradients and later ones add.
+// Every gradient and the logits agree with the reference: the relative error in norm is at most
+// 1e-5. Runs two micro-steps, because the first one writes gradients and later ones accumulate.
 TEST(gpu_gradients_fp32, CUDA_ALL) {
     for (auto &row : gpu_shapes) {
         if (!sampled(row.V == 300)) {
@@ -52,7 +52,7 @@ TEST(gpu_gradients_fp32, CUDA_ALL) {
     }
 }
 
-// Rounding of the reference's numbers to 16 bits.
+// Rounds the reference's numbers to 16 bits.
 static real (*naive_round)(real);
 static void round_all(real *x, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
@@ -60,9 +60,9 @@ static void round_all(real *x, int64_t n) {
     }
 }
 
-// The plan of the reference while it simulates 16 bits: whenever a buffer's lifetime begins or
-// ends, which happens at every tick, all live activations and gradients are rounded. Statistics
-// stay fp32.
+// The plan of the reference while it simulates 16 bits. Whenever a buffer's lifetime begins or
+// ends, which happens at every tick, all live activations and gradients are rounded. LayerNorm and
+// attention statistics stay fp32.
 static Plan *rounded_plan;
 static void mark_and_round(void *memory, size_t bytes, int alive) {
     plan_mark(memory, bytes, alive);
@@ -75,7 +75,7 @@ static void mark_and_round(void *memory, size_t bytes, int alive) {
     }
 }
 
-// Runs a stage of the reference with logits and their gradients rounded, all rows in one chunk.
+// Runs a stage of the reference, rounding logits and their gradients, with all rows in one chunk.
 static void naive_stage(void *self, int stage, int layer) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
@@ -96,7 +96,7 @@ static void naive_stage(void *self, int stage, int layer) {
 
 // Runs a micro-step of the reference in which every tensor that would be stored in E is rounded
 // when it is computed: weights, activations, logits, their gradients (of `scale` times the loss),
-// and at the end the gradients of matrices, unless these are fp32.
+// and finally the gradients of matrices, unless they are stored in fp32.
 template <class E>
 static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, real scale) {
     Plan *p = rounded_plan = &n->plan;
@@ -121,9 +121,9 @@ static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, 
     }
 }
 
-// Every gradient in 16 bits: its error is at most twice that of the naive computation above, both
-// relative to the reference in fp32 with the same weights. fp16 uses a loss scale that suits the
-// few rows.
+// The error of every gradient in 16 bits is at most twice that of the naive computation above, both
+// relative to the fp32 reference with the same weights. fp16 uses a loss scale suited to the small
+// number of rows.
 template <class E> static void check_gradients() {
     const int log2 = 10;
     for (auto &row : gpu_shapes) {
@@ -165,15 +165,14 @@ static double distance(const Reals &a, const Reals &b) {
     return sqrt(squares);
 }
 
-// Four optimizer steps of two micro-steps each; every second one clips the norm. The allowed error
-// is computed anew in each step from the device's current weights, so that errors of earlier steps
-// need no tolerance; AdamW turns them into full steps where a gradient is nearly zero.
-// Gradients: in 16 bits at most twice as far from the reference in fp32 as the naive computation
-// (naive_micro_step); in fp32 they passed through 6 L + 2 matmuls with independent errors, each
-// that of a sum of 4 C terms. The loss: at most twice the root mean square of the naive errors of
-// its tokens, which bounds the mean of such errors. The norm: equal to that of the device's
-// gradients, except for the rounding of its sum. AdamW in fp32, applied to the device's gradients,
-// gives exactly the device's weights and moments.
+// Four optimizer steps of two micro-steps each; every second one clips the norm. Each step starts
+// the reference from the device's current weights, so errors of earlier steps need no tolerance;
+// where a gradient is nearly zero, AdamW would amplify them to full steps. Gradients in 16 bits may
+// differ from the fp32 reference at most twice as much as naive_micro_step's; in fp32 they pass
+// through 6 L + 2 matmuls with independent errors, each that of a sum of 4 C terms. The error of
+// the loss is at most twice the root mean square of the tokens' naive errors, which bounds their
+// mean. The norm equals that of the device's gradients, except for rounding in its sum. fp32 AdamW
+// applied to the device's gradients gives exactly the device's weights and moments.
 template <class E> static void check_steps() {
     enum { B = 2, ROWS = 33 * B, MICROS = 2 };
     const char *dtype = traits<E>.name;
@@ -250,8 +249,8 @@ TEST(gpu_steps, CUDA_ALL) {
     }
 }
 
-// Two updates by Muon and a skipped one, compared with those of the CPU, given the device's
-// gradients: the weights' change and the moments. In bf16 the iteration rounds its matrices.
+// Two Muon updates and a skipped one change weights and moments as on the CPU, given the device's
+// gradients. In bf16, the iteration rounds its matrices.
 static void check_muon(const char *options, double tolerance, double moments) {
     Model m = shape("l2h2c64t33", 257);
     const Text muon = text("-b 2 -t 33 --optimizer muon ");
@@ -325,8 +324,8 @@ TEST(gpu_bits, CUDA_ALL) {
     detail = text("%d runs", runs);
 }
 
-// The same for each wgmma variant of attention. On the emulated device, the wgmma forward kernel
-// has the bits of the default one, because both sum over 64 keys per step in the order of the keys.
+// Like gpu_bits, for each wgmma variant of attention. On the emulated device, the wgmma forward
+// kernel is bitwise equal to the default one, because both sum over 64 keys per step in key order.
 TEST(gpu_bits_wgmma, CUDA_ALL) {
     need_wgmma();
     Model m = shape("l2h1c64t70", 65);
@@ -342,14 +341,14 @@ TEST(gpu_bits_wgmma, CUDA_ALL) {
         seen.push_back(run("none"));
         expect(seen.back() == run("block"), "-r block, kernels %d", kernels);
         for (size_t i = 0; i + 1 < seen.size() && kernels > 1; i++) {
-            expect(seen[i] != seen.back(), "kernels %d have bits of their own", kernels);
+            expect(seen[i] != seen.back(), "kernels %d should give different bits", kernels);
         }
     }
 }
 
 // wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding.
-// Measures the distance to the same sums in fp32, for one chunk and for eight, the largest number
-// of chunks for up to 65,536 tokens.
+// Measures the error relative to the same sums in fp32, for one chunk and for eight, the largest
+// number of chunks for up to 65,536 tokens.
 TEST(gpu_wte_rounding, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c32t64", 257);
@@ -375,7 +374,7 @@ TEST(gpu_wte_rounding, CUDA_ALL) {
 }
 
 #if CUDA_CPU
-// Orders in which streams run, of EMU_ORDER.
+// Values of EMU_ORDER: orders in which streams run.
 static const long stream_orders[] = {0, emu::EARLY, emu::LATE, 1, 2};
 
 // A run calls cudaMalloc once, for exactly the planned bytes, and never again.
@@ -411,7 +410,7 @@ TEST(gpu_allocation, EMULATED_ALL) {
         Batch b(n.s.B * n.s.T, m.V, 1);
         n.e.logits(&n.e, logits.data(), b.inputs.data(), 0, 3);
         n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
-        expect(matmul_library.plans == plans, "%s: %d matmuls at first", options, plans);
+        expect(matmul_library.plans == plans, "%s: %d matmuls after warm-up", options, plans);
         expect(on_device() == one && emu::peak_bytes == one[0] && emu::allocs.size() == pinned + 1,
                "%s: peak %zu of %zu", options, emu::peak_bytes, one[0]);
         expect(pinned == 1 && emu::pinned_bytes == n.plan.host_bytes,
@@ -420,15 +419,15 @@ TEST(gpu_allocation, EMULATED_ALL) {
     }
 }
 
-// Returns busy_trace with states in host memory, in one of these orders (0: as submitted).
+// Returns busy_trace with states in host memory, in a stream order (0: as submitted).
 static Reals offloaded(const Model &m, const Text &options, int accum_steps, long order) {
     emu::set.order = order;
     Net n(m, options);
     return busy_trace(&n, accum_steps);
 }
 
-// Reading a state in host memory waits for queued work, although a host-to-host copy need not. Here
-// nothing is read before, so nothing else makes the host wait.
+// Reading a state in host memory waits for queued work, although a host-to-host copy would not.
+// Nothing is read before it, so nothing else makes the host wait.
 TEST(gpu_host_read, EMULATED_ALL) {
     const Model m = shape("l2h1c16t8", 257);
     const Batch b(14, m.V, 1);
@@ -445,7 +444,7 @@ TEST(gpu_host_read, EMULATED_ALL) {
     expect(same_bits(grads[0], grads[1]) && grads[0][0] != 0, "read too early");
 }
 
-// Offload with 12 random settings and every type of state; 60 settings with FULL=1.
+// Offload changes no bit in 12 random settings with every type of state (60 with FULL=1).
 TEST(gpu_offload_mixed, EMULATED_ALL) {
     static const char *const names[] = {"weights", "gradients", "moments", "residuals", "master"};
     const int all = full_or(TEST_ASAN ? 4 : 12, 60);
@@ -472,8 +471,8 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
     detail = text("%d settings", all);
 }
 
-// A buffer used outside its lifetime is refused with its name. A kernel that keeps its address is
-// stopped under ASan and otherwise reads NaN. The gap after a buffer must not be accessed.
+// Using a buffer outside its lifetime is an error that names the buffer. A kernel that keeps its
+// address is stopped by ASan and otherwise reads NaN. ASan also detects access to the gap after it.
 TEST(gpu_lifetimes, EMULATED_ALL) {
 #ifdef _OPENMP
     omp_set_num_threads(1);  // as in TEST(arena)
@@ -508,7 +507,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
 }
 #endif
 
-// The losses of all tokens equal the reference's up to rounding, and their mean is returned.
+// The losses of all tokens equal the reference's up to rounding; forward_loss returns their mean.
 TEST(gpu_losses, CUDA_ALL) {
     for (const char *options :
          {"-b 2 -t 33 --dtype fp32", "-b 2 -t 33 --dtype bf16", "-b 2 -t 33 --dtype fp16"}) {
@@ -534,7 +533,7 @@ TEST(gpu_losses, CUDA_ALL) {
         }
         expect_near((wide)mean, (wide)(sum / N), 1e-6 * mean, "mean, %s", options);
         expect(n.e.forward_loss(&n.e, NULL, &b.inputs[0], &b.targets[0]) == mean, "without them");
-        // fp32: 1e-5 as for gradients; in 16 bits every logit is rounded.
+        // 1e-5 as for gradients in fp32; in 16 bits, every logit is also rounded.
         double tol = 1e-5;
         with_type(n.s.dtype, [&](auto element) { tol += 2 * traits<decltype(element)>.unit; });
         expect_near((wide)relative_error(got.data(), want.data(), (int64_t)N), 0, tol,
@@ -543,7 +542,7 @@ TEST(gpu_losses, CUDA_ALL) {
 }
 
 // Logits after fewer than T tokens, as needed for sampling, equal those of the reference, which
-// computes only these tokens.
+// is given only those tokens.
 TEST(gpu_sampling, CUDA_ALL) {
     Model m = shape("l2h2c32t20", 257);
     Net n(m, "-b 2 -t 17 --dtype fp32");
@@ -558,8 +557,8 @@ TEST(gpu_sampling, CUDA_ALL) {
     }
 }
 
-// Logits with a KV cache are compared with the reference's for the whole window. Their error is at
-// most 1e-5 in fp32, and in 16 bits twice that of the GPU's own logits for the whole window.
+// Logits computed with a KV cache agree with the reference's for the whole window: the error is at
+// most 1e-5 in fp32, and in 16 bits at most twice that of the GPU's logits for the whole window.
 TEST(gpu_kv_cache, CUDA_ALL) {
     const int pieces[] = {70, 1, 1, 3, 65, 24};
     for (const char *dtype : {"fp32", "bf16", "fp16"}) {
@@ -573,7 +572,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
         auto run_stages = [&](std::function<void(int, int)> transfer) {
             int first = 0;
             for (const int n : pieces) {
-                first = n == 65 ? 1 : first;  // a second sample, after one token of the first
+                first = n == 65 ? 1 : first;  // a second sample shares one token
                 transfer(first, n);
                 first += n;
             }
@@ -602,8 +601,8 @@ TEST(gpu_kv_cache, CUDA_ALL) {
     }
 }
 
-// --skip-zscore: a norm above the limit changes nothing, even on the device, and the next step
-// equals that of a network without the outlier.
+// With --skip-zscore, a step whose norm is above the limit changes no state on the device, and the
+// next step equals that of a network without the outlier.
 TEST(gpu_skip, CUDA_ALL) {
     for (const char *options :
          {"-b 2 -t 9 --dtype fp32", "-b 2 -t 9", "-b 2 -t 9 -w none --moments bf16",
@@ -637,9 +636,9 @@ TEST(gpu_skip, CUDA_ALL) {
 }
 
 // A loss scale that is too large for this batch falls step by step, while weights and moments stay
-// unchanged; the first step without overflow equals that of a network that started with its scale.
-// The scale then grows after the given number of steps, including one whose norm is above the
-// limit; a resumed network continues the count.
+// unchanged; the first step without overflow equals that of a network that starts with that scale.
+// The scale then grows after the given number of steps, counting a step that is skipped because its
+// norm is above the limit; a resumed network continues the count.
 TEST(gpu_overflow, CUDA_ALL) {
     Model m = shape("l2h2c32t9", 257);
     Batch b(18, m.V, 1);
@@ -690,12 +689,12 @@ TEST(gpu_overflow, CUDA_ALL) {
     Net n(m, options);
     n.e.scale_loss(&n.e, 30 - falls, 0);
     r = step(&n, HUGE_VAL);
-    expect(r.loss == good.loss && r.norm == good.norm && states(&n) == stepped, "from its scale");
+    expect(r.loss == good.loss && r.norm == good.norm && states(&n) == stepped, "same start scale");
     detail = text("from 2^30 to 2^%d", 30 - falls);
 }
 
-// Rounding uses different random numbers in each update and for each seed: compares the same first
-// moments stored in bf16 by update 0, by update 1, and by update 0 with another seed.
+// Rounding uses different random numbers in each update and for each seed. Compares the same first
+// moments when stored in bf16 by update 0, by update 1, and by update 0 with another seed.
 TEST(gpu_rounding_updates, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c16t9", 257);
@@ -720,8 +719,8 @@ TEST(gpu_rounding_updates, CUDA_ALL) {
     }
 }
 
-// With five micro-steps, each pinned slot is refilled several times: the bits are the same however
-// late the stream runs, and the gradients are those of the reference.
+// With five micro-steps, each pinned slot is refilled several times. Results are bitwise equal no
+// matter how late the stream runs, and the gradients agree with the reference.
 TEST(gpu_micro_steps, CUDA_ALL) {
     const int accum_steps = 5;
     Model m = shape("l1h1c16t9", 257);
@@ -743,8 +742,8 @@ TEST(gpu_micro_steps, CUDA_ALL) {
     }
 }
 
-// -b 4 and -b 2 with two micro-steps give the same gradients and losses, except for the order of
-// sums, and the same loss of every token in a validation.
+// -b 4 and -b 2 with two micro-steps give the same gradients and losses up to the order of
+// summation, and the same loss for every token in validation.
 TEST(gpu_batches, CUDA_ALL) {
     Model m = shape("l2h2c32t12", 257);
     const size_t N = 4 * 12;

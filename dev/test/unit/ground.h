@@ -1,4 +1,4 @@
-// ground.h -- tests of train_gpt2.c's random numbers, texts and options.
+// ground.h -- tests of train_gpt2.c's random numbers, number formatting and options.
 
 // The generator reproduces its authors' published test vectors.
 TEST(philox, ALL) {
@@ -61,7 +61,7 @@ TEST(permute_index, HOST) {
     detail = text("%zu sizes", sizes.size());
 }
 
-// Parsing of sizes and printing of numbers.
+// Sizes are parsed and numbers printed as expected.
 TEST(texts, HOST) {
     static const struct {
         const char *text;
@@ -146,8 +146,8 @@ TEST(options_table, HOST) {
     detail = text("%d options", (int)OPTION_ROWS);
 }
 
-// Options as a run records them can be typed again and give the same values: numbers lose no
-// digits, and choices and sets have one spelling.
+// Recorded options can be passed on the command line again and give the same values: numbers lose
+// no digits, and each choice or set has a single recorded spelling.
 TEST(options_text, HOST) {
     static const struct {
         const char *name, *given, *recorded;

@@ -1,8 +1,8 @@
 // kernels.h -- tests of the CUDA kernels.
 // Compares the kernels of train_gpt2.cu, chapter by chapter, with the naive references of layers.h,
-// in fp32 and 16 bits, with odd shapes. On the emulated device every kernel runs again with its
-// blocks, warps and lanes in other orders, with streams as late as allowed, and with memory that
-// ends at guard pages; the bits must be equal.
+// in fp32 and 16 bits, with odd shapes. On the emulated device, every kernel runs again with its
+// blocks, warps and lanes in other orders, with streams that run as late as allowed, and with
+// memory that ends at guard pages; all results must be bitwise equal.
 
 typedef __nv_bfloat16 bf16;
 typedef std::vector<Reals> Outputs;
@@ -53,8 +53,8 @@ template <class T> struct Array {
     }
 };
 
-// Order 0 is the one that EMU_SEED, EMU_ORDER and EMU_GUARD select; only tests of kernels also use
-// the other orders, which differ from it. On a GPU these only repeat the run.
+// Order 0 is selected by EMU_SEED, EMU_ORDER and EMU_GUARD. Only kernel tests also use the other
+// orders, which are variations of it. On a GPU, they simply repeat the run.
 enum { ORDERS = CUDA_CPU ? 6 : 2 };
 static void set_order(int order) {
 #if CUDA_CPU
@@ -67,7 +67,7 @@ static void set_order(int order) {
 #endif
 }
 
-// Returns the environment variables with which the current order is order 0 of a run.
+// Returns the environment variables that make the current order the order 0 of another run.
 static Text order_switches() {
 #if CUDA_CPU
     char *words = NULL;
@@ -83,8 +83,8 @@ static Text order_switches() {
 #endif
 }
 
-// True if a case runs. Sanitizers check addresses, not numbers, so their builds run only cases with
-// `kept`: one or two odd shapes of each kernel, and a few of many runs. FULL=1 runs all.
+// True if a case should run. Sanitizers check addresses, not numbers, so their builds run only
+// cases with `kept`: one or two odd shapes per kernel, and a few of many runs. FULL=1 runs all.
 static bool sampled(bool kept) { return kept || !TEST_ASAN || is_full(); }
 
 // Returns the outputs of `run`, which must be bitwise equal in every order.
@@ -103,8 +103,8 @@ template <class Run> static Outputs every_order(Run run, const Text &who) {
     return first;
 }
 
-// Compares device values of type E with the reference: in fp32 within its error bound, in 16 bits
-// each element, and the norm of all, within twice the error of rounding the exact result.
+// Compares device values of type E with the reference. In fp32, its error bound applies. In 16
+// bits, each error and the norm of all errors may be twice that of rounding the exact result.
 template <class E> static void compare_in(int line, const Reals &got, Nums want, const Text &who) {
     const Text name = who + " " + traits<E>.name;
     if (!is_fp32<E>) {
@@ -181,8 +181,8 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     compare_as(G, got[3], first, who + " dwpe, written");
 }
 
-// Embedding forward and backward, with frequent tokens and with positions beyond T; backward adds
-// to the gradients or, the first time, writes them.
+// Embedding forward and backward, with frequent tokens and with positions beyond T; backward
+// overwrites the gradients the first time and then accumulates.
 TEST(gpu_embedding, CUDA_ALL) {
     static const int shapes[][5] = {
         {1, 1, 48, 257, 1}, {2, 65, 80, 257, 70}, {3, 17, 16, 50257, 17}, {1, 130, 1600, 257, 256}};
@@ -196,8 +196,7 @@ TEST(gpu_embedding, CUDA_ALL) {
     }
 }
 
-// Returns start (columns) plus the column sums of x (rows,columns), which a kernel has already
-// rounded.
+// Returns start (columns) plus the column sums of x (rows,columns), the rounded output of a kernel.
 static Nums column_sums_of(const Reals &x, const Reals &start) {
     const size_t columns = start.size(), rows = x.size() / columns;
     Nums sums;
@@ -231,7 +230,7 @@ template <class E> static void check_layernorm(int N, int C) {
             Reals separate = backward(dinp, d_addend.p);
             expect(same_bits(separate, backward(d_addend, d_addend.p)), "%s: in place",
                    who.c_str());
-            backward(d_dout, nullptr);  // over dout
+            backward(d_dout, nullptr);  // overwrites dout
             return Outputs{out.get(), mean.get(), rstd.get(), separate,
                            all[0],    all[1],     all[2],     all[3]};
         },
@@ -280,7 +279,7 @@ template <class E> static void check_gelu(int N, int OC) {
             Array<float> of_dinp(dbias), of_dout(dbias),
                 scratch(gpu_bias_backward_bytes(N, OC) / 4);
             gpu_gelu_forward(out.p, d_x.p, n, 0);
-            if constexpr (is_fp32<E>) {  // in 16 bits, other kernels compute this sum
+            if constexpr (is_fp32<E>) {  // other kernels compute it in 16 bits
                 gpu_gelu_backward<float, false>(nullptr, of_dout.p, d_dout.p, nullptr, scratch.p, N,
                                                 OC, 0);
             }
@@ -293,7 +292,7 @@ template <class E> static void check_gelu(int N, int OC) {
     Nums want, want_dinp;
     for (size_t i = 0; i < n; i++) {
         Num slope, value = naive_gelu(x[i], &slope);
-        bool is_special = i < 6 && i != 3;  // done above
+        bool is_special = i < 6 && i != 3;  // checked above
         want.push_back(is_special ? Num(got[0][i]) : value);
         want_dinp.push_back(is_special ? Num(got[1][i]) : slope * dout[i]);
     }
@@ -304,8 +303,8 @@ template <class E> static void check_gelu(int N, int OC) {
                who + " dbias alone");
 }
 
-// GELU forward and backward, and both column sums; far from zero the results are exactly x, dout or
-// 0.
+// GELU forward and backward, and both column sums. Far from zero, the results are exactly x, dout
+// or 0.
 TEST(gpu_gelu, CUDA_ALL) {
     static const int shapes[][2] = {{1, 64}, {65, 80}, {130, 768}, {1500, 48}, {2100, 264}};
     for (auto &s : shapes) {
@@ -355,7 +354,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     compare_as(G, got[4], zero, who + " dweight, written");
 }
 
-// Matmuls with widths of C, 3 C and 4 C, and with few and many rows.
+// Matmuls with widths of C, 3 C and 4 C, with few and with many rows.
 TEST(gpu_matmul, CUDA_ALL) {
     static const int shapes[][3] = {{1, 48, 144},  {65, 80, 240}, {130, 16, 64}, {7, 192, 64},
                                     {33, 64, 384}, {3, 1600, 40}, {257, 32, 24}};
@@ -376,7 +375,7 @@ TEST(gpu_matmul, CUDA_ALL) {
 // Rounds a number as a 16-bit computation of attention does.
 template <class E> static Num num_in(Num x) { return Num((wide)rounded_to<E>((real)x.v)); }
 
-// Expects, in 16 bits, that the norm of the error is at most twice that of a naive computation.
+// Expects that the norm of the error is at most twice that of a naive computation in 16 bits.
 static void expect_naive_at(int line, const Reals &got, const Nums &want, const Nums &naive,
                             const Text &who) {
     double error = 0, loss = 0, e = 0;
@@ -429,7 +428,7 @@ template <class E> static Outputs check_attention(int B, int T, int HS, int NH, 
     return got;
 }
 
-// Attention in fp16 has the same bits on the emulated GPU and on an emulated one of compute
+// Attention in fp16 is bitwise equal on the default emulated GPU and on an emulated GPU of compute
 // capability 7.5, which has smaller mma instructions, no asynchronous copies and 64 KiB of shared
 // memory.
 static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
@@ -479,8 +478,8 @@ static void need_wgmma() {
     }
 }
 
-// Computes out (64,64) fp32 = a b with one warpgroup. FORM 0: a (64,64) and b, stored (n,k), are in
-// shared memory; 1: a in registers, b (n,k); 2: a in registers, b (k,n).
+// Computes out (64,64) = a b in fp32 with one warpgroup. FORM 0: a (64,64) and b, stored (n,k), are
+// in shared memory; 1: a is in registers, b is stored (n,k); 2: a is in registers, b stored (k,n).
 template <int FORM>
 static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
     DYN_SHARED(bf16, tile_a);
@@ -520,9 +519,9 @@ static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
     });
 }
 
-// Checks from where in shared memory each element of an operand is read. With the identity matrix
-// as the other operand, the result is the operand as it was read. Its elements are numbered by row,
-// then by column, so a failure tells which element was read instead.
+// Checks the shared memory address that each element of an operand is read from. The other operand
+// is the identity matrix, so the result is the operand as it was read. Its elements encode their
+// row and column, so a failure shows which element was read instead.
 template <int FORM> static void check_wgmma(bool of_a) {
     Reals one(4096), numbers[2] = {Reals(4096), Reals(4096)}, got[2];
     for (int i = 0; i < 4096; i++) {
@@ -562,9 +561,9 @@ static void choose_wgmma(int kernels) {
     }
 }
 
-// The wgmma variants, with lengths around the tile sizes, and flat and sharp scores. Also wgmma
-// forward with mma.sync backward and the reverse, because LSE2 and D mean the same in both. A shape
-// that they do not support is computed by the default kernels.
+// The wgmma variants, with lengths around the tile sizes, and flat and sharp scores. Includes wgmma
+// forward with mma.sync backward and the reverse, because LSE2 and D are the same quantities in
+// both. Shapes that the variants do not support fall back to the default kernels.
 TEST(gpu_attention_wgmma, CUDA_ALL) {
     need_wgmma();
     enum { FORWARD = 1, DQ = 2, DKV = 4, EVERY = 7 };
@@ -628,7 +627,7 @@ TEST(gpu_classifier, CUDA_ALL) {
     check_classifier<__half>(1, 50257, 20);
 }
 
-// Array weights and, with SPLIT, their master, as the host writes and reads them.
+// Weights on the device and, with SPLIT, their master copy, as the host writes and reads them.
 template <class E, bool SPLIT> struct Weights {
     Array<E> p;
     Array<Master<E>> low;
@@ -636,7 +635,7 @@ template <class E, bool SPLIT> struct Weights {
         std::vector<Master<E>> rest(values.size());
         std::vector<uint16_t> high;
         for (size_t i = 0; i < values.size(); i++) {
-            memcpy(&rest[i], &values[i], sizeof rest[i]);  // the low half, or the whole number
+            memcpy(&rest[i], &values[i], sizeof rest[i]);  // the low half, or all of it
             high.push_back(master_high(values[i]));
         }
         cuda_check(cudaMemcpy(low.p, rest.data(), low.n * sizeof rest[0], cudaMemcpyHostToDevice));
@@ -645,7 +644,7 @@ template <class E, bool SPLIT> struct Weights {
         }
     }
     Master<E> *master() const { return SPLIT ? low.p : nullptr; }
-    // The fp32 weights. In fp16 the master is complete, and the weights are its rounding.
+    // Returns the fp32 weights. In fp16, the master holds all bits; weights are rounded from it.
     Reals get() const {
         Reals weights = p.get();
         const std::vector<Master<E>> rest = low.raw();
@@ -673,11 +672,10 @@ static void update_with(E *p, Master<E> *low, M *m, M *v, const G *g, size_t cou
            UpdateRandom{1234, (uint32_t)step}, state);
 }
 
-// Three steps (clipped, not clipped, skipped) compared with the AdamW of chapter Optimizer and
-// schedules; what lies before and after the updated elements is not touched. States stored exactly
-// must be bitwise equal. States stored only in 16 bits are rounded stochastically: to one of the
-// two neighbors, without bias (the mean within four standard deviations); these runs end after one
-// step.
+// Three steps (clipped, not clipped, skipped) agree with train_gpt2.c's AdamW, and memory before
+// and after the updated elements is not modified. States stored exactly must be bitwise equal.
+// States stored only in 16 bits are rounded stochastically to one of the two neighbors without bias
+// (the mean is within four standard deviations); these runs end after one step.
 template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
     enum { FIRST = 64, N = 24008, EVERY = FIRST + N + 64 };
     const bool exact_p = SPLIT || is_fp32<E>, exact_m = is_fp32<M>;
@@ -743,7 +741,7 @@ TEST(gpu_adamw, CUDA_ALL) {
 }
 
 // A NaN weight, written by the host or by AdamW, stays NaN in the weights that forward reads and in
-// those that are saved, and its neighbors are unchanged.
+// the saved weights, and its neighbors are unchanged.
 template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(const char *who) {
     enum { N = 4096 };
     static const uint32_t nan_bits[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff807fff,
@@ -776,8 +774,8 @@ TEST(gpu_adamw_nan, CUDA_ALL) {
     check_adamw_nan<bf16, bf16, bf16, false>("no master");
 }
 
-// A state in two parts, as on two ranks, is rounded like an undivided one, in any order of thread
-// blocks.
+// Splitting a state into two parts, as on two ranks, does not change its rounding, in any order of
+// thread blocks.
 TEST(gpu_rounding, CUDA_ALL) {
     enum { N = 20000, CUT = 8816 };
     Reals p = noise_in<bf16>(N, 1, 1), g = noise_in<bf16>(N, 1, 2), zero(N);
@@ -804,11 +802,11 @@ TEST(gpu_rounding, CUDA_ALL) {
     }
 }
 
-// A weight and its two moments, two ranges of elements and two steps all use independent random
-// numbers: two states are both rounded up as often as by chance, within four standard deviations.
+// Weights and both moments, two ranges of elements and two steps all use independent random
+// numbers: elements are rounded up in two states as often as chance predicts, within four sigma.
 TEST(gpu_rounding_streams, CUDA_ALL) {
     enum { N = 16384 };
-    // Both moments and the weight lie between two bf16 numbers, each at some distance from both.
+    // The weight and both moments lie well between two neighboring bf16 numbers.
     const Reals ones(N, (real)1.5), zero(N), g(N, (real)(1 + 0x1p-9));
     std::vector<std::vector<bool>> all;  // for each state: whether its elements were rounded up
     for (int step : {1, 2}) {
@@ -846,8 +844,8 @@ TEST(gpu_rounding_streams, CUDA_ALL) {
     }
 }
 
-// The squares of several buckets are added; a rank may hold no gradients. A gradient that is NaN,
-// infinite or too large to be squared skips the step.
+// Sums of squares accumulate over buckets; a rank may hold no gradients. A gradient that is NaN,
+// infinite or too large to be squared makes the step be skipped.
 TEST(gpu_norm, CUDA_ALL) {
     enum { N = 20000 };
     for (real bad : {(real)2, (real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
@@ -866,9 +864,9 @@ TEST(gpu_norm, CUDA_ALL) {
     }
 }
 
-// The gradients' factor is clip / norm if the norm is above the limit, otherwise 1; a loss scale is
-// divided out of both. A step changes the loss scale as PyTorch's amp_update_scale_ does in its
-// last lines; the smallest is 2, the largest the last power of two in fp32.
+// Gradients are multiplied by clip / norm if the norm is above the limit, otherwise by 1; norm and
+// factor are divided by the loss scale. A step changes the loss scale like the last lines of
+// PyTorch's amp_update_scale_, between 2 and the largest power of two in fp32.
 TEST(gpu_clip, CUDA_ALL) {
     const float inf = INFINITY, last = 0x1p127f;
     static const struct {
@@ -914,8 +912,8 @@ TEST(gpu_clip, CUDA_ALL) {
     }
 }
 
-// Combining the statuses of four ranks: losses are added in rank order; a stop of one rank stops
-// all; the first of two faults is reported; with a fault the norm is NaN on all ranks.
+// Combining the statuses of four ranks: losses are added in rank order; if one rank stops, all do;
+// the first of two faults is reported; after a fault, the norm is NaN on all ranks.
 TEST(gpu_exchange, CUDA_ALL) {
     enum { RANKS = 4 };
     const float losses[RANKS] = {1e8f, 1, -1e8f, 1};
@@ -941,8 +939,8 @@ TEST(gpu_exchange, CUDA_ALL) {
     }
 }
 
-// For each launcher, misaligns by one element a pointer that its kernel accesses in packs, and
-// expects a message that names the launcher. Nothing is launched, so the addresses need no memory.
+// Passes each launcher a pointer misaligned by one element that its kernel accesses in packs, and
+// expects a message that names the launcher. Nothing is launched, so no memory need be allocated.
 template <class E, class G> static void check_misaligned() {
     enum { N = 64, C = 64 };
     int *ints = (int *)(uintptr_t)0x100000;
@@ -973,8 +971,8 @@ template <class E, class G> static void check_misaligned() {
     refuses("gpu_grad_square_sum", [&] { gpu_grad_square_sum(f, f, g + 1, 64, true, 0); });
 }
 
-// Refused are a misaligned pointer of each launcher, rows that are not a multiple of 16 bytes, and
-// sizes beyond the limits.
+// Launchers reject misaligned pointers, rows that are not a multiple of 16 bytes, and sizes beyond
+// the limits.
 TEST(gpu_misaligned, CUDA) {
     check_misaligned<float, float>();
     check_misaligned<bf16, bf16>();
@@ -1001,14 +999,14 @@ static int algorithm_of(const MatmulPlan &plan) {
 }
 
 // A matmul uses the heuristic's first algorithm; out of place (D is not C), the first one that
-// supports it, or the first if none does. A matmul that the library does not support is an error
-// that gives its sizes.
+// supports it, or simply the first if none does. If the library does not support a matmul at all,
+// the error message gives its sizes.
 TEST(gpu_algorithms, EMULATED_ALL) {
     const int N = 8, C = 16, OC = 24;
     Array<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
     Array<float> out(N * OC), workspace(1 << 18);
     auto chosen = [&](int plan) { return algorithm_of(matmul_library.plan[plan]); };
-    for (int in_place : {0, 1, 2, 3}) {  // number of the three algorithms that only work in place
+    for (int in_place : {0, 1, 2, 3}) {  // how many of the three algorithms work only in place
         emu::set.lt_in_place = in_place;
         gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
         gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
@@ -1034,8 +1032,8 @@ TEST(gpu_algorithms, EMULATED_ALL) {
     const char *line = "cannot multiply (24 x 16) by (16 x 8), fp32 input, fp32 output: "
                        "CUBLAS_STATUS_NOT_SUPPORTED\n";
     expect(o.status == 1 && has(o.err, line), "%s", o.err.c_str());
-    // Until the end of the warm-up, an algorithm that returns an error is replaced by the next,
-    // with one line each. At the end of the list, or after the warm-up, the run ends.
+    // During the warm-up, an algorithm that returns an error is replaced by the next one, with one
+    // message each. If the list is exhausted, or after the warm-up, such an error ends the run.
     const struct {
         int refuse, settled, status, lines;
     } rows[] = {{0, 0, 0, 0}, {1, 0, 0, 1}, {2, 0, 0, 2}, {3, 0, 1, 3}, {1, 1, 1, 1}};
@@ -1054,12 +1052,12 @@ TEST(gpu_algorithms, EMULATED_ALL) {
                                         : "";
         expect(o.status == row.status && has(o.err, says) &&
                    std::count(o.err.begin(), o.err.end(), '\n') == row.lines,
-               "the first %d refuse, %s: status %d, %s", row.refuse,
-               row.settled ? "after the warm-up" : "during it", o.status, o.err.c_str());
+               "the first %d fail, %s the warm-up: status %d, %s", row.refuse,
+               row.settled ? "after" : "during", o.status, o.err.c_str());
     }
 }
 
-// Zeroed device memory that allocates only the pages that are accessed.
+// Zeroed device memory of which only accessed pages are allocated.
 template <class T> struct Huge {
     T *p;
     size_t n;
@@ -1072,7 +1070,7 @@ template <class T> struct Huge {
         p = (T *)memory;
         emu::add_allocation({(char *)p, n * sizeof(T), false, (char *)p, n * sizeof(T)});
     }
-    // The last elements are set to `tail`.
+    // Sets the last elements to `tail`.
     Huge(size_t count, const Reals &tail) : Huge(count) {
         for (size_t i = 1; i <= tail.size() && i <= n; i++) {
             p[n - i] = from_float<T>(tail[tail.size() - i]);
@@ -1098,7 +1096,7 @@ template <class T> struct Huge {
     }
 };
 
-// Expects that the outputs of the last rows are equal for a small tensor and a huge one.
+// Expects that the last rows of the output are the same for a small tensor and for a huge one.
 static void same(const char *who, const std::function<Outputs(size_t)> &run, size_t small,
                  size_t large) {
     expect(run(small) == run(large), "%s", who);
@@ -1217,9 +1215,9 @@ static void check_huge_update() {
          1024, (1 << 18) + 1024);
 }
 
-// For tensors of more than 2^31 elements, the last block of every grid computes the same as for the
-// same rows of a small tensor. An index computed as a product of two 32-bit sizes would be out of
-// bounds.
+// For tensors of more than 2^31 elements, the last block of every grid computes the same results as
+// for the same rows in a small tensor. An index computed as a product of two 32-bit sizes would be
+// out of bounds.
 TEST(gpu_huge, EMULATED) {
     emu::set.last_blocks = 1;
     check_huge_rows();

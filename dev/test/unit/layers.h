@@ -1,8 +1,8 @@
 // layers.h -- tests of the CPU layers.
-// Tests chapters Matmul and fast math and Layers of train_gpt2.c with odd shapes. A reference
-// evaluates the formula in Num, a wider number that carries a bound on the error of the same
-// computation in `real`. The approximate exp and tanh may have the errors documented in chapter
-// Matmul and fast math (EXP_ULP, TANH_ULP; libm's in double).
+// Covers the chapters "Matmul and fast math" and "Layers" of train_gpt2.c with odd shapes. A
+// reference evaluates the formula in Num, a wider number that carries a bound on the error of the
+// same computation in `real`. The errors of the approximate exp and tanh may be as large as their
+// documentation states (EXP_ULP, TANH_ULP; libm's in double).
 
 static const double EXP_ULP = 1.05, TANH_ULP = 2.53;
 
@@ -54,7 +54,7 @@ template <class Term> static Num sum_of(int n, Term term) {
 typedef std::vector<Num> Nums;
 static Nums nums(const Reals &x) { return Nums(x.begin(), x.end()); }
 
-// Compares every element with its reference; the one closest to its tolerance is reported.
+// Compares every element with its reference and reports the one closest to its tolerance.
 static void compare_at(int line, const Reals &got, const Nums &want, const Text &where) {
     size_t at = 0;
     double most = -1;
@@ -70,7 +70,7 @@ static void compare_at(int line, const Reals &got, const Nums &want, const Text 
 }
 #define compare(got, want, ...) compare_at(__LINE__, got, want, text(__VA_ARGS__))
 
-// Allocates exactly the workspace that the plan would, for layers called outside a network.
+// Allocates exactly the workspace the plan would reserve, for layers called outside a network.
 static void give_workspace() {
     static void *memory;
     free(memory);
@@ -88,8 +88,8 @@ static real fast_tanh(real x) {
     return tanh_end(r, n, x);
 }
 
-// exp and tanh are accurate over their whole range and at points where a polynomial or a shift
-// could be wrong.
+// exp and tanh are accurate over their whole range and at points where a polynomial or a shift is
+// prone to errors.
 TEST(fast_maths, ALL) {
     const double low = GPT2_DOUBLE ? -800 : -120, range = GPT2_DOUBLE ? 1500 : 208;
     for (int i = 0; i <= 400000; i++) {
@@ -104,7 +104,7 @@ TEST(fast_maths, ALL) {
     expect(fast_exp(-inf) == 0 && fast_exp((real)-1e30) == 0 && fast_exp(0) == 1);
     expect(fast_exp(inf) == inf && fast_exp((real)1e4) == inf && isnan((double)fast_exp(nan)));
     expect(fast_tanh(inf) == 1 && fast_tanh(-inf) == -1 && isnan((double)fast_tanh(nan)));
-    for (const double x : {11.0, 44.5, 90.0, 1e3, 1e30}) {  // beyond what the exponent can hold
+    for (const double x : {11.0, 44.5, 90.0, 1e3, 1e30}) {  // beyond the exponent's range
         expect_near(fast_tanh((real)x), 1, 1e-8, "tanh %g", x);
         expect_near(fast_tanh((real)-x), -1, 1e-8, "tanh %g", -x);
     }
@@ -116,7 +116,7 @@ static const int matmul_shapes[][3] = {
     {1, 1, 1},      {1, 48, 144},  {3, 5, 7},      {13, 17, 19},   {65, 80, 33},  {14, 32, 64},
     {15, 33, 65},   {29, 31, 257}, {33, 1000, 17}, {200, 129, 31}, {9, 3072, 40}, {130, 768, 100},
     {2, 48, 50304}, {64, 64, 64},  {257, 16, 48},  {1, 768, 2304}, {600, 7, 9},   {385, 8, 129},
-    {21, 40, 1024},  // dout's rows map to one set of L1: packed before the matmul
+    {21, 40, 1024},  // dout's rows map to the same L1 set, so they are packed first
 };
 
 static Nums naive_matmul(const Reals &inp, const Reals &weight, int N, int C, int OC) {
@@ -163,7 +163,7 @@ TEST(matmul_forward, ALL) {
             Nums want = product;
             for (int i = 0; i < N * OC; i++) {
                 want[i] = want[i] + (b ? b[i % OC] : 0) + (add ? add[i] : 0);
-                // bias and addend may be added first, and are then rounded with every term
+                // if bias and addend are added first, they are rounded with every term
                 want[i].e += sum_error(C) * ((b ? size(b[i % OC]) : 0) + (add ? size(add[i]) : 0));
             }
             matmul_forward(out.data(), inp.data(), weight.data(), b, add, N, C, OC);
@@ -213,7 +213,7 @@ static Num naive_gelu(Num v, Num *slope) {
     return half * v * (one + t);
 }
 
-// GELU forward and backward, in place, for every length of the vector loop's tail, and next to NaN.
+// GELU forward and backward, also in place, with every vector-loop tail length, and next to NaN.
 TEST(gelu, ALL) {
     enum { COUNT = 100003 };
     Reals x(COUNT), out(COUNT), dout = noise(COUNT, 1, 2), dinp(COUNT);
@@ -251,7 +251,7 @@ static void naive_embedding(Nums *out, Nums *dwte, Nums *dwpe, const std::vector
     }
 }
 
-// out is rounded once; backward accumulates over equal tokens and over the batch.
+// The output is rounded once; backward accumulates over equal tokens and over the batch.
 TEST(embedding, ALL) {
     enum { B = 3, T = 7, C = 130, V = 11 };
     std::vector<Token> tokens = Batch(B * T, V, 1).inputs;
@@ -266,8 +266,8 @@ TEST(embedding, ALL) {
     compare(dwpe, want_dwpe, "dwpe");
 }
 
-// LayerNorm forward, and backward from the mean and rstd of the tested forward. dinp has no addend;
-// dweight and dbias are added to their initial values.
+// Reference LayerNorm: forward, and backward from the mean and rstd of the tested forward. dinp has
+// no addend; dweight and dbias include their initial values.
 struct NaiveLayerNorm {
     Nums out, mean, rstd, dinp, dweight, dbias;
     NaiveLayerNorm(const Reals &x, const Reals &w, const Reals &b, const Reals &dout,
@@ -338,8 +338,8 @@ TEST(layernorm, ALL) {
 
 static Num as_it_is(Num x) { return x; }
 
-// Computes attention of one head with its full T x T matrices, and writes that head's part of out,
-// lse and dqkv. `to_real` is applied to what a 16-bit computation rounds: P, out, dS, dqkv.
+// Computes attention of one head with full T x T matrices, and writes that head's part of out, lse
+// and dqkv. `to_real` rounds the values that a 16-bit computation rounds: P, out, dS, dqkv.
 static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, const Reals &dout,
                            int b, int h, int T, int C, int NH, Num (*to_real)(Num) = as_it_is) {
     const int HS = C / NH;
@@ -386,8 +386,8 @@ static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, 
     }
 }
 
-// Attention over one key, over whole tiles and one key more and less, with heads of 1 to 128
-// channels.
+// Attention over a single key, over whole tiles of keys and one key more or less, with heads of 1
+// to 128 channels.
 TEST(attention, ALL) {
     static const int shapes[][4] = {{1, 1, 8, 1},   {2, 1, 48, 3},   {1, 2, 3, 3},
                                     {2, 7, 48, 3},  {1, 65, 192, 3}, {2, 64, 64, 1},
@@ -415,19 +415,20 @@ TEST(attention, ALL) {
     }
 }
 
-// e^(x - most) as the GPU's classifier computes it in 16 bits: 2^(LOG2_E x - shift), where shift is
-// LOG2_E most, rounded. The rounding of shift does not matter: it is a factor of all powers of a
-// row, and the loss adds LN_2 shift. Relative error in units of 2^-24: |x| times the error of
-// LOG2_E, |x - most| for the rounding of the fused multiply-add, and 4 for ex2.approx.ftz.f32,
-// 2^-22 (PTX ISA, "Floating Point Instructions: ex2"), whose results below 2^-126 are 0.
-static const double LOG2_E_ERROR = 0.23, LN_2_ERROR = 0.05;  // of fp32, in units of 2^-24
+// Returns e^(x - most) as the GPU's classifier computes it in 16 bits: 2^(LOG2_E x - shift), where
+// shift is LOG2_E most, rounded. The rounding of shift does not matter, because it scales all
+// powers of a row equally and the loss adds LN_2 shift. The relative error in units of 2^-24 is |x|
+// times the error of LOG2_E, plus |x - most| for the rounding of the fused multiply-add, plus 4
+// (2^-22) for ex2.approx.ftz.f32 (PTX ISA, "Floating Point Instructions: ex2"). Its results below
+// 2^-126 are 0.
+static const double LOG2_E_ERROR = 0.23, LN_2_ERROR = 0.05;  // in fp32, in units of 2^-24
 static Num num_power(wide x, wide most) {
     const wide v = wide_exp(x - most);
     return Num(v, (double)v * unit * (LOG2_E_ERROR * size(x) + size(x - most) + 4) + smallest);
 }
 
-// Computes losses and dlogits from the first V logits of each row of Vp.
-// in_powers_of_2: uses the exponentials of num_power.
+// Computes losses and dlogits from the first V logits of each row of length Vp. If in_powers_of_2,
+// uses the exponentials of num_power.
 static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
                             const std::vector<Token> &targets, real dloss, int V, int Vp,
                             bool in_powers_of_2 = false) {
@@ -438,21 +439,21 @@ static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
         };
         Num sum = sum_of(V, p), one = (wide)1;
         const Num logarithm = num_log(sum);
-        // LN_2 shift, and logf, whose error is up to one unit in the last place instead of a half.
+        // Add the errors of LN_2 shift and of logf, which is accurate to 1 ulp rather than 0.5 ulp.
         const Num top = in_powers_of_2 ? Num(most, (1 + LN_2_ERROR) * unit * size(most) +
                                                        unit * size(logarithm.v)) : Num(most);
         losses->push_back(logarithm + top - x[targets[i]]);
         for (int v = 0; v < V; v++) {
             Num part = p(v) / sum;
-            // rcp and two multiplications; a division and a multiplication are already counted
+            // rcp and two multiplications instead of the division and multiplication counted here
             part.e += in_powers_of_2 ? 2 * unit * size(part.v) : 0;
             (*dlogits)[i * Vp + v] = (part - (v == targets[i] ? one : Num())) * dloss;
         }
     }
 }
 
-// Losses and dlogits are compared with the reference. dlogits of padded columns must be exactly 0,
-// and forward alone gives the same losses.
+// Losses and dlogits agree with the reference. dlogits of padded columns are exactly 0, and a
+// forward-only call gives the same losses.
 TEST(classifier, ALL) {
     static const int shapes[][2] = {{1, 1}, {5, 2}, {7, 257}, {3, 65535}, {33, 128}};  // rows, V
     for (auto &shape : shapes) {
@@ -473,13 +474,14 @@ TEST(classifier, ALL) {
 }
 
 // Derivatives.
-// Central differences in double, fourth order: truncation h^4 f^(5) / 30 = 3e-14 f^(5) and rounding
-// about 1e-16 |f| / h = 1e-13 |f|, so a correct gradient agrees to about 1e-10 of its size.
+// Fourth-order central differences in double have a truncation error of h^4 f^(5) / 30 = 3e-14
+// f^(5) and a rounding error of about 1e-16 |f| / h = 1e-13 |f|, so a correct gradient agrees to
+// about 1e-10 of its size.
 
 #if GPT2_DOUBLE
 typedef std::function<double()> Loss;
 
-// Returns the derivative of `loss` in the direction of `move`, which displaces the parameters by
+// Returns the derivative of `loss` in the direction along which `move` displaces the parameters by
 // its argument.
 static double slope(const Loss &loss, const std::function<void(double)> &move) {
     const double h = 1e-3;
@@ -493,8 +495,8 @@ static double slope(const Loss &loss, const std::function<void(double)> &move) {
     return (8 * (f[0] - f[1]) - (f[2] - f[3])) / (12 * h);
 }
 
-// For each of the sixteen tensors of the whole network (all layers at once), the slope of the loss
-// in two random directions of unit length and in a dozen single elements.
+// For each of the sixteen tensors of the network (all layers at once), gradients match the slope of
+// the loss along two random unit directions and along a dozen single elements.
 TEST(derivatives_network, DOUBLE) {
     Model m = shape("l2h3c48t8", 257);
     Net n(m, 2, 7, RECOMPUTE_MLP, 1, 5);

@@ -1,6 +1,6 @@
 // network.h -- tests of the network on the CPU.
-// Tests chapter The network of train_gpt2.c and the CPU engine: what must be bitwise equal
-// (recompute levels, numbers of threads), and what is equal up to rounding (batch sizes).
+// Covers the chapter "The network" of train_gpt2.c and the CPU engine: results must be bitwise
+// equal for all recompute levels and thread counts, and equal up to rounding for all batch sizes.
 
 struct Trace {
     std::vector<double> losses;
@@ -43,7 +43,7 @@ static const struct {
                       {"l1h1c64t65", 129, 2, 65, 13},
                       {"l2h2c6t1", 2, 3, 1, 0}};
 
-// Every recompute level in all blocks, and block:K for every K, gives the bits of none.
+// Every recompute level in all blocks, and block:K for every K, gives the same bits as `none`.
 TEST(recompute_bits, ALL) {
     int runs = 0;
     for (auto &shape_row : network_shapes) {
@@ -65,8 +65,8 @@ TEST(recompute_bits, ALL) {
     detail = text("%d runs", runs);
 }
 
-// Returns the results of everything a run does between micro-steps: samples, validation, states
-// read as for a checkpoint, a skipped step, and weights written as by a resume.
+// Returns the results of everything a run does between micro-steps: sampling, validation, reading
+// states as for a checkpoint, a skipped step, and writing weights as when resuming.
 static Reals busy_trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T, V = n->s.model.V;
     Reals all, logits((size_t)V);
@@ -74,7 +74,7 @@ static Reals busy_trace(Net *n, int accum_steps) {
     o.weight_decay = 0.1;
     auto add = [&](const Reals &x) { all.insert(all.end(), x.begin(), x.end()); };
     if (n->s.dtype == TYPE_FP16) {
-        n->e.scale_loss(&n->e, 8, 0);  // the few rows allow no larger scale
+        n->e.scale_loss(&n->e, 8, 0);  // a larger scale overflows with few rows
     }
     for (int step = 0; step < 4; step++) {
         Batch b(N * accum_steps, V, (uint64_t)(5 + step));
@@ -108,9 +108,9 @@ static Reals busy_trace(Net *n, int accum_steps) {
     return all;
 }
 
-// Offloading each state alone, and all together, changes no bit. The networks have one block, as
-// many as there are slots, one more, and more than are prefetched at the start. A build with
-// sanitizers runs a quarter of the cases.
+// Offloading any single state, or all of them, changes no bit. The networks have one block, as many
+// as there are slots, one more than that, and more than are prefetched at the start. Sanitizer
+// builds run a quarter of the cases.
 TEST(offload_bits, ALL) {
     int runs = 0, turn = 0;
     for (const char *e : {"l1h1c16t8", "l2h2c16t8", "l3h1c24t9", "l6h2c20t7"}) {
@@ -160,8 +160,8 @@ TEST(slots, HOST) {
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick 0");
 }
 
-// Losses, gradients, weights, and matmuls large enough to be split have the same bits with 1 to 3
-// threads.
+// Losses, gradients, weights, and matmuls large enough to be split are bitwise equal with 1, 2 and
+// 3 threads.
 TEST(thread_bits, ALL) {
 #ifdef _OPENMP
     Trace first[4];
@@ -205,9 +205,9 @@ TEST(thread_bits, ALL) {
 #endif
 }
 
-// One batch of 4, two of 2, four of 1, and irregular chunks of logits: equal up to rounding. Each
-// gradient passes through at most 6 L + 2 matmuls. The norm over a tensor sees the mean of their
-// independent errors, a few roundings each, which add up as a square root; a loss sees less.
+// One batch of 4, two of 2, four of 1, and irregular chunks of logits give results equal up to
+// rounding. Each gradient passes through at most 6 L + 2 matmuls, whose errors of a few roundings
+// are independent, so a tensor's error norm grows with their square root; losses are more accurate.
 TEST(accumulation, ALL) {
     Model m = shape("l2h3c48t8", 257);
     const double tol = 4 * unit * sqrt(2 * (6 * m.L + 2));
@@ -235,7 +235,7 @@ TEST(accumulation, ALL) {
 }
 
 // A token affects nothing before it; forward_loss, micro_step and logits agree on the loss; the
-// padded rows of wte stay zero in training.
+// padding rows of wte stay zero during training.
 TEST(network_facts, ALL) {
     Model m = shape("l2h3c48t12", 200);
     const int T = 12;
@@ -255,7 +255,7 @@ TEST(network_facts, ALL) {
             sum += exp((double)x - most);
         }
         double found = log(sum) + most - (double)logits[(size_t)b.targets[(size_t)length - 1]];
-        // Of the same logits: exp, the sum, log and the difference have 16 roundings at most.
+        // From equal logits, exp, the sum, log and the difference add at most 16 roundings.
         expect_near((wide)found, before[(size_t)length - 1], 16 * unit * (1 + most),
                     "logits after %d tokens", length);
     }
@@ -282,8 +282,8 @@ TEST(network_facts, ALL) {
 
 // With a KV cache and chunks of all sizes, logits equal those of the whole window up to rounding,
 // because a single token is summed in a different order. This also holds if the first tokens are
-// followed by other tokens than before, as in a second sample. The plan contains weights, cache,
-// and only a few rows of everything else.
+// then continued with different tokens, as in a second sample. The plan contains weights, the
+// cache, and only a few rows of everything else.
 TEST(kv_cache, ALL) {
     static const struct {
         const char *e;
@@ -327,7 +327,7 @@ TEST(kv_cache, ALL) {
         expect(cached.plan.device_bytes < (size_t)cached.size() * sizeof(real) + cache + few,
                "%s: %zu bytes", row.e, cached.plan.device_bytes);
         expect(device[GROUP_GRADIENTS] + device[GROUP_MOMENTS] + device[GROUP_KEPT] +
-               cached.plan.host_bytes == 0, "%s: states of training", row.e);
+               cached.plan.host_bytes == 0, "%s: training states", row.e);
     }
     // In training, a chunk of one row is summed in the same order as any other row.
     Reals losses[2];
@@ -340,9 +340,9 @@ TEST(kv_cache, ALL) {
     expect(same_bits(losses[0], losses[1]), "chunks of one row");
 }
 
-// The tokens of samples generated one after another with the same cache equal those picked from the
-// logits of the whole window, as training runs sample: within the window, past it, and after a
-// sample of either kind.
+// Samples generated one after another with the same cache contain the same tokens as samples from
+// the logits of the whole window, as in training runs, both within the window and past it, and
+// after a sample of either kind.
 TEST(generated_tokens, ALL) {
     Model m = shape("l2h3c48t12", 257);
     Net whole(m, 1, m.maxT), cached(m, "--generate", 0);
@@ -376,7 +376,7 @@ TEST(generated_tokens, ALL) {
 TEST(initialize, ALL) {
     Model m = shape("l3h2c64t20", 257);
     Net n(m, 1, 4);
-    n.set_state(STATE_WEIGHTS, Reals((size_t)n.size()));  // as an engine opens
+    n.set_state(STATE_WEIGHTS, Reals((size_t)n.size()));  // as in a newly opened engine
     engine_initialize(&n.e, &m, 42);
     Reals w = n.state(STATE_WEIGHTS), v = n.state(STATE_V);
     expect(std::count(v.begin(), v.end(), (real)0) == n.size());

@@ -1,4 +1,4 @@
-// optimizer.h -- tests of chapter Optimizer and schedules, against values computed by hand.
+// optimizer.h -- tests of train_gpt2.c's optimizers and schedules, against values computed by hand.
 
 // Two updates computed by hand, for a number of elements that is not a multiple of the vector
 // length.
@@ -17,14 +17,14 @@ TEST(adamw, ALL) {
             (real)1e-8, (real)0.1, (real)0.5};
         grad.assign(9, (real)(g[t] / 0.5));  // grad_scale 0.5 restores it
         adamw_update(p.data(), m.data(), v.data(), grad.data(), &a, a.weight_decay, 9);
-        // Nine digits by hand; 1 - beta2 in fp32 may be off by 6e-8 / 0.01 of itself.
+        // By hand to nine digits; 1 - beta2 in fp32 may have a relative error of 6e-8 / 0.01.
         for (size_t i = 0; i < 9; i++) {
             expect_near(p[i], (wide)want[t][0], 5e-9 + 8 * unit, "p after %d", t + 1);
             expect_near(m[i], (wide)want[t][1], 1e-9 + 4 * unit, "m after %d", t + 1);
             expect_near(v[i], (wide)want[t][2], want[t][2] * 200 * unit, "v after %d", t + 1);
         }
     }
-    // g = 1e-6: corrected 1e-6 and 1e-12; the root is 100 times eps, which is not under it.
+    // g = 1e-6: corrected 1e-6 and 1e-12; the root is 100 times eps, which is added outside it.
     Options o = default_options();
     o.beta1 = 0.9;
     o.beta2 = 0.99;
@@ -39,7 +39,7 @@ TEST(adamw, ALL) {
     expect_near(one[0], 1 - 0.1 / 1.01, 1e-6, "p after a small gradient");
 }
 
-// The limit of --skip-zscore: none before 128 norms, then mean + z x standard deviation.
+// --skip-zscore sets no limit before 128 norms, then mean + z x standard deviation.
 TEST(norm_limit, HOST) {
     NormWindow w;
     for (int i = 0; i < NORM_WINDOW; i++) {
@@ -51,8 +51,8 @@ TEST(norm_limit, HOST) {
     expect(norm_limit(&w, 3) == 9 && norm_limit(&w, 0) == HUGE_VAL, "%g", norm_limit(&w, 3));
 }
 
-// The update decays matrices only, clips by the norm of all gradients, and changes nothing if that
-// norm is not finite or above the limit.
+// The update decays only matrices, clips by the norm of all gradients, and changes nothing if that
+// norm is not finite or is above the limit.
 TEST(update, ALL) {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);
@@ -99,8 +99,8 @@ TEST(update, ALL) {
     expect_near(n.state(STATE_M)[at + 2], (wide)0.05, 0.05 * 8 * unit + 1e-17, "m, not clipped");
 }
 
-// Muon's definition in double: x (rows,cols) over its norm, transposed if rows > cols, five times
-// X <- a X + (b S + c S S) X with S = X X^T.
+// Muon's definition in double: divides x (rows,cols) by its norm, transposes it if rows > cols, and
+// computes X <- a X + (b S + c S S) X with S = X X^T five times.
 using Doubles = std::vector<double>;
 static Doubles muon_reference(Doubles x, int rows, int cols) {
     const int n = std::min(rows, cols), k = std::max(rows, cols);
@@ -138,7 +138,7 @@ static Doubles muon_reference(Doubles x, int rows, int cols) {
     return x;
 }
 
-// The distance of two arrays relative to the norm of the second.
+// Returns the distance between two arrays relative to the norm of the second.
 template <class A> static double away(const A *got, const Doubles &want) {
     double difference = 0, norm = 0;
     for (size_t i = 0; i < want.size(); i++) {
@@ -148,8 +148,9 @@ template <class A> static double away(const A *got, const Doubles &want) {
     return sqrt(difference / (norm + 1e-300));
 }
 
-// Tall, wide and square matrices; of rank 3 (scale 0), where a round multiplies what rounding adds
-// to the other directions by 3.4; of tiny numbers, whose norm counts as 1e-7, and of huge ones.
+// Tall, wide and square matrices: some of rank 3 (scale 0), where each iteration amplifies rounding
+// errors in the other directions by 3.4; some of huge or tiny numbers (the norm is clamped to
+// 1e-7).
 TEST(muon_orthogonalize, ALL) {
     give_workspace();
     static const int shapes[][2] = {{12, 12}, {48, 12}, {12, 48}, {32, 128}};
@@ -164,8 +165,8 @@ TEST(muon_orthogonalize, ALL) {
             const real *got = muon_orthogonalize(x.data(), work.data(), rows, cols);
             expect_near((wide)away(got, want), 0, scale == 0 ? 1e-4 : 1e-5, "%dx%d, scale %g", rows,
                         cols, scale);
-            // The largest eigenvalue of 1.6 I - X X^T gives the smallest singular value, and the
-            // other way round.
+            // The largest eigenvalue of 1.6 I - X X^T gives X's smallest singular value; that of
+            // X X^T gives the largest.
             for (double shift : {1.6, 0.0}) {
                 Doubles v((size_t)rows, 1), old;
                 double norm = 1;
@@ -189,14 +190,14 @@ TEST(muon_orthogonalize, ALL) {
                 }
                 const double value = sqrt(fabs(shift - norm));
                 expect(rows < 32 || scale < 1 || (value > 0.65 && value < 1.25),
-                       "a singular value of %g", value);
+                       "singular value %g", value);
             }
         }
     }
 }
 
-// Two updates of a network by Muon's definition, of each of six matrices of a block; the other
-// tensors have the bits of AdamW.
+// Two updates of a network follow Muon's definition for each of the six matrices of a block; other
+// tensors are bitwise equal to AdamW's.
 TEST(muon_update, ALL) {
     Model m = shape("l2h2c16t8", 257);
     Net muon(m, "-b 1 -t 8 --optimizer muon", 0), adamw(m, "-b 1 -t 8", 0);
@@ -261,7 +262,7 @@ TEST(muon_update, ALL) {
     }
 }
 
-// The norm of all gradients: buckets of less and of more than a chunk of 65,536 numbers.
+// The norm of all gradients, with buckets smaller and larger than a chunk of 65,536 numbers.
 TEST(norm, ALL) {
     Model m = shape("l2h1c36t80", 3000);
     Net n(m, 1, 4);
@@ -278,8 +279,8 @@ TEST(norm, ALL) {
                 (int)n.size());
 }
 
-// A new run of a preset has GPT-3's learning rate, a warm-up of 1 % and decay 0.1, unless these are
-// given; a resumed run and other models keep what they have.
+// By default, a new run of a preset uses GPT-3's learning rate, a warm-up of 1 % of the steps and
+// weight decay 0.1. Resumed runs and other models keep their options.
 TEST(preset_options, HOST) {
     static const struct {
         const char *options;
@@ -305,7 +306,7 @@ TEST(preset_options, HOST) {
     }
 }
 
-// Learning rates at points with simple values.
+// Learning rates at steps where they are easy to compute by hand.
 TEST(schedules, HOST) {
     // Peak 1, last 0.1, 10 steps of warmup, 110 steps: t = (step - 10) / 100.
     static const struct {
@@ -330,7 +331,7 @@ TEST(schedules, HOST) {
     }
 }
 
-// Splitting the master weights loses nothing.
+// Splitting the master weights into two halves is lossless.
 TEST(master_bits, HOST) {
     for (uint64_t i = 0; i < 2000000; i++) {
         const uint32_t edges[] = {0, 0x7f80, 0xff80, 0x8000,

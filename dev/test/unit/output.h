@@ -1,7 +1,7 @@
-// output.h -- tests of sampling, evaluation, the log, and of failures that users cannot cause.
+// output.h -- tests of sampling, evaluation, the log, and failures that users cannot cause.
 
-// The most likely token, top-k, top-p, and frequencies: for n evenly spaced random numbers, a token
-// of probability p is returned n p times, within two.
+// Tests temperature 0, top-k, top-p, and frequencies: for n evenly spaced random numbers, a token
+// with probability p is returned n p times, within two.
 TEST(sampling, ALL) {
     enum { V = 6, DRAWS = 20000 };
     static const double p[V] = {0.05, 0.4, 0.1, 0.25, 0.15, 0.05};
@@ -20,9 +20,9 @@ TEST(sampling, ALL) {
                  {1, 1, 99, {0.05, 0.4, 0.1, 0.25, 0.15, 0.05}},
                  {1, 0.7, 0, {0, 0.5, 0, 0.3125, 0.1875, 0}},  // 0.4 + 0.25 + 0.15 reaches 0.7
                  {1, 1e-6, 0, {0, 1, 0, 0, 0, 0}},
-                 {1, 0.6, 3, {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0, 0}},  // of 0.8: 0.65 reaches 0.48
-                 {1, 0.45, 3, {0, 1, 0, 0, 0, 0}},  // 0.4 reaches 0.36, and would not reach 0.45
-                 {0.5, 1, 0, {0.01, 0.64, 0.04, 0.25, 0.09, 0.01}}};  // squares over 0.25 + ...
+                 {1, 0.6, 3, {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0, 0}},  // 0.65 reaches 0.6 x 0.8
+                 {1, 0.45, 3, {0, 1, 0, 0, 0, 0}},  // 0.4 reaches 0.45 x 0.8, not 0.45
+                 {0.5, 1, 0, {0.01, 0.64, 0.04, 0.25, 0.09, 0.01}}};  // p^2, normalized
     Options o;
     for (auto &c : cases) {
         int counts[V] = {0};
@@ -46,12 +46,12 @@ TEST(sampling, ALL) {
     options_default(&o);
     o.top_p = 0.5;
     real four[4] = {1, 1, 1, 1};  // exactly half of the probability in two tokens
-    expect(sample_token(four, 4, &o, 0.99, candidates) == 1, "one more than top-p needs");
+    expect(sample_token(four, 4, &o, 0.99, candidates) == 1, "more tokens than top-p needs");
     o.temperature = 0;
-    expect(sample_token(equal, V, &o, 0.9, candidates) == 1, "the first of equals");
+    expect(sample_token(equal, V, &o, 0.9, candidates) == 1, "ties go to the first");
 }
 
-// A log line with every byte and with non-finite numbers is JSON in ASCII.
+// A log line that contains every byte and non-finite numbers is valid JSON in ASCII.
 TEST(log, HOST) {
     FILE *f = fopen("text", "w");
     fputs("{\"sample\":\"", f);
@@ -59,7 +59,7 @@ TEST(log, HOST) {
     for (int i = 0; i < 256; i++) {
         bytes[i] = (char)i;
     }
-    json_text(f, bytes + 1, 255);  // a JSON string of this program has no byte 0
+    json_text(f, bytes + 1, 255);  // this program's JSON strings never contain byte 0
     fputs("\"", f);
     json_number(f, "x", NAN);
     json_number(f, "y", -HUGE_VAL);
@@ -73,7 +73,7 @@ TEST(log, HOST) {
     expect(std::count_if(line.begin(), line.end(), [](char c) { return c < 32 || c > 126; }) == 0);
 }
 
-// Closing another descriptor of the file keeps the lock, which also excludes a forked child.
+// Closing another descriptor of the lock file keeps the lock, which also excludes a forked child.
 TEST(folder_lock, HOST) {
     mkdir("folder", 0755);
     folder_lock("folder");
@@ -81,7 +81,7 @@ TEST(folder_lock, HOST) {
     expect_death(folder_lock("folder"), "folder is in use by another run: process ");
 }
 
-// Returns the scores of the file by an engine with capacity for B rows of T tokens.
+// Returns the scores that an engine with capacity for B rows of T tokens gives the file.
 static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
     static Run run;
     EvalFile f;
@@ -111,8 +111,8 @@ static double stub_forward_loss(Engine *, real *losses, const Token *, const Tok
     return 1;
 }
 
-// Scores worked out by hand, for batches of any size and any T: lowest sum and lowest mean (ties:
-// the first), two to eight completions, and contexts that are truncated at the start.
+// Scores match values computed by hand, for any B and T: lowest sum and lowest mean (ties go to the
+// first), two to eight completions, and contexts that are truncated at the start.
 TEST(eval_scores, ALL) {
     const std::vector<Ints> four = {{200, 200}, {250}, {100, 100, 100}, {400}};  // sum 1, mean 2
     const std::vector<Ints> equal = {{500}, {300}, {300, 300}, {300}}, sums = {{100, 200}, {300}};
@@ -163,10 +163,10 @@ TEST(eval_scores, ALL) {
         }
     }
     expect_death(eval_row(NULL, NULL, &x, 0, 0), "file changed");
-    detail = "20 batches and lengths";
+    detail = "20 combinations of B and T";
 }
 
-// Returns the loss of a completion after its context, from the logits of one row at a time.
+// Returns the loss of a completion after its context, computed from one row of logits at a time.
 static double completion_loss(Engine *e, const Question &q, const Ints &completion, int V) {
     std::vector<Token> tokens(q.context.begin(), q.context.end());
     double loss = 0;
@@ -183,7 +183,7 @@ static double completion_loss(Engine *e, const Question &q, const Ints &completi
     return loss;
 }
 
-// The scores of a network follow from its completions' losses and have the same bits for any B.
+// The scores of a network follow from its completions' losses and are bitwise equal for any B.
 TEST(eval_network, ALL) {
     const int T = 14, V = 257;
     Model m = shape("l2h3c48t14", V);
@@ -198,7 +198,7 @@ TEST(eval_network, ALL) {
             sums.push_back(completion_loss(&one.e, q, completion, V));
             means.push_back(sums.back() / (double)completion.size());
         }
-        const auto least = std::min_element(sums.begin(), sums.end());  // the first of equal ones
+        const auto least = std::min_element(sums.begin(), sums.end());  // the first one on a tie
         const auto min_mean = std::min_element(means.begin(), means.end());
         correct += least - sums.begin() == q.label;
         correct_norm += min_mean - means.begin() == q.label;
@@ -208,24 +208,24 @@ TEST(eval_network, ALL) {
     EvalScore first = eval_score(&one.e, bytes, V, 1, T);
     expect(first.correct == correct && first.correct_norm == correct_norm, "%d and %d, want %d, %d",
            first.correct, first.correct_norm, correct, correct_norm);
-    // As for a token's loss in TEST(network_facts); here logits are below 16, completions 5 tokens.
+    // As in TEST(network_facts) for each token's loss; logits are below 16, completions 5 tokens.
     const double tol = 5 * 16 * unit * 17;
     expect_near((wide)first.sum, (wide)sum, tol, "lowest sum of the last question");
     expect_near((wide)first.mean, (wide)mean, tol, "lowest mean of the last question");
     for (int B : {3, 4, 8}) {
         Net n(m, B, T);
         EvalScore s = eval_score(&n.e, bytes, V, B, T);
-        expect(memcmp(&s, &first, sizeof s) == 0, "B %d: another score", B);
+        expect(memcmp(&s, &first, sizeof s) == 0, "B %d: different score", B);
     }
 }
 
-// Failures from inside.
-// These situations cannot be produced from outside the built program: a failing engine, a machine
-// with very little memory. Failures that a user can cause are tested by dev/test/*.py.
+// Internal failures.
+// A failing engine, or a machine with very little memory, cannot be produced by running the built
+// program. Failures that a user can cause are tested by dev/test/*.py.
 
 static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int accum_step,
                                   int accum_steps);
-// The third and the fifth micro-step of a faulty engine write a NaN to the gradients.
+// The third and fifth micro-steps of a faulty engine write a NaN to the gradients.
 static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
                               int accum_steps) {
     static int calls;
@@ -258,7 +258,7 @@ TEST(skipped_step, HOST) {
         .available = little_memory};
     write_corpus();
     Outcome o = in_process(TINY "-x 6 -o out --max-skips 2", &faulty);
-    expect_success(o, "a gradient that is not a number");
+    expect_success(o, "a NaN gradient");
     expect(has(o.out, "2 skipped") && has(o.out, "SKIPPED"));
     Text log = read_file("out/log.jsonl");
     size_t third = log.find("{\"step\":3,\"loss\"");

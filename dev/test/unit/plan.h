@@ -1,5 +1,5 @@
 // plan.h -- tests of the model's sizes, the memory plan, sharding and offload: arithmetic over many
-// random settings, and the arena that catches a buffer used outside its lifetime.
+// random settings, and the arena, which detects the use of a buffer outside its lifetime.
 
 static Options default_options() {
     Options o;
@@ -7,7 +7,7 @@ static Options default_options() {
     return o;
 }
 
-// The model that -e names, with V tokens.
+// Returns the model that -e describes, with a vocabulary of V tokens.
 static Model shape(const char *e, int V) {
     Model m;
     model_parse(&m, e);
@@ -15,16 +15,16 @@ static Model shape(const char *e, int V) {
     return m;
 }
 
-// The offset of a tensor in a whole state of one rank: its bucket's, and that within the bucket.
+// Returns a tensor's offset in the full state of a single rank, where buckets are back to back.
 static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     const Piece p = tensor_piece(m, tensor, layer, 0, 0);
     return bucket_at(m, 1, p.bucket).offset + p.first;
 }
 
-// The presets have GPT-2's parameter counts; in each bucket the tensors follow each other without a
-// hole or an overlap.
+// The presets have GPT-2's parameter counts; within each bucket, tensors are contiguous and do not
+// overlap.
 TEST(model_sizes, HOST) {
-    // GPT-2's published parameter counts; a buffer also holds the vocabulary's padding, 47 rows.
+    // GPT-2's published parameter counts; buffers also hold 47 rows that pad the vocabulary.
     static const struct {
         const char *name;
         int64_t parameters;
@@ -40,7 +40,7 @@ TEST(model_sizes, HOST) {
         expect(m.maxT == 1024 && m.Vp == 50304, "%s", k.name);
     }
     Model m = shape("l3h5c35t9", 257);
-    std::map<int, std::map<int64_t, int64_t>> tensors;  // of each bucket: end by begin
+    std::map<int, std::map<int64_t, int64_t>> tensors;  // for each bucket: begin -> end
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(&m, tensor); l++) {
             const Piece p = tensor_piece(&m, tensor, l, 0, tensor_size(&m, tensor));
@@ -70,7 +70,7 @@ static int draw(int low, int high) {  // low..high
     return low + (int)(r[0] % (uint32_t)(high - low + 1));
 }
 
-// Random settings of a CPU or GPU run, every field within its range.
+// Returns random settings for a CPU or GPU run, with every field within its range.
 static Settings draw_settings() {
     Settings s;
     memset(&s, 0, sizeof s);
@@ -98,7 +98,8 @@ static Settings draw_settings() {
     return s;
 }
 
-// Random settings of a GPU run: any state may be offloaded, and up to 1,024 ranks share a step.
+// Returns random settings for a GPU run in which any state may be offloaded and up to 1,024 ranks
+// share a step.
 static Settings draw_placements() {
     static const int ranks[] = {1, 2, 3, 4, 7, 8, 1024};
     Settings s = draw_settings();
@@ -120,7 +121,7 @@ static Settings draw_placements() {
     return s;
 }
 
-// Returns the settings of a run with these options.
+// Returns the settings of a run with the given options.
 static Settings planned(const Text &options) {
     Options o;
     Settings s;
@@ -138,12 +139,12 @@ static Text settings_text(const Settings &s) {
                 recompute_text(&s).s, s.gpu, (int)s.dtype, s.threads);
 }
 
-// Returns the bytes that a buffer occupies, including alignment and the gap of test builds.
+// Returns the number of bytes a buffer occupies, including alignment and the gap in test builds.
 static size_t padded(const Buffer &b) {
     return (b.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
 }
 
-// No two buffers share a byte at any tick, the total is the end of the last one, and equal settings
+// No two buffers share a byte at any tick, the plan ends with its last buffer, and equal settings
 // give equal plans.
 TEST(plan_layout, ALL) {
     for (int n = 0; n < 300; n++) {
@@ -188,8 +189,9 @@ TEST(plan_layout, ALL) {
     detail = "300 random settings";
 }
 
-// A change that saves memory never needs more: a higher level, more blocks at it, a smaller batch,
-// narrower moments, no master weights, few logits and no workspace, or an offloaded state.
+// No memory-saving change increases memory: a higher recompute level, more blocks at that level, a
+// smaller batch, narrower moments, no master weights, fewer logits and a smaller workspace, or
+// offloading a state.
 TEST(plan_monotone, FLOAT) {
     const int count = full_or(200, 5000);
     int compared = 0;
@@ -212,7 +214,7 @@ TEST(plan_monotone, FLOAT) {
             } else if (what == 5) {
                 more.logit_rows = min_int(s.logit_rows, SCRATCH_ROWS);
                 more.workspace = s.gpu ? (int64_t)SCRATCH_WORKSPACE : s.workspace;
-            } else if (what >= 6 && s.gpu && s.model.L > SLOTS) {  // 2 blocks: all in slots
+            } else if (what >= 6 && s.gpu && s.model.L > SLOTS) {  // two blocks fit in slots
                 settings_offload(&more, offload_levels[what - 6]);
             }
             if (memcmp(&more, &s, sizeof s) == 0) {
@@ -227,9 +229,9 @@ TEST(plan_monotone, FLOAT) {
     detail = text("%d random settings, %d smaller ones", count, compared);
 }
 
-// Over all ranks, the pieces of a bucket that AdamW updates (or the shards) cover its tensors once,
-// and each is in one place of its rank. No two elements of a state share a place, and every place
-// is inside its buffer.
+// Checks that the pieces of each bucket that AdamW updates, and likewise its shards, cover the
+// bucket exactly once over all ranks, and that each piece is contiguous on its rank. No two
+// elements of a state share a location, and every location is inside its buffer.
 static void check_placements(Settings s) {
     const Model &m = s.model;
     const Text who = settings_text(s) + text(" ranks %d", s.ranks);
@@ -282,7 +284,7 @@ TEST(places, HOST) {
         check_placements(draw_placements());
     }
     // wpe has 9 rows: T is below maxT, and maxT C is not a multiple of 64. With 1,024 ranks, some
-    // shards are padding only.
+    // shards contain only padding.
     for (int ranks : {3, 7, 1024}) {
         check_placements(planned(text("-e l2h3c96t9 -t 8 -b 1 --gpus %d -z %d", ranks, ranks % 4)));
     }
@@ -315,11 +317,11 @@ static std::vector<int> transfer_uses(const Settings *s, Kind kind, int l) {
     return uses;
 }
 
-// Checks a table of transfers; returns the first fault, or an empty text. For each slot: blocks do
-// not overlap from fetch to store_wait, a fetch starts after the last use of the previous block,
-// every use is covered by exactly one transfer, and the slot's buffer is alive throughout.
-// Each copy can overlap the computation of a block, except the first two of a pass and the last one
-// at its end.
+// Returns the first fault in a table of transfers, or an empty text. Within a slot, the intervals
+// from fetch to store_wait must not overlap, each fetch must start after the last use of the
+// previous block, every use must be covered by exactly one transfer, and the slot's buffer must be
+// alive throughout. Each copy must have a block's computation to overlap with, except the first two
+// copies of a pass and the last one at its end.
 static Text transfers_fault(const Settings *s, const std::vector<Transfer> &transfers) {
     static const int slots[KINDS] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
     BufferEntry rows[SINGLES];
@@ -385,7 +387,7 @@ TEST(transfers, HOST) {
     detail = "5,000 random settings";
 }
 
-// Simulates `micros` micro-steps with a table of transfers and counts the copies.
+// Simulates `micros` micro-steps and counts the copies to the device (up) and to the host (down).
 static void play(const Settings *s, int micros, double up[KINDS], double down[KINDS]) {
     const std::vector<Transfer> transfers = transfers_of(s);
     int occupant[KINDS][SLOTS];
@@ -404,8 +406,8 @@ static void play(const Settings *s, int micros, double up[KINDS], double down[KI
     }
 }
 
-// Bytes that a step copies and exchanges, compared with formulas: P elements in the matrices of
-// blocks, E in wte and wpe, V in vectors; w and g bytes per weight and per gradient.
+// The bytes that a step copies and exchanges match closed-form formulas. P, E and V: elements in
+// the blocks' matrices, in wte and wpe, and in vectors; w and g: bytes per weight and per gradient.
 TEST(traffic, FLOAT) {
     for (int n = 0; n < 500; n++) {
         Settings s = draw_placements();
@@ -445,8 +447,8 @@ TEST(traffic, FLOAT) {
     detail = "500 random settings";
 }
 
-// All ranks plan the same bytes. From two ranks on, these do not grow with the ZeRO stage, nor with
-// the number of ranks (except for padding). First-fit fragmentation stays below 2 %.
+// All ranks plan the same number of bytes. With two or more ranks, it does not grow with the ZeRO
+// stage or (except for padding) with the number of ranks. First-fit fragmentation is at most 2 %.
 TEST(plan_ranks, FLOAT) {
     static const int ranks[] = {2, 3, 4, 7, 8, 1024};
     double worst_layout = 1;
@@ -469,7 +471,7 @@ TEST(plan_ranks, FLOAT) {
                 worst_layout = std::max(worst_layout, (double)p.device_bytes / (double)live);
                 expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
                        memcmp(p.buffers, q.buffers, sizeof(Buffer) * (size_t)p.buffer_count) == 0);
-                // At most 20 bytes per element of padding, in buckets, slots and the exchange.
+                // Buckets, slots and the exchange use at most 20 bytes per element of padding.
                 size_t padding = 20 * 64 * (size_t)N * (size_t)(s.model.L + 8) + 65536;
                 expect(N == 2 || p.device_bytes <= before[z] + padding, "%s, %d ranks, -z %d",
                        shape.c_str(), N, z);
@@ -481,7 +483,7 @@ TEST(plan_ranks, FLOAT) {
             }
         }
     }
-    // GPT-2 1558M: what README and the messages of refusals promise for small cards.
+    // GPT-2 1558M: what the README and the out-of-memory messages promise for small cards.
     static const struct {
         const char *options;
         double gib;
@@ -497,12 +499,12 @@ TEST(plan_ranks, FLOAT) {
     detail = text("layout %.2f %% above the live bytes", 100 * (worst_layout - 1));
 }
 
-// The number of ticks and their order; every level keeps the channels documented for it.
+// The number and order of ticks are correct; every level keeps its documented number of channels.
 TEST(stages, HOST) {
     Settings s = planned("-e l3h1c8t4 --gpus 2");
     // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, join, update.
     expect(tick_update(&s) == 1 + 24 + 3 + 45 + 2);
-    for (int l = 0; l < 3; l++) {  // tick_at is the inverse of the others
+    for (int l = 0; l < 3; l++) {  // tick_at inverts both functions
         for (int stage = 0; stage < BLOCK_STAGES; stage++) {
             const Tick there = tick_at(&s, tick_forward(l, stage % F_STAGES)),
                        back = tick_at(&s, tick_backward(&s.model, l, stage));
@@ -526,7 +528,7 @@ TEST(stages, HOST) {
     }
 }
 
-// A network with random weights, including biases and LayerNorms, and its own engine.
+// A network with its own engine; all weights are random, including biases and LayerNorm's.
 struct Net {
     Engine e;
     Settings s;
@@ -542,15 +544,15 @@ struct Net {
         cpu_open(&e, &plan);
         give_weights(m);
     }
-    // From options as a user writes them; on the GPU in builds that have one.
+    // Takes options as typed by a user. Runs on the GPU in CUDA builds.
     Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
         Options o;
         parse(&o, options.c_str());
-        // A GPU would time the algorithms of about fifty matmuls for each network.
+        // Tuning on a GPU would time the algorithms of about fifty matmuls for each network.
         o.tune = has(options, "--tune 1");
         o.quiet = 1;
 #if TEST_CUDA
-        // Use the 16-bit type that this GPU supports; without bf16, other types are the defaults.
+        // Use the 16-bit type that this GPU supports; without bf16, use defaults for other types.
         gpu_device(&machine);
         if (gpu && machine.capability < BF16_CAPABILITY && o.dtype != DTYPE_FP32) {
             o.dtype = DTYPE_FP16;
@@ -590,7 +592,7 @@ struct Net {
         e.close(&e);
         plan_free(&plan);
     }
-    // A whole state, bucket after bucket; see tensor_offset. With Muon, v of blocks is 0.
+    // A full state, its buckets back to back; see tensor_offset. With Muon, the blocks' v is 0.
     int64_t size() { return bucket_at(&s.model, 1, model_buckets(&s.model)).offset; }
     Reals state(int which) {
         const int buckets = which == STATE_V ? adamw_buckets(&s) : model_buckets(&s.model);
@@ -622,8 +624,8 @@ struct Batch {
 };
 
 #if TEST_ASAN
-// The effect of plan_tick on memory in this build: dead buffers and the gaps after buffers become
-// inaccessible, and the sanitizer ends a test that accesses them.
+// plan_tick calls this on memory in sanitizer builds: it poisons dead buffers and the gaps after
+// buffers, so AddressSanitizer aborts a test that accesses them.
 static void mark_for_asan(void *memory, size_t bytes, int alive) {
     ASAN_UNPOISON_MEMORY_REGION(memory, bytes);
     memset(memory, 0xff, bytes);
@@ -633,10 +635,10 @@ static void mark_for_asan(void *memory, size_t bytes, int alive) {
 }
 #endif
 
-// Access to a dead buffer ends the program, and a new buffer holds NaN; see also mark_for_asan.
+// Accessing a dead buffer ends the program, and a new buffer is filled with NaN.
 TEST(arena, ALL) {
 #ifdef _OPENMP
-    omp_set_num_threads(1);  // a forked child's leak check does not expect other threads
+    omp_set_num_threads(1);  // the leak check in a forked child does not support threads
 #endif
     Model m = shape("l2h2c26t8", 257);
     Net n(m, 1, 7, RECOMPUTE_BLOCK);
@@ -668,16 +670,16 @@ TEST(arena, ALL) {
 #endif
 }
 
-// Pages of this process's address space (field 0 of /proc/self/statm).
+// Returns the number of pages in this process's address space (field 0 of /proc/self/statm).
 static long address_pages() {
     long pages = 0;
     sscanf(read_file("/proc/self/statm").c_str(), "%ld", &pages);
     return pages;
 }
 
-// Both mappings have exactly the planned sizes, and nothing is allocated after the first step. This
-// test makes all threads share one heap with spare space at its end, because the number of
-// simultaneous OpenMP tasks varies, and a heap per thread would take 64 MiB of address space.
+// The device and host mappings have exactly the planned sizes, and nothing is allocated after the
+// first step. All threads share one heap with spare space at its end, because the number of
+// simultaneous OpenMP tasks varies and each per-thread heap would take 64 MiB of address space.
 TEST(plan_allocation, FLOAT | DOUBLE) {
     mallopt(M_ARENA_MAX, 1);
     mallopt(M_TOP_PAD, 1 << 22);

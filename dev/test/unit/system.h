@@ -1,6 +1,6 @@
-// system.h -- tests of chapter The system: limits of memory and cores, with a fake /proc and /sys.
+// system.h -- tests of train_gpt2.c's memory and core limits, with a fake /proc and /sys.
 
-// Writes a file of a fake /proc and /sys and creates missing folders.
+// Writes a file of a fake /proc or /sys, creating missing directories.
 static void put(const Text &path, const Text &bytes) {
     for (size_t at = 0; (at = path.find('/', at + 1)) != Text::npos;) {
         mkdir(path.substr(0, at).c_str(), 0755);
@@ -8,7 +8,7 @@ static void put(const Text &path, const Text &bytes) {
     write_file(path, bytes);
 }
 
-// Memory limits of cgroups, at any depth.
+// Memory limits of cgroups apply at any depth.
 TEST(host_memory, HOST) {
     auto found = [](const char *root, int64_t mib, const char *limit) {
         const HostMemory h = host_memory(root);
@@ -30,18 +30,18 @@ TEST(host_memory, HOST) {
     put(job + "step_0/memory.high", "734003200\n");
     found("v2", 600, "memory.high");
     put("v2/sys/fs/cgroup/memory.max", "104857600\n");
-    found("v2", 600, "memory.high");  // usage cannot be read: the limit is ignored
+    found("v2", 600, "memory.high");  // the limit is ignored if usage cannot be read
     put("v2/sys/fs/cgroup/memory.current", "0\n");
-    found("v2", 600, "memory.high");  // nor can the size of cached files
+    found("v2", 600, "memory.high");  // or if the size of cached files cannot
     put("v2/sys/fs/cgroup/memory.stat", "inactive_file 0\n");
     found("v2", 100, "memory.max");
     found("none", 8192, "free memory of this machine");
-    const HostMemory unknown = host_memory("absent");  // no information: no limit
+    const HostMemory unknown = host_memory("absent");  // no limit if nothing is known
     expect(unknown.bytes == INT64_MAX && !unknown.limit[0], "%" PRId64 " bytes, %s", unknown.bytes,
            unknown.limit);
 }
 
-// CPU quotas of cgroups, at any depth.
+// CPU quotas of cgroups apply at any depth.
 TEST(host_cores, HOST) {
     auto found = [](const char *root, int cores) {
         expect(host_cores(root, 16) == cores, "%s: %d cores, not %d", root, host_cores(root, 16),
