@@ -288,8 +288,8 @@ static void folder_lock(const char *folder) {
         die("--output (-o): %s is in use by another run%s%s (%s is locked)", folder,
             holder[0] ? ": " : "", holder, path);
     } else {
-        fprintf(stderr, "%s: warning: cannot lock %s: %s; do not start a second run in this "
-                "folder, it would damage the checkpoints\n", program_name, path, strerror(errno));
+        fprintf(stderr, "%s: warning: cannot lock %s: %s; a second run in this "
+                "folder would damage the checkpoints\n", program_name, path, strerror(errno));
     }
 }
 
