@@ -149,7 +149,7 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
                          const Dataset *d) {
     const Model *m = &s->model;
     uint64_t data = 0;
-    for (int i = 0; i < d->shard_count; i++) {  // a sample of tokens distinguishes data sets
+    for (int i = 0; i < d->shard_count; i++) {  // a sample of tokens distinguishes datasets
         const Shard *shard = &d->shards[i];
         for (int64_t k = 0; k < 256; k++) {
             uint16_t token;

@@ -177,7 +177,8 @@ tinystories() {
         --val-file data/TinyStoriesV2-GPT4-valid.txt data/TinyStoriesV2-GPT4-train.txt
 }
 
-# shards PREFIX DATASET ALL N: the first N of ALL training shards of a Hugging Face data set
+# shards PREFIX DATASET ALL N: gets the validation shard and the first N training shards (at most
+# ALL) of a Hugging Face dataset
 shards() {
     local i file
     [[ "$4" =~ ^[0-9]{1,4}$ ]] && [ "$((10#$4))" -ge 1 ] && [ "$((10#$4))" -le "$3" ] ||

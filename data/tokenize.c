@@ -859,7 +859,7 @@ int main(int argc, char **argv) {
         corpus_encode(&coder, sink, &texts[i]);
         sink_finish(sink);
         if (sink->tokens == 0 && (i == 0 || a.val_fraction != 0) && !stop_signal) {
-            die("%s: too short: nothing of its %" PRId64 " bytes is left for %s", a.files[0],
+            die("%s: too short: none of its %" PRId64 " bytes are left for %s", a.files[0],
                 texts[0].size + texts[1].size, i ? "validation; use --val-fraction 0 to skip it"
                                                  : "training");
         }

@@ -577,7 +577,7 @@ static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe,
 // -------------------------------------------------------------------------------------------------
 // 2. Token shards
 // A shard is a file with a header of 256 int32, followed by uint16 tokens. The header names the
-// tokenizer; all shards of a data set must have the same one. data/tokenize also stores a SHA-256
+// tokenizer; all shards of a dataset must have the same one. data/tokenize also stores a SHA-256
 // in the header that covers the whole file; other programs leave zeros there.
 
 enum { SHARD_SHA256 = 8, SHARD_EDGE = 1 << 20 };  // header word where the hash starts; bytes

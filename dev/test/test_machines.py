@@ -68,8 +68,8 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-# A GPU's compute capability, arguments of make, patterns expected in the calls of nvcc, and a
-# pattern that must not occur there or in the output.
+# The GPU's compute capability, make arguments, patterns expected in the nvcc calls, and a pattern
+# that must not occur there or in the output.
 @pytest.mark.parametrize("gpu, arguments, expected, absent", [
     ("", "", ["arch=compute_80,code=sm_80 .*arch=compute_80,code=compute_80", " -lineinfo ",
               "-rpath,.*/toolkit/lib64", "-lcublasLt *$"], "-Werror|-lcublas |-lnccl"),

@@ -117,12 +117,12 @@ def test_threads():
 
 REFUSED = [
     ("absent", "cannot read absent: No such file"),
-    ("nothing", "nothing: too short: nothing of its 0 bytes is left for training"),
+    ("nothing", "nothing: too short: none of its 0 bytes are left for training"),
     (".", "cannot read .: Is a directory"),
     ("fifo", "cannot read fifo: not a regular file"),
     ("/dev/zero", "cannot read /dev/zero: not a regular file"),
     ("--val-fraction 1.5 text", "invalid value '1.5'; expected a number between 0 and 1"),
-    ("--documents text", "is left for validation; use --val-fraction 0 to skip"),
+    ("--documents text", "are left for validation; use --val-fraction 0 to skip"),
     ("--shard-tokens 0 text", "'0'; expected an integer between 1 and 2147483647"),
     ("--sbytes text", "unrecognized option '--sbytes'"),
     ("text --shard-tokens", "option '--shard-tokens' requires an argument"),
