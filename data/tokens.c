@@ -755,7 +755,7 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
     LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);
     int examples = h.words[2], longest_bytes = h.words[3];
     if (examples < 1 || examples > 65535 || longest_bytes < 1 || longest_bytes > 65535) {
-        die("%s: %d examples of up to %d bytes in the header; expected 1 to 65535 for both",
+        die("%s: header says %d examples of up to %d bytes; expected 1 to 65535 for both",
             name, examples, longest_bytes);
     }
     const EvalFile file = {.name = name, .bytes = bytes, .size = size,

@@ -337,7 +337,7 @@ def test_late_for_handshake():
     ("val.bin", "rank 1 reads different data than rank 0"),
     ("program", "rank 1 runs a different build of the program than rank 0")])
 def test_mixed(change, expected, tmp_path):
-    """If ranks differ in options, data or program, rank 0 names the first one, and none trains."""
+    """Rank 0 names the first rank whose options, data or program differ, and no rank trains."""
     line = ODD + "-x 1 -o out "
     if change.endswith(".bin"):
         (tmp_path / "there").mkdir()
@@ -684,7 +684,7 @@ def test_traffic(ranks, stage, optimizer):
 
     assert sent(line + "-x 2") - sent(line + "-x 1") == want
     shown = "%.1f %s" % (want / 2**20, "MiB") if want >= 2**20 else "%.1f KiB" % (want / 2**10)
-    assert "sends %s from each GPU" % shown in " ".join(succeeds(line + "--plan").split())
+    assert "sends %s per GPU" % shown in " ".join(succeeds(line + "--plan").split())
 
 
 def test_skip():

@@ -28,11 +28,11 @@ TEST(plan_refuse, HOST) {
     };
     expect_too_large(refused(p->device_bytes - 1000, SIZE_MAX), ": 1000 B short; it fits with -r ",
                      "a little");
-    expect_too_large(refused(1, SIZE_MAX), "only 1 B are available", "all");
+    expect_too_large(refused(1, SIZE_MAX), "only 1 B is available", "all");
     const Planned away("-e d12 --offload moments");
     expect_too_large(outcome(spawn([&] {
         plan_refuse(&away.plan, &away.o, away.plan.device_bytes, away.plan.host_bytes - 1);
-    })), "are available in host memory: 1 B short", "on the host");
+    })), "is available in host memory: 1 B short", "on the host");
 }
 
 // The mix of recompute levels that -r auto chooses fits in memory, can be passed to -r, and is

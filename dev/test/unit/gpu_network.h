@@ -347,8 +347,8 @@ TEST(gpu_bits_wgmma, CUDA_ALL) {
 }
 
 // wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding.
-// Measures the error relative to the same sums in fp32, for one chunk and for eight, the largest
-// number of chunks for up to 65,536 tokens.
+// Measures the error relative to the same sums in fp32, for one chunk and for eight, the default
+// maximum for up to 65,536 tokens.
 TEST(gpu_wte_rounding, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c32t64", 257);

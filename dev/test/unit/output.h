@@ -111,8 +111,8 @@ static double stub_forward_loss(Engine *, real *losses, const Token *, const Tok
     return 1;
 }
 
-// Scores match values computed by hand, for any B and T: lowest sum and lowest mean (ties go to the
-// first), two to eight completions, and contexts that are truncated at the start.
+// Scores by lowest loss sum and by lowest mean (ties go to the first) match values computed by hand
+// for any B and T, with two to eight completions and with truncated contexts.
 TEST(eval_scores, ALL) {
     const std::vector<Ints> four = {{200, 200}, {250}, {100, 100, 100}, {400}};  // sum 1, mean 2
     const std::vector<Ints> equal = {{500}, {300}, {300, 300}, {300}}, sums = {{100, 200}, {300}};
@@ -269,9 +269,9 @@ TEST(skipped_step, HOST) {
                "\"step\":\"6\",\"skipped\":\"2\",\"updates\":\"4\",\"position\":\"12\","
                "\"norm_count\":\"4\",\"pending_validation\":\"0\""));
     o = in_process(TINY "-x 6 -o none", &small);
-    expect_too_large(o, "only 976.6 KiB are available: ", "a plan that does not fit");
+    expect_too_large(o, "only 976.6 KiB is available: ", "a plan that does not fit");
     expect(!exists("none/log.jsonl"));
     write_file("e.bin", eval_bytes(random_questions(12, 50257, 2)));
     expect_too_large(in_process("-e l1h1c16t16 --eval e.bin", &small),
-                     "only 976.6 KiB are available: ", "--eval");
+                     "only 976.6 KiB is available: ", "--eval");
 }
