@@ -192,7 +192,7 @@ def code_read(kernel, lines):
         if start >= len(code) - 1:  # a branch to itself: the padding begins
             code.pop()
             break
-        # Rare paths, such as a shuffle of a diverged warp, follow the end and jump back.
+        # Not loops: rare paths, such as diverged shuffles, follow EXIT and jump back.
         if start >= end and len(code) - start > size:
             at, size = start, len(code) - start
     loop = code[at:at + size]
