@@ -48,7 +48,7 @@ static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
 // Milliseconds that die() waits before it prints its message. If several processes fail with the
-// same error, only one prints it: the others wait this long, and are terminated meanwhile.
+// same error, only one prints it: the others are terminated during this wait.
 static int grace_ms;
 
 // The exit status of die(): 1, or 3 if the requested run does not fit in memory.

@@ -5,12 +5,12 @@
     build/venv/bin/pip install numpy safetensors torch transformers
     make check_torch PYTHON=build/venv/bin/python
 
-Needs no network and no GPU: models are made from a GPT2Config, weights and tokens are random.
+Needs no network and no GPU: models come from a GPT2Config, with random weights and tokens.
 Makes three comparisons with small models of odd shapes:
 
 1. Loss, gradient norm and every gradient, from the same weights and tokens.
-2. The optimizers alone: torch.optim.AdamW on our gradients, with decay on matrices only, clipping
-   by the global norm and our schedule; weights and moments after every step. Then twenty steps of
+2. The optimizers alone: torch.optim.AdamW on our gradients, with our schedule, global-norm clipping
+   and decay on matrices only, compared by weights and moments after every step. Then 20 steps of
    torch.optim.Muon on the blocks' matrices, with c_attn split into three, and with torch's
    iteration both in float64 and in its own bfloat16.
 3. Folders: transformers loads our checkpoint, and we load what transformers saves.
@@ -24,7 +24,7 @@ u = 2^-24, the relative error of one rounding, and are documented where they are
 comparisons are repeated with a wrong weight or setting, which they must detect. `curve TEXT
 PICTURE` instead trains both on the bytes of a text and draws the losses (with matplotlib).
 
-The last line is `N passed, N failed`; the exit status is 1 if one failed.
+The last line is `N passed, N failed`; the exit status is 1 if any failed.
 """
 import copy
 import dataclasses

@@ -45,7 +45,8 @@ def total(options, **more):
     ("--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"),
     ("--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"),
     ("--dtype fp64", "--dtype: invalid value 'fp64'"), ("-r block:3", "0 to 2 (the blocks left)"),
-    ("-e l2h2c20t16", "20 channels in 2 heads are not supported; on a GPU, channels must be a multiple of 8"),
+    ("-e l2h2c20t16", "20 channels in 2 heads are not supported; on a GPU, channels must be a "
+                      "multiple of 8"),
     ("-e l2h4c16t16", "16 channels in 4 heads"), ("-e l1h1c136t16", "136 channels in 1 heads"),
     ("-e l1h64c8192t4", "up to 4096"), ("-e l2h3c16t16", "expected 1-400 layers")])
 def test_refused(arguments, expected):
@@ -202,7 +203,7 @@ def resume(folder, more, start=lambda arguments: arguments):
 
 @pytest.mark.parametrize("types", [" --dtype bf16", " --dtype fp32", " --moments bf16 -w none"])
 def test_resume(types):
-    """A run resumed with another recompute level ends with the bytes of the uninterrupted one."""
+    """A run resumed at another recompute level is bit-identical to an uninterrupted one."""
     succeeds(RESUMED + "out" + types)
     end = training_state(6)
     resume("out", types + " -r block")

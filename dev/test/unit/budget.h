@@ -443,8 +443,8 @@ TEST(forecast_ranks, HOST) {
             Speed slow = v, free = v;
             slow.peer_byte = 1e-6;
             free.peer_byte = 0;
-            // On this slow link, communication fully hides the computation it overlaps: a micro-step
-            // and, for the gather of new weights, a forward pass (a third).
+            // On this slow link, communication fully hides the computation it overlaps: a
+            // micro-step and, for the gather of new weights, a forward pass (a third).
             const double micro = forecast_micro(&v, &s);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
                         slow.peer_byte * (t.reduced + t.gathered) -
