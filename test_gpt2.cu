@@ -1,7 +1,7 @@
 // test_gpt2.cu -- unit tests of train_gpt2, compiled together with its source.
 //
-// One program with a table of tests; dev/test/harness.h describes its arguments and output. Naive
-// reference implementations compute in a wider type and supply a tolerance for every element.
+// This program has a table of tests; dev/test/harness.h describes its arguments and output. Naive
+// reference implementations compute in a wider type and give every element a tolerance.
 //
 // Tolerances are not tuned: each follows from an error model (sum_error, below) or is derived in a
 // comment next to it, and none is ever relaxed to make a test pass. NaN always fails. Tests that
@@ -57,8 +57,8 @@ enum { EMULATED = CUDA_CPU ? CUDA : NO_BUILD, EMULATED_ALL = CUDA_CPU ? CUDA_ALL
 
 // -------------------------------------------------------------------------------------------------
 // 1. Harness
-// Additions to dev/test/harness.h: the type that the program computes in, and the whole program as
-// a function, for situations that cannot be produced by running the built program.
+// Adds to dev/test/harness.h the type that the program computes in, and in_process(), which runs
+// the whole program in situations that cannot be produced by running the built program.
 
 typedef std::vector<real> Reals;
 #if GPT2_DOUBLE

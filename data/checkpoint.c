@@ -20,30 +20,29 @@
 //
 // Header of the first of two ranks' state files, for a model with two blocks (buckets 3 and 4):
 //
-//     "__metadata__": {"run": what a resume must match, "matmul": choices of kernels,
+//     "__metadata__": {"run": text that resuming must match, "matmul": choices of kernels,
 //                      "--lr": "0.001", ..., "train_hash": fingerprint, "val_hash": "...",
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
 //
 // The second rank's file has "m.4.24576" instead of "m.4.0": bucket 4 from element 24576 on.
 //
-// A resume skips a damaged step-N. When step N is saved again, the damaged folder is removed, or
-// renamed to step-N.damaged if it contains files that a checkpoint does not have.
-// 1. A checkpoint is written under its name plus ".tmp"; every file and folder is synced; then the
-//    folder is renamed. A folder with the final name was therefore complete when it was renamed,
+// Resuming skips a damaged step-N. Saving step N again removes the damaged folder, or renames it to
+// step-N.damaged if it contains files that are not part of a checkpoint.
+// 1. A checkpoint is written to a ".tmp" folder. Every file and the folder are synced; only then is
+//    the folder renamed. A folder with the final name was therefore complete when it was renamed,
 //    even after a power failure. A ".tmp" folder is never read; the next run that writes to the
 //    same output folder removes it.
-// 2. A resume takes the newest checkpoint whose files match its manifest byte for byte, and reports
-//    which checkpoints it skipped and why.
+// 2. A run resumes from the newest checkpoint whose files match its manifest byte for byte, and
+//    reports which checkpoints it skipped and why.
 // 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
 //    one tensor on each rank.
 // 4. A range is a piece of a state (chapter Sharding and offload). The model and the number of
 //    ranks that saved a checkpoint determine which ranges a file contains, and in which order, so a
 //    reader can list them even if it runs on a different number of ranks.
-// 5. Each of N ranks writes 1/N of every bucket, all ranks at the same time. Only rank 0 creates
-//    the folder, writes the other files, renames and removes. Every phase ends with an exchange of
-//    status between all ranks: if one rank has failed, all ranks end and the previous checkpoint
-//    is kept.
+// 5. All N ranks write at the same time, each 1/N of every bucket. Only rank 0 creates, renames and
+//    removes folders, and writes the other files. At the end of every phase, all ranks exchange
+//    their status: if one has failed, all ranks exit and the previous checkpoint is kept.
 
 // The files of a checkpoint. There is one state file for each rank of the run that saved it.
 enum {
@@ -65,7 +64,7 @@ static void file_name(char name[FILE_NAME], int file, int ranks) {
 }
 
 // Returns the number of the file with this name (FILE_MODEL, ...), or -1 if it is not a file of a
-// checkpoint. *ranks receives the number of ranks in the name of a state file, and 0 for others.
+// checkpoint. *ranks receives the number of ranks in a state file's name, or 0 for other files.
 static int file_find(const char *name, int *ranks) {
     char text[FILE_NAME];
     // Printing the parsed numbers must give the same name: no signs, spaces or leading zeros.
@@ -85,9 +84,9 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint's folder, the manifest first, so that a process killed meanwhile never
-// leaves a folder that looks complete. If the folder is a symbolic link, only the link is removed:
-// its target was put elsewhere on purpose.
+// Removes a checkpoint's folder. The manifest is removed first, so that a process killed in between
+// never leaves a folder that looks complete. If the folder is a symbolic link, only the link is
+// removed: its target was put elsewhere on purpose.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {
@@ -141,7 +140,7 @@ static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// Writes the identity of a run: text that must be equal in a run and in the checkpoint it resumes
+// Writes a run's identity: text that must be the same for a run and the checkpoint that it resumes
 // from. It contains properties of the model and the data, and the options whose table row says
 // SAME.
 enum { IDENTITY_BYTES = 512 };
@@ -254,9 +253,9 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->piece.first);
 }
 
-// Returns the ranges in a rank's state file, in file order, and their number in *count: with `low`,
-// the rank's part of every bucket of the masters' low halves; then that of the moments. Padding
-// between ranks is excluded. With `muon`, blocks have no v. The caller frees the array.
+// Returns the ranges in a rank's state file, in file order, and stores their number in *count. They
+// are the rank's parts of all buckets of the masters' low halves (with `low`) and of the moments,
+// without padding between ranks. With `muon`, blocks have no v. The caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m);
@@ -294,8 +293,8 @@ static void range_save(Engine *e, const Model *m, const StateRange *range, real 
     }
 }
 
-// Writes this rank's state file. The metadata has the run's identity, its options, its matmul
-// algorithms (results depend on them) and the counters; the tensors are the norms and the ranges.
+// Writes this rank's state file. Its metadata contains the run's identity, options and counters,
+// and its matmul algorithms, on which results depend; its tensors are the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
     const Settings *s = snapshot->settings;
     const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
@@ -528,8 +527,8 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     return list;
 }
 
-// Removes unfinished checkpoints that a killed run left. Only the run that holds the folder's lock
-// may call it; otherwise an unfinished checkpoint may belong to a run that is still writing it.
+// Removes unfinished checkpoints that a killed run left behind. Only the run that holds the lock of
+// the folder may call it; otherwise another run might still be writing an unfinished checkpoint.
 static void checkpoint_sweep(const char *output) {
     CheckpointList list = checkpoint_list(output, ".tmp");
     for (int i = 0; i < list.count; i++) {
@@ -551,10 +550,10 @@ static void checkpoint_mark_best(const char *output, const char *path) {
     }
 }
 
-// Removes all but the best and the newest `keep` checkpoints up to `newest`, the run's current
-// step. Later checkpoints are damaged ones that the resume skipped; they do not count, so that they
-// never displace a verified one. A checkpoint is renamed before it is removed: a kill in between
-// leaves an unfinished checkpoint, not a damaged one.
+// Of the checkpoints up to `newest`, the run's current step, removes all but the best and the
+// newest `keep`. Later checkpoints were damaged and skipped when the run resumed; they do not
+// count, so that they never displace a verified one. A checkpoint is renamed before it is removed:
+// a process killed in between leaves an unfinished checkpoint, not a damaged one.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
     char path[PATH_BYTES], gone[PATH_BYTES], best[32] = "";
@@ -781,8 +780,8 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
     out->files[r].count = count;
 }
 
-// Adds rank r's state file to `out`. The counters and the identity are set by the first file; those
-// of all other files must be equal.
+// Adds rank r's state file to `out`. The first file sets the counters and the identity; all other
+// files must have the same ones.
 static void state_parse(StateFiles *out, const Model *m, int r, const char *name) {
     Safetensors f;
     FileTensor t;
@@ -820,9 +819,9 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
 }
 
 // Loads this rank's part of a range into the engine. If this run has no split master, low halves
-// are joined with the weights; weights that are not sharded are then loaded whole. In this case all
-// ranks must make the same calls, because fp16's master, which the low halves are joined with, is
-// sharded and read() is collective. All other loads are local to this rank.
+// are joined with the weights; weights that are not sharded are then loaded whole, and all ranks
+// must make the same calls, because read() is collective: with fp16, it reads the weights from
+// their master, which is sharded. All other loads are local to this rank.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     const int bucket = r->piece.bucket, in_weights = r->state == STATE_WEIGHTS && !s->split_master;
     const int whole =
@@ -850,8 +849,8 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     free(values);
 }
 
-// Writes the value that an option has in the checkpoint to `was`, as text. Writes the option's
-// default if the checkpoint predates the option.
+// Writes the checkpoint's value of an option to `was`, as text, or the option's default if the
+// checkpoint predates the option.
 static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRow *row) {
     Options defaults;
     char text[64];
@@ -863,9 +862,9 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
     }
 }
 
-// Compares the options of the command with those of a checkpoint. Ends the run if an option differs
-// that must be the same. With `saying`, prints the other options that differ; the new values apply
-// from here on.
+// Compares the command's options with the checkpoint's. Ends the run if they differ in an option
+// that must be the same. With `saying`, prints the other options that differ; their new values
+// apply from here on.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
@@ -899,7 +898,7 @@ static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     return took ? NULL : "matmul algorithms and attention kernels";
 }
 
-// Reports what is lost in a resume: the precision of weights or moments that are fp32 in the
+// Reports what the resumed run loses: the precision of weights or moments that are fp32 in the
 // checkpoint and bf16 in the run; the choices of matmul algorithms and kernels; the loss scale.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 const char *others, const char *folder) {
@@ -999,7 +998,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
                             others, folder);
     }
     *state = f.run;
-    // If the loss scale is dropped, it is also 0 in the next checkpoint. If the checkpoint has
+    // If this run does not use the loss scale, the next checkpoint has 0. If the checkpoint has
     // none, because its run used another type, the engine keeps its initial loss scale.
     if (!run->engine->scale_loss) {
         state->loss_scale_log2 = state->loss_scale_steps = 0;

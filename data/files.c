@@ -1,7 +1,7 @@
 // data/files.c -- errors, checked memory, file I/O, SHA-256, UTF-8, JSON and safetensors.
 //
-// Knows nothing about models, options or engines. Header fields are checked against the file length
-// before they are used. Each error message is one line that names the file.
+// This file does not depend on models, options or engines. Header fields are checked against the
+// file length before they are used. Each error message is one line that names the file.
 //
 // train_gpt2.c and data/tokenize.c include this file, as C11 and, for nvcc, as C++17.
 //
@@ -36,8 +36,8 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Errors and memory
-// Errors end the run with one line on stderr and exit status 1: die() for errors that a user can
-// cause, check() for the program's own invariants.
+// Errors end the run with one line on stderr and a nonzero exit status. die() reports errors that a
+// user can cause; check() reports violations of the program's own invariants.
 
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
@@ -120,8 +120,8 @@ static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
 
 // Continues the 64-bit FNV-1a hash (Fowler, Noll, Vo) `before` with `bytes` bytes at `data`. A new
-// hash starts with fnv1a_start. For hash tables and fingerprints; no cryptographic strength is
-// needed.
+// hash starts with fnv1a_start. Used for hash tables and fingerprints, which need no cryptographic
+// strength.
 static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
 static uint64_t fnv1a(uint64_t before, const void *data, size_t bytes) {
     const unsigned char *p = (const unsigned char *)data;
@@ -261,8 +261,8 @@ static void make_folders(const char *path) {
 
 // Locks an output folder until this process ends. If another process has the lock, ends the run
 // with a message that names that process.
-// 1. It is a byte-range lock, because flock() on NFS is local to each machine. It belongs to the
-//    open file (F_OFD_SETLK), because other fcntl() locks end when any descriptor is closed.
+// 1. The lock is a byte-range lock, because flock() on NFS is local to each machine. F_OFD_SETLK
+//    ties it to the open file: other fcntl() locks end when any descriptor of the file is closed.
 // 2. The file is never removed. Otherwise one process could lock the removed file while another
 //    locks a new file of the same name.
 // 3. On a file system without locks (Lustre without -o flock), the run warns and continues.
@@ -422,7 +422,7 @@ static const uint32_t sha256_k[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
 // Updates the hash h with `count` blocks of 64 bytes. x86's SHA instructions are about six times as
-// fast as plain C, which would be the slowest part of a checkpoint.
+// fast as plain C, which would make hashing the slowest part of saving a checkpoint.
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
@@ -753,8 +753,8 @@ static void json_text(FILE *f, const char *text, size_t length) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
-// The container of weights and states, and the Writer, which hashes files while it writes them.
-// Files are untrusted input; errors name the tensor too. Parsers allocate nothing.
+// The file format of weights and states, and the Writer, which hashes files while it writes them.
+// Input files are untrusted; error messages also name the tensor. Parsers allocate nothing.
 
 // Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
@@ -911,8 +911,8 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
     }
 }
 
-// A file that is hashed while it is written. The first failure is kept in `error`. Later data are
-// dropped, because producing them may be a collective operation that other ranks take part in.
+// A file that is hashed while it is written. After a failure, kept in `error`, callers continue and
+// their data are dropped: producing data may be a collective operation that all ranks must join.
 typedef struct {
     int fd;     // -1: closed, failed, or written by another process
     int error;  // errno of the first failure; 0: none

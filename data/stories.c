@@ -1,10 +1,10 @@
-// data/stories.c -- writes short stories from a grammar, as training text if no other is available.
+// data/stories.c -- writes short stories from a grammar: training text if there is no other.
 //
 //     data/stories > data/stories.txt
 //
-// Writes 2 MB, the same bytes on every machine, because it uses only integers, no locale and its
-// own random number generator. A test checks the SHA-256 of the text, and dev/train.sh states a
-// loss measured on it. Stories are separated by `<|endoftext|>`.
+// Writes the same 2 MB on every machine, because it uses integer arithmetic, no locale and its own
+// random number generator. A test checks the text's SHA-256, and dev/train.sh states a loss
+// measured on it. Stories are separated by `<|endoftext|>`.
 //
 // The notation of words and plots:
 //
@@ -172,15 +172,15 @@ enum { PLOTS = sizeof plots / sizeof plots[0] };
 
 // -------------------------------------------------------------------------------------------------
 // The teller
-// One pass over a plot, from left to right, makes the choices and replaces list names with words.
+// A single left-to-right pass over a plot makes the choices and replaces list names with words.
 
 static int kept[LISTS];    // index of each list's word in this story; -1: none yet
 static char story[STORY_BYTES];
 static size_t length;
 
-// Returns a random number from 0 to n - 1. Linear congruential generator: x becomes
-// 6364136223846793005 x + 1442695040888963407 modulo 2^64 (the constants of Knuth's MMIX), starting
-// from 2024; the result is the upper 32 bits times n / 2^32.
+// Returns a random number from 0 to n - 1: n times the upper 32 bits of x, divided by 2^32. Uses
+// the linear congruential generator of Knuth's MMIX, starting from x = 2024: x becomes
+// 6364136223846793005 x + 1442695040888963407 modulo 2^64.
 static int random_below(int n) {
     static uint64_t x = 2024;
     x = x * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);

@@ -5,15 +5,15 @@
 //     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
 //
 // The files are memory-mapped and cut into blocks, which threads encode in parallel and write in
-// order. With --train-bpe, a first pass over all blocks counts the distinct pre-tokens.
+// order. With --train-bpe, a first pass over the training text counts the distinct pre-tokens.
 //
-// 1. The shards depend on the text and the arguments, but not on the number of threads: the start
-//    of a block depends only on the text near a multiple of BLOCK_BYTES, and the blocks encode to
-//    the same tokens as the whole file, except at an unsafe cut (PIECE_BYTES).
+// 1. The shards depend on the text and the arguments, but not on the number of threads: where a
+//    block starts depends only on the text near a multiple of BLOCK_BYTES. Encoding by blocks gives
+//    the same tokens as encoding the whole file, except at an unsafe cut (PIECE_BYTES).
 // 2. A run writes all of its files or none: they have the suffix .part until all are complete.
 //
 // files.c and tokens.c provide the tokenizer, the shard format's constants and the error functions;
-// nothing else of train_gpt2.c is needed.
+// no other code of train_gpt2 is needed.
 
 #include "files.c"
 #include "tokens.c"
@@ -122,7 +122,7 @@ static void on_signal(int number) { stop_signal = number; }
 
 // -------------------------------------------------------------------------------------------------
 // Text
-// A text is a list of parts. Each is a whole file, or one side of the file that is split between
+// A text is a list of parts. A part is a whole file, or one side of the file that is split between
 // training and validation.
 
 typedef struct {
@@ -171,8 +171,8 @@ static Part file_map(const char *name, const char *prefix) {
 
 static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// Returns whether a document begins at `at`: only blanks separate it from a marker or from the
-// start of the part.
+// Returns whether a document begins at `at`, that is, whether only blanks precede it, back to a
+// marker or the start of the part.
 static int document_begins(const Part *part, size_t at) {
     while (at > 0 && is_blank(part->bytes[at - 1])) {
         at--;
@@ -181,7 +181,7 @@ static int document_begins(const Part *part, size_t at) {
                        memcmp(part->bytes + at - MARKER_BYTES, marker, MARKER_BYTES) == 0);
 }
 
-// Returns the first offset in a file, not before `at`, where validation may begin: the start of a
+// Returns the first offset in a file, at or after `at`, where validation may begin: the start of a
 // UTF-8 character or, with --documents, of a document.
 static size_t split_at(const Part *file, size_t at, int documents) {
     if (documents && at > 0) {
@@ -230,9 +230,9 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
 
 // -------------------------------------------------------------------------------------------------
 // Distinct pre-tokens
-// --train-bpe needs to know how often each pre-token ("word") occurs. Each block counts its words
-// in a separate table. These tables are merged into that of the text in block order, so the result
-// does not depend on the number of threads.
+// --train-bpe needs to know how often each pre-token ("word") occurs. The words of each block are
+// counted in a separate table. These tables are merged in block order, so the result does not
+// depend on the number of threads.
 
 typedef struct {
     int64_t count;
@@ -316,12 +316,12 @@ static void words_merge(WordTable *t, WordTable *more) {
 // -------------------------------------------------------------------------------------------------
 // Learning merges
 // Byte-pair encoding: repeatedly merges the most frequent pair of adjacent tokens in the words into
-// a new token. Ties go to the pair with the lower ids (left token first), as in BpeTrainer of
-// Hugging Face's tokenizers, so both learn the same merges.
+// a new token. Ties go to the pair with the lower ids (left token first), as in Hugging Face's
+// BpeTrainer, so both learn the same merges.
 // 1. A pair stores the number of its occurrences, including overlapping ones (aa in aaa), and a
 //    list of the words that may contain it.
 // 2. Only pairs that contain the newest token gain occurrences, so a count in the heap may be too
-//    high but never too low; a pair with an outdated count is pushed again with the current one.
+//    high but never too low. A pair popped with an outdated count is pushed with its current one.
 
 typedef struct {
     uint32_t key;              // id of the left token << 16 | id of the right one
@@ -452,8 +452,8 @@ static void learner_close(Learner *l) {
     free(l);
 }
 
-// Learns `merges` merges from the words of a text and adds them to a vocabulary of the 256 bytes.
-// Returns the number learned, which is lower if no pairs are left or a signal arrives.
+// Learns `merges` merges from the words of a text and adds them to `bpe`, which holds the 256
+// bytes. Returns the number learned, which is lower if no pairs are left or a signal arrives.
 static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
     Learner *l = (Learner *)alloc_zero(1, sizeof *l);
     int done = 0;
@@ -652,9 +652,9 @@ typedef struct {
     WordTable *words;            // not NULL: count pre-tokens here instead of encoding
 } Coder;
 
-// Returns the first offset, not before `at`, where a part can be cut without changing the tokens
-// (bpe_cut_is_safe); it is never inside a marker. If there is none within PIECE_BYTES, returns an
-// offset between two UTF-8 characters.
+// Returns the first offset, at or after `at`, where a part can be cut without changing the tokens
+// (bpe_cut_is_safe); it is never inside a marker. If no cut within PIECE_BYTES is safe, returns a
+// boundary between two UTF-8 characters.
 static size_t block_begin(const Part *part, size_t at) {
     if (at == 0 || at >= part->size) {
         return at < part->size ? at : part->size;

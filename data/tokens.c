@@ -1,7 +1,7 @@
 // data/tokens.c -- tokenizer, token shards and multiple-choice files.
 //
-// Byte-level BPE with GPT-2's split (encode and decode), the shards that training reads, and the
-// files that --eval scores. Knows nothing about models, options or engines. Errors end the program
+// Encodes and decodes byte-level BPE with GPT-2's split, and reads the shards for training and the
+// files that --eval scores. Does not depend on models, options or engines. Errors end the program
 // with one line that names the file.
 //
 // train_gpt2.c and data/tokenize.c include this file after data/files.c. It is also valid C++17,
@@ -14,7 +14,7 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Tokenizer
-// Token files name their tokenizer, so that a model is never given ids of a different one. In the
+// Token files name their tokenizer, so that a model is never given another tokenizer's ids. In the
 // byte tokenizer, token b is byte b (0 <= b < 256), and 256 is <|endoftext|>. All others are
 // byte-level BPEs: GPT-2's, which on valid UTF-8 gives the same tokens as tiktoken's
 // encode_ordinary, and those that `data/tokenize --train-bpe` learns. The last token of every
@@ -115,9 +115,9 @@ static int is_space(uint32_t c) {
            c == 0x205F || c == 0x3000;
 }
 
-// A vocabulary: id -> bytes, bytes -> id, and the class of every character. It takes 5 MiB, most of
-// which is never touched, so it must be static or allocated, not on a stack.
-// BPE_TEXT and BPE_LONGEST limit the bytes of all tokens together and of one token.
+// A vocabulary: maps ids to bytes and bytes to ids, and holds the class of every character. A Bpe
+// takes 5 MiB, most of which is never touched, so it must be static or allocated, not on a stack.
+// BPE_TEXT limits the total bytes of all tokens, and BPE_LONGEST the bytes of one token.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
@@ -522,8 +522,8 @@ static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name
     }
 }
 
-// Reads a vocabulary. Ends the run unless it is `want`, the tokenizer of the data `of`. If `want`
-// is NULL, any is allowed.
+// Reads a vocabulary. Ends the run unless it is `want`, the tokenizer of the data named `of`; if
+// `want` is NULL, any vocabulary is allowed.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     Mapping file;
     if (mapping_open(&file, path) != 0) {
@@ -668,8 +668,8 @@ static const char *shard_hash_edges(Shard *shard) {
 // format is llm.c's, documented at write_evalfile in llm.c's dev/data/data_common.py: a header with
 // the number of examples and the size in bytes of the largest one, then for each example uint16
 // words: 65535; the example's size in bytes, index, label (the correct completion) and number of
-// completions; and the length and tokens of the context and of each completion. Tested with
-// synthetic files only, not yet with published ones.
+// completions; and the length and tokens of the context and of each completion. So far, this code
+// has been tested only with synthetic files, not with published ones.
 
 // llm.c's files have four completions per example; other benchmarks have two to five.
 enum { EVAL_START = 65535, EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };

@@ -1,8 +1,8 @@
 // data/weights.c -- GPT-2 weights in Hugging Face's and llm.c's files.
 //
-// Reads model.safetensors, or its parts, with config.json, and llm.c's .bin files; writes
-// safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints. The files are
-// untrusted input; their tensors are also checked against the model's shapes.
+// Reads Hugging Face's config.json and model.safetensors, whole or in parts, and llm.c's .bin
+// files; writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
+// Input files are untrusted; their tensors are also checked against the model's shapes.
 //
 // Hugging Face stores the weight matrices of a block as (in, out), the transpose of this program's
 // layout, and wte without its padding rows.
@@ -99,8 +99,8 @@ static int file_tensor_find(const char *name, int L, int *layer) {
     return -1;
 }
 
-// Ends the run if a model exceeds the limits of this program. They also apply to a shape given as
-// an option.
+// Ends the run if a model exceeds this program's limits, which also apply to a shape given as an
+// option.
 static void model_require(const Model *m, const char *name) {
     if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
         die("%s: unsupported model: %d layers, %d heads, %d channels, %d positions, %d tokens; "
@@ -160,8 +160,8 @@ static void spans_complete(const Span *spans, const Model *m, const char *name) 
     }
 }
 
-// Parses the sizes in a Hugging Face config.json. Rejects settings with which equal weights would
-// compute a different function; ignores those used only for training or generation.
+// Parses the sizes in a Hugging Face config.json. Rejects settings under which the same weights
+// would compute a different function; ignores those used only for training or generation.
 static void config_parse(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     static const char *const sizes[] = {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"};
     static const struct {
@@ -219,8 +219,8 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
     model_require(m, name);
 }
 
-// llm.c's model files: a header with the sizes, then the tensors in the order of tensor_table, each
-// for all layers. Version 3 is fp32, version 5 bf16. llmc_model parses the header and returns the
+// llm.c's model files have a header with the sizes, then each tensor of all layers, in the order of
+// tensor_table. Version 3 is fp32; version 5 is bf16. llmc_model parses the header and returns the
 // type; llmc_spans locates the tensors. spans: (L, FILE_TENSORS).
 static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
@@ -313,7 +313,7 @@ static void model_file_close(ModelFile *f) {
 }
 
 // A transposed tensor is copied through host memory in strips of STRIP rows, and transposed in
-// tiles that stay in the cache for any row stride.
+// tiles that stay in the cache whatever the row stride.
 enum { STRIP = 256, TILE = 16 };
 static int64_t strip_elements(const Model *m) {
     return max_i64(PIECE, STRIP * 4 * (int64_t)m->C);
@@ -433,8 +433,8 @@ static void file_transposed(unsigned char *out, int type, const real *values, in
 }
 
 // Writes one tensor in Hugging Face's layout: without padding, and transposed if the layout
-// requires it. `values` holds a strip, or the whole of a tensor to transpose, which must be read
-// before its first strip can be written; `out` holds a strip.
+// requires it. `out` holds one strip. So does `values`, except that a tensor to be transposed must
+// fit into it as a whole, because each strip has elements of every row.
 static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *values,
                         unsigned char *out, Writer *w) {
     const int swap = tensor_table[tensor].transposed;

@@ -6,7 +6,7 @@ Does the same work as a step of train_gpt2cu, with the same shapes, in PyTorch's
 weights and moments with bf16 autocast, SDPA, fused AdamW. There are four variants: eager and
 compiled, each with all activations kept (-r 0) and with every block checkpointed (-r 1). Models
 with more than 12 layers are compiled block by block, because compiling 48 layers as one graph would
-take minutes. Without CUDA, it runs on the CPU, which only shows that it works.
+take minutes. Without CUDA, runs on the CPU, which only shows that it works.
 
 Prints one line per variant as soon as it is measured: the median time of steps after warm-up, and
 the peak of reserved device memory, including the CUDA context:

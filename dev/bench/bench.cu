@@ -2,17 +2,17 @@
 // limits.
 //
 // Prints a line for each: ms, TB/s, TFLOP/s, and the percentage of its limit. The limit is the
-// larger of two times: for its bytes at the bandwidth of a plain copy, measured at startup, and for
-// its FLOPs at the dense peak in the GPU's table row. Arrays hold random numbers, because zeros
-// draw less power and thus allow a higher clock. Successive launches use different buffers, enough
-// to fill the L2 cache twice.
+// larger of two times: for its bytes, at the bandwidth of a plain copy, measured at startup; and
+// for its FLOPs, at the dense peak in the GPU's table row. Arrays hold random numbers, because
+// zeros draw less power and thus allow a higher clock. Successive launches use different buffers,
+// enough to fill the L2 cache twice.
 //
 // Build:  make build/bench             for the GPUs of this machine (others: ARCH=90a)
 //         make build/bench_cuda_cpu    the same on the CPU, to check that it runs
 // Run:    build/bench                  124M at -b 64 and 1558M at -b 16, one table each
 //         build/bench -e d24 -b 8 attention matmul    cases whose names start with these words
 // Attention is timed with the default kernels and, below them, with each variant for this GPU
-// ("attention_forward wgmma"), which the sum excludes.
+// ("attention_forward wgmma"); the sum excludes the variants.
 
 #define GPT2_NO_MAIN 1
 #include "../../train_gpt2.cu"
@@ -86,8 +86,8 @@ static void array_fill(char *to, const Array &array) {
     }
 }
 
-// Returns enough sets of arrays to fill the cache twice, or as many as fit in the arena, possibly
-// none.
+// Returns enough sets of arrays to fill the cache twice, or as many as fit in the arena (possibly
+// none).
 static std::vector<Buffers> case_buffers(const Case &c) {
     size_t set_bytes = 0;
     for (const Array &array : c.arrays) {
@@ -166,8 +166,8 @@ template <class E> static E *as(char *p) { return (E *)(void *)p; }
 // Type of the matrices' gradients in a run of type E with default options.
 template <class E> using Grad = std::conditional_t<traits<E>.small_range, float, E>;
 
-// Returns the kernels of a micro-step that use tokens, with their reads and writes and how often
-// they run.
+// Returns the kernels of a micro-step that use tokens, with their reads and writes and the number
+// of launches.
 template <class E> static std::vector<Case> token_cases(const Settings *s) {
     const Model *m = &s->model;
     const int B = s->B, T = s->T, N = B * T, C = m->C, V = m->V, Vp = m->Vp;
@@ -257,8 +257,8 @@ template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     };
 }
 
-// Returns the kernels of attention. Their FLOPs are those of the causal half, without the matmuls
-// that backward recomputes.
+// Returns the kernels of attention. Their FLOPs are those of the causal half and exclude the
+// matmuls that backward recomputes.
 template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     const int B = s->B, T = s->T, N = B * T, C = s->model.C, L = s->model.L, NH = s->model.NH;
     const size_t n = (size_t)N * C * sizeof(E), lse = (size_t)N * NH * sizeof(float);
@@ -297,8 +297,8 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     return cases;
 }
 
-// Returns the norm and AdamW over all parameters as one bucket; in 16 bits, with a master copy and
-// fp32 moments.
+// Returns the cases of the norm and AdamW, over all parameters as one bucket; in 16 bits, with a
+// master copy and fp32 moments.
 template <class E> static std::vector<Case> update_cases(const Settings *s) {
     using G = Grad<E>;
     constexpr bool SPLIT = sizeof(E) == 2;

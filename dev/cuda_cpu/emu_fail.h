@@ -5,8 +5,8 @@
 //                                 source does nothing and returns an error
 //
 // Process 0 is the initial process, and process p * 16 + k the k-th child that process p forks. A
-// launch is a call of cudaLaunchKernel. Functions that cannot fail (cudaGetErrorString) are not
-// counted, nor is cudaGetLastError. dev/check/faults.py makes each call of a run fail.
+// launch counts as a call to cudaLaunchKernel. Functions that cannot fail (cudaGetErrorString) and
+// cudaGetLastError are not counted. dev/check/faults.py makes each call of a run fail.
 //
 // Each function is wrapped in a macro of the same name, which records the line of the call. Within
 // these headers, which precede the macros, the functions call each other directly.

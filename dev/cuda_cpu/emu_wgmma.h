@@ -6,14 +6,14 @@
 // undefined on a GPU produces an error or NaN here:
 //  - From issue to wait, an accumulator holds a signalling NaN, which must still be there at the
 //    wait. Arithmetic makes it a quiet NaN, so reading an accumulator early makes the results NaN.
-//    Changing one, or passing it to settle(), before the wait ends the program.
+//    Before the wait, changing one or passing it to settle() ends the program.
 //  - Products read a shadow copy of shared memory, which represents the async proxy's view. It is
 //    NaN at the start of a block and where a cp.async is issued; fence_async() copies to it the
 //    data of the calling thread's cp.async operations that the thread has waited for. So a missing
 //    fence, wait or barrier makes the results NaN. Plain stores to shared memory never reach the
 //    shadow copy, so overwriting a tile with them while products read it is not detected.
 //  - Operands in shared memory are read at the wait, so a tile that is refilled too early makes the
-//    results NaN. A in registers is read at the issue, because ptxas keeps those registers.
+//    results NaN. An operand A in registers is read at issue, as ptxas keeps those registers.
 //  - A descriptor is decoded bit by bit. Layouts other than 128-byte swizzled rows, a base offset,
 //    and addresses beyond dynamic shared memory end the program.
 //  - The program ends if a product is issued without a wgmma_fence() since the last wait, if lanes
@@ -142,8 +142,8 @@ inline void read_chunk(float *to, uint64_t descriptor, uint32_t at) {
     }
 }
 
-// Reads `rows` rows (of m or n) from row `first` on, and 16 steps of k, of the operand that a
-// descriptor names, to (rows,16) if it is K-major, otherwise to (16,rows).
+// Reads 16 steps of k of the operand that a descriptor names, in `rows` rows (of m or n) from
+// `first` on. Stores them as (rows,16) if the operand is K-major, otherwise as (16,rows).
 inline void read_operand(float *to, uint64_t descriptor, bool mn_major, int first, int rows) {
     const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4;
     const uint32_t leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4;
@@ -233,7 +233,7 @@ inline void products_finish(AsyncWarp &w, int warp, int groups, int keep) {
     }
 }
 
-// Returns the index of the accumulator at `lane`'s registers, and first loads their values if no
+// Returns the index of the accumulator in `lane`'s registers, after loading their values if no
 // product that uses it is under way.
 struct AsyncArgs { float *d; const uint32_t *a; uint64_t a_descriptor, b; };
 inline size_t accumulator_of(AsyncWarp &w, AsyncArgs **lane) {
@@ -343,7 +343,7 @@ inline void fence_async(EMU_LOC) {
     t->unfenced.clear();
 }
 
-// Must be called after a wait, with accumulators that the code uses next. Ends the process with
+// Must be called after a wait, with the accumulators that the code uses next. Ends the process with
 // code 86 if a product that writes them is still under way.
 inline void settle(float (&d)[1][8][4], EMU_LOC) {
     // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): a mark, not a number
@@ -359,7 +359,7 @@ inline void wgmma(float (&d)[1][8][4], uint64_t a, uint64_t b, EMU_LOC) {
     emu::AsyncArgs mine = {d[0][0], nullptr, a, b};
     emu::product_issue(mine, ADD, false, EMU_HERE);
 }
-// Like the above with a in registers; with MN, the rows of b as stored are k.
+// Like the above with a in registers; with MN, b is stored with one row for each k.
 template <bool ADD, bool MN>
 inline void wgmma(float (&d)[1][8][4], const uint32_t (&a)[4], uint64_t b, EMU_LOC) {
     emu::AsyncArgs mine = {d[0][0], a, 0, b};

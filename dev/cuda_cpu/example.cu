@@ -1,7 +1,7 @@
 // example.cu: a kernel with a missing barrier, and the same kernel fixed.
 //
-// A minimal program for this folder; the argument `race` or `fixed` selects the kernel. The exit
-// status is 1 if the sum is wrong. nvcc also compiles it; on a GPU, `race` may give the right sum.
+// A minimal program that uses this folder; the argument `race` or `fixed` selects the kernel. The
+// exit status is 1 if the sum is wrong. Built with nvcc, `race` may give the right sum on a GPU.
 //
 //     g++ -x c++ -std=c++17 -Idev/cuda_cpu -isystem <CUDA>/include example.cu -o example
 //     EMU_SEED=1 ./example race

@@ -109,8 +109,8 @@ template <bool BARRIER> static __global__ void k_block_sum(float *out) {
     }
     out[threadIdx.x] = sum;
 }
-// Two phases with one buffer; without the second barrier a fast warp overwrites what a slow one has
-// yet to read. Filling new memory with NaN does not reveal this; the order of warps does.
+// Two phases with one buffer; without the second barrier, a fast warp overwrites a value that a
+// slow one has yet to read. The order of warps reveals this; filling new memory with NaN does not.
 template <bool BARRIER> static __global__ void k_two_phases(float *out) {
     SHARED(float, value);
     for (int i = 0; i < 2; i++) {
@@ -125,7 +125,7 @@ template <bool BARRIER> static __global__ void k_two_phases(float *out) {
     }
 }
 // Each lane passes a number to its neighbor through shared memory, twice. Without the second warp
-// barrier a fast lane overwrites what a slow one has yet to read.
+// barrier, a fast lane overwrites a value that a slow one has yet to read.
 template <bool BARRIER> static __global__ void k_neighbours(float *out) {
     SHARED(float, value, [256]);
     int t = (int)threadIdx.x;
@@ -140,8 +140,7 @@ template <bool BARRIER> static __global__ void k_neighbours(float *out) {
     }
     out[t] = sum;
 }
-// Returns the number of seeds, out of eight, with a result different from that of the correct
-// kernel.
+// Returns how many of eight seeds give a result different from that of the correct kernel.
 static int seeds_that_differ(void (*kernel)(float *), float expected) {
     int differ = 0;
     for (long seed = 0; seed < 8; seed++) {
@@ -170,7 +169,7 @@ TEST(seeds) {
 }
 
 // Records the order in which threads reach three places: before a warp operation, after it, and
-// after a barrier. order: for each place, all threads in order; count: a 0 for each place.
+// after a barrier. `order` receives all threads of each place; `count` starts as a 0 for each.
 enum { PLACES = 3, S_BLOCKS = 8, S_THREADS = 128, S_ALL = S_BLOCKS * S_THREADS };
 static __global__ void k_order(int *order, int *count) {
     int me = (int)(blockIdx.x * blockDim.x + threadIdx.x);
@@ -201,8 +200,8 @@ static int inversions(const int *order, int size) {
     }
     return n;
 }
-// Seeds shuffle: a fair share of all neighboring lanes, warps and blocks is reversed, in a
-// different order for each seed. Without a seed nothing is reversed, by the same measure.
+// Every seed gives a different order, and reverses a fair share of all neighboring lanes, warps and
+// blocks. Without a seed, the same measure finds nothing reversed.
 TEST(shuffled) {
     enum { SEEDS = 8 };
     const int sizes[] = {1, 32, S_THREADS};
@@ -295,9 +294,9 @@ TEST(late) {  // streams run as late as allowed
     OK(cudaFreeHost(pinned));
 }
 
-// Eight numbers are streamed through one slot, like a layer's weights: a copy stream writes each
-// one, the compute stream uses it. Either wait can be left out: `arrived`, without which the kernel
-// may run before its number is there, or `gone`, without which the next number may overwrite it.
+// Eight numbers are streamed through one slot, like a layer's weights: a copy stream writes each,
+// and the compute stream uses it. Either wait can be left out: without `arrived`, the kernel may
+// run before its number is there; without `gone`, the next number may overwrite it.
 static __global__ void k_use(int *sum, const int *slot, int weight) { *sum += weight * *slot; }
 enum { TRANSFERS = 8 };
 static int transfers(bool wait_arrived, bool wait_gone) {
@@ -378,7 +377,7 @@ TEST(failing_call) {  // EMU_FAIL: the second call on a line fails as if the run
 
 // -------------------------------------------------------------------------------------------------
 // 4. cp.async and wgmma
-// Compared with sums in double.
+// The results are compared with sums in double.
 
 static bf16 small_range(float x) { return __float2bfloat16_rn(x); }
 
@@ -509,9 +508,8 @@ static __global__ void k_wgmma(float *out, const bf16 *a, const bf16 *b, int til
         out[row * 64 + 8 * (i / 4) + lane % 4 * 2 + i % 2] = o[0][i / 4][i % 4];
     }
 }
-// Returns the relative error of the kernel's result compared with sums in double, NaN if the result
-// contains one. P may be rounded to bf16 differently where the sum is close to halfway between two
-// numbers.
+// Returns the kernel's relative error compared with sums in double, or NaN if its result contains a
+// NaN. P may be rounded to bf16 differently where the sum is close to halfway between two numbers.
 template <int BUG> static double wgmma_error() {
     const int tiles = 4;
     std::vector<bf16> A(128 * 64), B((size_t)tiles * 64 * 64);
@@ -666,8 +664,8 @@ static void rank_silence(ncclComm_t comm, int rank, int) {
     OK(gathers(x, 10, comm, rank));
 }
 
-// k_copy is loaded after the host has waited for the collective. k_use is loaded while one may be
-// waiting for other ranks, which in turn wait for this rank to load it.
+// k_copy is loaded after the host has waited for the collective. k_use is loaded while another may
+// be waiting for other ranks, which in turn wait for this rank to load it.
 static void rank_handshakes(ncclComm_t comm, int rank, int) {
     int *x = device<int>(5);
     OK(ncclAllGather(x + rank, x, 1, ncclInt32, comm, 0));

@@ -3,8 +3,8 @@
 // are built (0: train_gpt2.c, 1: data/tokenize.c). `make fuzz` builds the targets with
 // libFuzzer, AddressSanitizer and UBSan and runs all of them; FUZZ_TARGET selects one:
 //     FUZZ_TARGET=config build/fuzz -max_total_time=60 build/corpus/config
-// With FUZZ_REPLAY=1, any compiler can build it; it then runs each file, and slightly modified
-// copies of it, through a target once:
+// With FUZZ_REPLAY=1, any compiler can build this file; the program then runs each input file, and
+// slightly modified copies of it, through a target once:
 //     build/fuzz_replay config FILE...
 // Inputs are in heap blocks of exactly their size, so that reads beyond them are detected. die()
 // returns to this file; a failed check() of the program, or a failed FACT below, is a finding.
@@ -278,7 +278,7 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Checkpoints
-// The manifest, and the tensors of a state; the manifest vouches for a state's counters.
+// Manifests and states. A state's counters are not checked: the manifest vouches for them.
 
 static void target_manifest(const unsigned char *bytes, size_t size) {
     static Manifest manifest;
@@ -316,7 +316,7 @@ static void target_state(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Tokenizer
-// Merges files, and texts that must survive encoding and decoding.
+// Merges files are read, and texts must survive encoding and decoding.
 
 static Bpe fuzz_bpe;
 
@@ -353,8 +353,8 @@ static const Bpe *encoder_vocabulary(void) {
     return &fuzz_bpe;
 }
 
-// Tokens must decode to the text, and be the same if the text is split in two, or encoded again by
-// an encoder that has cached its words.
+// Tokens must decode to the text, and must not change if the text is split at a safe cut or encoded
+// again by an encoder that has cached its words.
 static void target_bpe_encode(const unsigned char *bytes, size_t size) {
     const Bpe *bpe = encoder_vocabulary();
     const char *text = (const char *)bytes;
@@ -609,8 +609,8 @@ static void target_run(int target, const unsigned char *data, size_t size) {
 }
 
 #if FUZZ_REPLAY
-// Runs every file unchanged, then REPLAY_CHANGES times truncated and as often with one byte
-// changed, at positions from a fixed sequence.
+// Runs every file unchanged, then REPLAY_CHANGES times truncated and the same number of times with
+// one byte changed, at positions from a fixed sequence.
 enum { REPLAY_CHANGES = 400 };
 
 static uint32_t replay_draw(uint32_t i) {

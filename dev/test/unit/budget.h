@@ -36,8 +36,8 @@ TEST(plan_refuse, HOST) {
 }
 
 // The mix of recompute levels that -r auto chooses fits in memory, can be passed to -r, and is
-// `none` if everything fits. More memory never makes it slower. It is slower than any single level
-// that fits by at most the cost of recomputing one block, because a mix may recompute one too many.
+// `none` if everything fits. More memory never makes it slower. Compared with any single level that
+// fits, it costs at most one recomputed block more, because a mix may recompute one too many.
 TEST(levels_fit, FLOAT) {
     const int count = full_or(150, 3000);
     double worst_price = 0;
@@ -89,8 +89,8 @@ TEST(levels_fit, FLOAT) {
     detail = text("%d random settings; at worst %.2f blocks too many", count, worst_price);
 }
 
-// Returns what -r auto and --offload auto choose for options as typed, on a GPU with `device` bytes
-// for the plan and `host` bytes that can be pinned.
+// Returns the settings that -r auto and --offload auto choose for the given options on a GPU with
+// `device` bytes for the plan and `host` bytes that can be pinned.
 static Settings automatic(const Text &options, size_t device, size_t host) {
     Options o;
     MemoryBudget budget = budget_unlimited();
@@ -102,8 +102,8 @@ static Settings automatic(const Text &options, size_t device, size_t host) {
     return s;
 }
 
-// Every suggestion fits, and its options reproduce its settings; none dominates another; they
-// are sorted by effect and cost. With no suggestions, even the smallest settings do not fit.
+// Every suggestion fits, and its options reproduce its settings; none dominates another; they are
+// sorted by effect and cost. If there are none, even the smallest settings do not fit.
 TEST(suggestions, FLOAT) {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
@@ -164,7 +164,7 @@ TEST(suggestions, FLOAT) {
     detail = text("%d plans, %d suggestions", count, changes);
 }
 
-// A suggested smaller batch has as many classifier rows as with -b, and at most --logit-rows.
+// A suggestion of a smaller batch has as many classifier rows as a run with that batch size.
 TEST(suggestion_rows, FLOAT) {
     for (const Text &rows : {Text(""), Text(" --logit-rows 2048")}) {
         for (const int B : {16, 4, 2}) {
@@ -177,9 +177,9 @@ TEST(suggestion_rows, FLOAT) {
     }
 }
 
-// -r auto and --offload auto choose nothing if everything fits, recomputation before offload, and
-// no more offload than needed. Explicit options are left unchanged, and states that do not fit in
-// host memory stay on the device.
+// If everything fits, -r auto and --offload auto change nothing. Otherwise they prefer
+// recomputation and offload no more than needed. Explicit options are left unchanged, and states
+// that do not fit in host memory stay on the device.
 TEST(auto, HOST) {
     const Text run = "-e l6h2c64t64 -b 4";
     const Settings whole = planned(run + " -r none"), min_kept = planned(run + " -r block");
@@ -212,9 +212,9 @@ static Speed card_speed(const Text &options, const Settings &s) {
     return speed_predict(&rates, &s);
 }
 
-// In every row of the table of cards, the rate is a power of two FLOPs per clock and SM, as for all
-// tensor cores (this detects typos), and the reported memory is below the card's nominal size.
-// Other spellings of a name find the same row; an unknown name is an error that lists similar ones.
+// For every card in the table, the rate is 2^n FLOPs per clock and SM, as for all tensor cores
+// (this detects typos), and the reported memory is below the nominal size. Other spellings of a
+// name find the same row; an unknown name is an error that lists similar ones.
 TEST(cards, HOST) {
     static const double sold[] = {6, 8, 10, 11, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180};
     for (const GpuEntry &card : gpu_table) {
@@ -294,7 +294,7 @@ TEST(forecast, HOST) {
     expect(of_chunks.chunk > 0 && with_rows(3072) == with_rows(2048));
     expect_near(with_rows(2048) - with_rows(4096), of_chunks.chunk, 1e-6 * of_chunks.chunk,
                 "one more chunk");
-    // A level costs what it recomputes; offload costs time; a larger step amortizes the update.
+    // A level costs its recomputation; offload costs time; a larger step amortizes the update.
     const Settings s = planned("-e d12 -r none"), mlp = planned("-e d12 -r mlp");
     const Settings away = planned("-e d12 -r none --offload moments,master");
     const Speed v = default_speed(&s);
@@ -352,7 +352,7 @@ TEST(fit_sizes, FLOAT) {
 }
 
 // -b auto chooses the largest batch that divides the step, fits the card without recomputation, and
-// has at most 65,536 tokens. It chooses 4 if no batch fits, without -d, and on the CPU.
+// has at most 65,536 tokens. It chooses 4 if no batch fits, -d is not given, or memory is unknown.
 TEST(auto_batch, FLOAT) {
     int found = 0;
     auto chosen = [](const Text &options, uint64_t total) {
@@ -416,8 +416,8 @@ TEST(nccl_blocks, FLOAT) {
 }
 
 // N ranks process between one and N times the tokens/s of one rank. An exchange once per step
-// overlaps only with the last micro-step's computation; an exchange in every micro-step overlaps
-// with that micro-step's. The rest costs its bytes divided by the link's rate.
+// overlaps only with the last micro-step's computation; one in every micro-step overlaps with that
+// micro-step's. Traffic that does not overlap takes its bytes divided by the link's rate.
 TEST(forecast_ranks, HOST) {
     for (const char *card : {"4090", "t4", "h100"}) {
         const Text options = text("--gpu %s -e d12 -b 1 -r none --gpus ", card);

@@ -60,9 +60,9 @@ static void round_all(real *x, int64_t n) {
     }
 }
 
-// The plan of the reference while it simulates 16 bits. Whenever a buffer's lifetime begins or
-// ends, which happens at every tick, all live activations and gradients are rounded. LayerNorm and
-// attention statistics stay fp32.
+// The plan of the reference while it simulates a 16-bit type. Whenever a buffer's lifetime begins
+// or ends, which happens at every tick, all live activations and gradients are rounded. LayerNorm
+// and attention statistics stay fp32.
 static Plan *rounded_plan;
 static void mark_and_round(void *memory, size_t bytes, int alive) {
     plan_mark(memory, bytes, alive);
@@ -165,12 +165,12 @@ static double distance(const Reals &a, const Reals &b) {
     return sqrt(squares);
 }
 
-// Four optimizer steps of two micro-steps each; every second one clips the norm. Each step starts
+// Four optimizer steps of two micro-steps each; every second step clips the norm. Each step starts
 // the reference from the device's current weights, so errors of earlier steps need no tolerance;
-// where a gradient is nearly zero, AdamW would amplify them to full steps. Gradients in 16 bits may
-// differ from the fp32 reference at most twice as much as naive_micro_step's; in fp32 they pass
-// through 6 L + 2 matmuls with independent errors, each that of a sum of 4 C terms. The error of
-// the loss is at most twice the root mean square of the tokens' naive errors, which bounds their
+// where a gradient is nearly zero, AdamW would amplify them to full steps. The error of 16-bit
+// gradients, relative to the fp32 reference, is at most twice naive_micro_step's; fp32 gradients
+// pass through 6 L + 2 matmuls with independent errors, each that of a sum of 4 C terms. The error
+// of the loss is at most twice the root mean square of the tokens' naive errors, which bounds their
 // mean. The norm equals that of the device's gradients, except for rounding in its sum. fp32 AdamW
 // applied to the device's gradients gives exactly the device's weights and moments.
 template <class E> static void check_steps() {
@@ -292,7 +292,7 @@ TEST(gpu_muon, CUDA_ALL) {
 }
 
 // Losses, gradients and weights of two steps are the same for every recompute level, in every order
-// of threads, and in repeated runs. All levels in bf16, two in other types.
+// of threads, and in repeated runs. Tests all levels in bf16 and two in other types.
 TEST(gpu_bits, CUDA_ALL) {
     int runs = 0;
     for (const char *dtype :
@@ -427,7 +427,7 @@ static Reals offloaded(const Model &m, const Text &options, int accum_steps, lon
 }
 
 // Reading a state in host memory waits for queued work, although a host-to-host copy would not.
-// Nothing is read before it, so nothing else makes the host wait.
+// Nothing is read earlier, so nothing else makes the host wait.
 TEST(gpu_host_read, EMULATED_ALL) {
     const Model m = shape("l2h1c16t8", 257);
     const Batch b(14, m.V, 1);
@@ -471,8 +471,8 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
     detail = text("%d settings", all);
 }
 
-// Using a buffer outside its lifetime is an error that names the buffer. A kernel that keeps its
-// address is stopped by ASan and otherwise reads NaN. ASan also detects access to the gap after it.
+// Using a buffer outside its lifetime is an error that names it. A kernel that keeps its address is
+// stopped by ASan, or else reads NaN. ASan also detects accesses to the gap after a buffer.
 TEST(gpu_lifetimes, EMULATED_ALL) {
 #ifdef _OPENMP
     omp_set_num_threads(1);  // as in TEST(arena)
@@ -541,8 +541,7 @@ TEST(gpu_losses, CUDA_ALL) {
     }
 }
 
-// Logits after fewer than T tokens, as needed for sampling, equal those of the reference, which
-// is given only those tokens.
+// Logits after 1 to T tokens, as computed for sampling, agree with those of the reference.
 TEST(gpu_sampling, CUDA_ALL) {
     Model m = shape("l2h2c32t20", 257);
     Net n(m, "-b 2 -t 17 --dtype fp32");

@@ -53,8 +53,8 @@ template <class T> struct Array {
     }
 };
 
-// Order 0 is selected by EMU_SEED, EMU_ORDER and EMU_GUARD. Only kernel tests also use the other
-// orders, which are variations of it. On a GPU, they simply repeat the run.
+// EMU_SEED, EMU_ORDER and EMU_GUARD select order 0. The other orders, which only kernel tests use,
+// are variations of it; on a GPU, they simply repeat the run.
 enum { ORDERS = CUDA_CPU ? 6 : 2 };
 static void set_order(int order) {
 #if CUDA_CPU
@@ -67,7 +67,7 @@ static void set_order(int order) {
 #endif
 }
 
-// Returns the environment variables that make the current order the order 0 of another run.
+// Returns environment variables with which another run uses the current order as its order 0.
 static Text order_switches() {
 #if CUDA_CPU
     char *words = NULL;
@@ -83,8 +83,8 @@ static Text order_switches() {
 #endif
 }
 
-// True if a case should run. Sanitizers check addresses, not numbers, so their builds run only
-// cases with `kept`: one or two odd shapes per kernel, and a few of many runs. FULL=1 runs all.
+// Returns whether a case should run. Sanitizers check addresses, not numbers, so their builds run
+// only cases with `kept`: a few odd shapes and repeated runs of each kernel. FULL=1 runs all.
 static bool sampled(bool kept) { return kept || !TEST_ASAN || is_full(); }
 
 // Returns the outputs of `run`, which must be bitwise equal in every order.
@@ -103,8 +103,8 @@ template <class Run> static Outputs every_order(Run run, const Text &who) {
     return first;
 }
 
-// Compares device values of type E with the reference. In fp32, its error bound applies. In 16
-// bits, each error and the norm of all errors may be twice that of rounding the exact result.
+// Compares device values of type E with the reference, within its error bound in fp32. In 16 bits,
+// each error and the norm of all errors may be up to twice that of rounding the exact result.
 template <class E> static void compare_in(int line, const Reals &got, Nums want, const Text &who) {
     const Text name = who + " " + traits<E>.name;
     if (!is_fp32<E>) {
@@ -181,7 +181,7 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     compare_as(G, got[3], first, who + " dwpe, written");
 }
 
-// Embedding forward and backward, with frequent tokens and with positions beyond T; backward
+// Tests embedding forward and backward with frequent tokens and with positions beyond T. Backward
 // overwrites the gradients the first time and then accumulates.
 TEST(gpu_embedding, CUDA_ALL) {
     static const int shapes[][5] = {
@@ -246,7 +246,7 @@ template <class E> static void check_layernorm(int N, int C) {
     compare_as(float, got[7], column_sums_of(got[4], before), who + " bias of inp");
 }
 
-// LayerNorm with rows handled by one warp and by several, and with more rows than partial sums.
+// Tests LayerNorm, with rows handled by one warp or several and more rows than partial sums.
 TEST(gpu_layernorm, CUDA_ALL) {
     for (int N : {1, 65, 130}) {
         for (int C : {16, 80, 192, 768, 1600}) {
@@ -303,8 +303,8 @@ template <class E> static void check_gelu(int N, int OC) {
                who + " dbias alone");
 }
 
-// GELU forward and backward, and both column sums. Far from zero, the results are exactly x, dout
-// or 0.
+// Tests GELU forward and backward, and both column sums. Far from zero, the results are exactly x,
+// dout or 0.
 TEST(gpu_gelu, CUDA_ALL) {
     static const int shapes[][2] = {{1, 64}, {65, 80}, {130, 768}, {1500, 48}, {2100, 264}};
     for (auto &s : shapes) {
@@ -354,7 +354,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     compare_as(G, got[4], zero, who + " dweight, written");
 }
 
-// Matmuls with widths of C, 3 C and 4 C, with few and with many rows.
+// Tests matmuls with widths of C, 3 C and 4 C, with few and with many rows.
 TEST(gpu_matmul, CUDA_ALL) {
     static const int shapes[][3] = {{1, 48, 144},  {65, 80, 240}, {130, 16, 64}, {7, 192, 64},
                                     {33, 64, 384}, {3, 1600, 40}, {257, 32, 24}};
@@ -446,8 +446,8 @@ static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
 #endif
 }
 
-// Attention with lengths around the tile size, heads of 8 to 128 channels, and flat and sharp
-// scores.
+// Tests attention with lengths around the tile size, with heads of 8 to 128 channels, and with flat
+// and sharp scores.
 TEST(gpu_attention, CUDA_ALL) {
     static const int shapes[][4] = {
         {1, 1, 16, 5},  {2, 1, 64, 3},   {3, 2, 80, 1},   {1, 63, 64, 3},  {2, 64, 32, 2},
@@ -561,8 +561,8 @@ static void choose_wgmma(int kernels) {
     }
 }
 
-// The wgmma variants, with lengths around the tile sizes, and flat and sharp scores. Includes wgmma
-// forward with mma.sync backward and the reverse, because LSE2 and D are the same quantities in
+// Tests the wgmma variants with lengths around the tile sizes and with flat and sharp scores.
+// Includes wgmma forward with mma.sync backward and the reverse, because LSE2 and D are the same in
 // both. Shapes that the variants do not support fall back to the default kernels.
 TEST(gpu_attention_wgmma, CUDA_ALL) {
     need_wgmma();
@@ -611,7 +611,7 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
     compare_as(E, got[1], want_d, who + " dlogits");
 }
 
-// The classifier with vocabularies from one pack to the largest, and with padding that would
+// Tests the classifier with vocabularies from one pack to the largest, and with padding that would
 // dominate every softmax.
 TEST(gpu_classifier, CUDA_ALL) {
     static const int shapes[][2] = {{1, 2}, {2, 5}, {1, 257}, {65, 257}, {3, 1000}, {2, 50257},
@@ -802,8 +802,8 @@ TEST(gpu_rounding, CUDA_ALL) {
     }
 }
 
-// Weights and both moments, two ranges of elements and two steps all use independent random
-// numbers: elements are rounded up in two states as often as chance predicts, within four sigma.
+// The weights and both moments, two ranges of elements and two steps all use independent random
+// numbers: two states round the same elements up as often as chance predicts, within four sigma.
 TEST(gpu_rounding_streams, CUDA_ALL) {
     enum { N = 16384 };
     // The weight and both moments lie well between two neighboring bf16 numbers.
@@ -844,8 +844,8 @@ TEST(gpu_rounding_streams, CUDA_ALL) {
     }
 }
 
-// Sums of squares accumulate over buckets; a rank may hold no gradients. A gradient that is NaN,
-// infinite or too large to be squared makes the step be skipped.
+// Sums of squares accumulate over buckets; a rank may hold no gradients. A step is skipped if a
+// gradient is NaN, infinite or too large to be squared.
 TEST(gpu_norm, CUDA_ALL) {
     enum { N = 20000 };
     for (real bad : {(real)2, (real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
@@ -939,8 +939,8 @@ TEST(gpu_exchange, CUDA_ALL) {
     }
 }
 
-// Passes each launcher a pointer misaligned by one element that its kernel accesses in packs, and
-// expects a message that names the launcher. Nothing is launched, so no memory need be allocated.
+// Passes each launcher a pointer that is off by one element, to data that its kernel accesses in
+// packs, and expects a message that names the launcher. Launches nothing and needs no memory.
 template <class E, class G> static void check_misaligned() {
     enum { N = 64, C = 64 };
     int *ints = (int *)(uintptr_t)0x100000;
@@ -998,9 +998,9 @@ static int algorithm_of(const MatmulPlan &plan) {
     return algo.id;
 }
 
-// A matmul uses the heuristic's first algorithm; out of place (D is not C), the first one that
-// supports it, or simply the first if none does. If the library does not support a matmul at all,
-// the error message gives its sizes.
+// A matmul uses the heuristic's first algorithm; out of place (D is not C), the first that supports
+// this, or simply the first if none does. If the library does not support a matmul at all, the
+// error message gives its sizes.
 TEST(gpu_algorithms, EMULATED_ALL) {
     const int N = 8, C = 16, OC = 24;
     Array<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));

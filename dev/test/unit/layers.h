@@ -266,8 +266,8 @@ TEST(embedding, ALL) {
     compare(dwpe, want_dwpe, "dwpe");
 }
 
-// Reference LayerNorm: forward, and backward from the mean and rstd of the tested forward. dinp has
-// no addend; dweight and dbias include their initial values.
+// Reference LayerNorm, whose backward uses the mean and rstd of the tested forward. dinp has no
+// addend; dweight and dbias include their initial values.
 struct NaiveLayerNorm {
     Nums out, mean, rstd, dinp, dweight, dbias;
     NaiveLayerNorm(const Reals &x, const Reals &w, const Reals &b, const Reals &dout,
@@ -386,8 +386,8 @@ static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, 
     }
 }
 
-// Attention over a single key, over whole tiles of keys and one key more or less, with heads of 1
-// to 128 channels.
+// Tests attention over one key, over whole tiles of keys, and over one key more or less than that,
+// with heads of 1 to 128 channels.
 TEST(attention, ALL) {
     static const int shapes[][4] = {{1, 1, 8, 1},   {2, 1, 48, 3},   {1, 2, 3, 3},
                                     {2, 7, 48, 3},  {1, 65, 192, 3}, {2, 64, 64, 1},
@@ -481,8 +481,8 @@ TEST(classifier, ALL) {
 #if GPT2_DOUBLE
 typedef std::function<double()> Loss;
 
-// Returns the derivative of `loss` in the direction along which `move` displaces the parameters by
-// its argument.
+// Returns the derivative of `loss` in one direction; `move` displaces the parameters in this
+// direction by its argument.
 static double slope(const Loss &loss, const std::function<void(double)> &move) {
     const double h = 1e-3;
     double f[4];

@@ -109,8 +109,8 @@ static Reals busy_trace(Net *n, int accum_steps) {
 }
 
 // Offloading any single state, or all of them, changes no bit. The networks have one block, as many
-// as there are slots, one more than that, and more than are prefetched at the start. Sanitizer
-// builds run a quarter of the cases.
+// blocks as slots, one more than that, and more than are prefetched at the start. Sanitizer builds
+// run a quarter of the cases.
 TEST(offload_bits, ALL) {
     int runs = 0, turn = 0;
     for (const char *e : {"l1h1c16t8", "l2h2c16t8", "l3h1c24t9", "l6h2c20t7"}) {
@@ -160,8 +160,8 @@ TEST(slots, HOST) {
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick 0");
 }
 
-// Losses, gradients, weights, and matmuls large enough to be split are bitwise equal with 1, 2 and
-// 3 threads.
+// Losses, gradients, weights, and results of matmuls large enough to be split are bitwise equal
+// with 1, 2 and 3 threads.
 TEST(thread_bits, ALL) {
 #ifdef _OPENMP
     Trace first[4];
@@ -280,10 +280,10 @@ TEST(network_facts, ALL) {
     }
 }
 
-// With a KV cache and chunks of all sizes, logits equal those of the whole window up to rounding,
-// because a single token is summed in a different order. This also holds if the first tokens are
-// then continued with different tokens, as in a second sample. The plan contains weights, the
-// cache, and only a few rows of everything else.
+// With a KV cache and chunks of all sizes, logits equal those of the whole window up to rounding (a
+// single token is summed in a different order). This also holds if the first tokens are then
+// continued with different tokens, as in a second sample. The plan contains weights, the cache, and
+// only a few rows of everything else.
 TEST(kv_cache, ALL) {
     static const struct {
         const char *e;
@@ -340,9 +340,9 @@ TEST(kv_cache, ALL) {
     expect(same_bits(losses[0], losses[1]), "chunks of one row");
 }
 
-// Samples generated one after another with the same cache contain the same tokens as samples from
-// the logits of the whole window, as in training runs, both within the window and past it, and
-// after a sample of either kind.
+// Successive samples that share a cache contain the same tokens as samples from the logits of the
+// whole window, as in training runs. This holds within the window and past it, and after a sample
+// of either kind.
 TEST(generated_tokens, ALL) {
     Model m = shape("l2h3c48t12", 257);
     Net whole(m, 1, m.maxT), cached(m, "--generate", 0);

@@ -1,6 +1,6 @@
 // optimizer.h -- tests of train_gpt2.c's optimizers and schedules, against values computed by hand.
 
-// Two updates computed by hand, for a number of elements that is not a multiple of the vector
+// Two updates match values computed by hand. The number of elements is not a multiple of the vector
 // length.
 TEST(adamw, ALL) {
     // lr 0.1, beta 0.9 and 0.99, eps 1e-8, decay 0.1, p = 1.
@@ -100,7 +100,7 @@ TEST(update, ALL) {
 }
 
 // Muon's definition in double: divides x (rows,cols) by its norm, transposes it if rows > cols, and
-// computes X <- a X + (b S + c S S) X with S = X X^T five times.
+// then computes X <- a X + (b S + c S S) X with S = X X^T five times.
 using Doubles = std::vector<double>;
 static Doubles muon_reference(Doubles x, int rows, int cols) {
     const int n = std::min(rows, cols), k = std::max(rows, cols);
@@ -148,9 +148,9 @@ template <class A> static double away(const A *got, const Doubles &want) {
     return sqrt(difference / (norm + 1e-300));
 }
 
-// Tall, wide and square matrices: some of rank 3 (scale 0), where each iteration amplifies rounding
-// errors in the other directions by 3.4; some of huge or tiny numbers (the norm is clamped to
-// 1e-7).
+// Tests tall, wide and square matrices. Some have rank 3 (scale 0), so each iteration amplifies
+// rounding errors in the other directions by 3.4; some have huge or tiny numbers (the norm is
+// clamped to 1e-7).
 TEST(muon_orthogonalize, ALL) {
     give_workspace();
     static const int shapes[][2] = {{12, 12}, {48, 12}, {12, 48}, {32, 128}};

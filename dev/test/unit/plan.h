@@ -291,8 +291,8 @@ TEST(places, HOST) {
     detail = "63 settings";
 }
 
-// Returns the ticks at which block l's streamed tensors of a kind are used: weights in matmuls,
-// gradients when they are computed, the residual when it is computed and when it is read.
+// Returns the ticks that use block l's streamed tensors of a kind: weights in matmuls, gradients
+// where they are computed, and the residual where it is computed or read.
 static std::vector<int> transfer_uses(const Settings *s, Kind kind, int l) {
     const Model *m = &s->model;
     std::vector<int> uses;
@@ -406,8 +406,8 @@ static void play(const Settings *s, int micros, double up[KINDS], double down[KI
     }
 }
 
-// The bytes that a step copies and exchanges match closed-form formulas. P, E and V: elements in
-// the blocks' matrices, in wte and wpe, and in vectors; w and g: bytes per weight and per gradient.
+// The bytes copied and exchanged in a step match closed-form formulas. P, E and V count elements in
+// the blocks' matrices, in wte and wpe, and in vectors; w and g are bytes per weight and gradient.
 TEST(traffic, FLOAT) {
     for (int n = 0; n < 500; n++) {
         Settings s = draw_placements();
@@ -448,7 +448,7 @@ TEST(traffic, FLOAT) {
 }
 
 // All ranks plan the same number of bytes. With two or more ranks, it does not grow with the ZeRO
-// stage or (except for padding) with the number of ranks. First-fit fragmentation is at most 2 %.
+// stage or, except for padding, the number of ranks. First-fit fragmentation is at most 2 %.
 TEST(plan_ranks, FLOAT) {
     static const int ranks[] = {2, 3, 4, 7, 8, 1024};
     double worst_layout = 1;
