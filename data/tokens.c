@@ -717,7 +717,7 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
     x->label = eval_word(p, 3);
     x->completions = eval_word(p, 4);
     if (x->completions < 2 || x->completions > EVAL_COMPLETIONS || x->label >= x->completions) {
-        die("%s: example %d: label %d of %d completions; expected 2 to %d, labels start at 0",
+        die("%s: example %d: label %d, %d completions; expected 2 to %d and label < completions",
             f->name, number, x->label, x->completions, EVAL_COMPLETIONS);
     }
     int position = EVAL_EXAMPLE_WORDS;

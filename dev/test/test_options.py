@@ -178,7 +178,7 @@ BAD_DATA = [
 
 @pytest.mark.parametrize("change, arguments, expected", BAD_DATA)
 def test_bad_data(change, arguments, expected):
-    """An invalid token file is named in one line, and no checkpoint is written."""
+    """An invalid token file is reported in one line, and no checkpoint is written."""
     good = Path("train.bin").read_bytes()
     if change is not None:
         Path("bad.bin").write_bytes(change if isinstance(change, bytes)

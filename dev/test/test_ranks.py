@@ -211,7 +211,7 @@ def test_mpirun(ranks):
 
 
 def test_two_jobs():
-    """Two jobs on one machine do not meet: not by default, and not on one MASTER_PORT."""
+    """Jobs on one machine stay separate, by default and with the same MASTER_PORT."""
     line = TINY + "-x 2 --quiet "
     jobs = [{**OPEN_MPI(r, 2), "PMIX_NAMESPACE": job} for job in "ab" for r in range(2)]
     assert all(o.status == 0 for o in outcomes(start_ranks(line, jobs, [""] * 4, [""] * 4)))
