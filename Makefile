@@ -19,13 +19,13 @@ endif
 MARCH := $(firstword $(foreach f,-march=native -mcpu=native,$(if $(call try,$(CC) $(f) -xc),$(f))))
 OMP := $(if $(call try,$(CC) -fopenmp -include omp.h -x c),-fopenmp)
 SAN = $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++)
-# Debian's gcc-multilib, which adds a link to these headers, conflicts with ARM cross-compilers;
-# gcc-12-multilib does not.
+# Adds the headers that Debian's gcc-multilib would link to: that package conflicts with ARM
+# cross-compilers; gcc-12-multilib does not.
 CC32 = $(CC) -m32 -msse2 -mfpmath=sse -idirafter /usr/include/$(shell $(CC) -print-multiarch)
 M32 = $(call try,$(CC32) -include errno.h -x c,-lm)
 FUZZ_CC = $(firstword $(foreach c,clang clang-14,$(call on_path,$(c))) clang)
 # If nvcc is a symbolic link, as in /usr/bin, its headers and the programs it calls are next to the
-# link's target (unless it links to ccache, whose target has another name). make would split a path
+# link's target (unless that is ccache, which has another name). make would split a path
 # with a space into two words, so such a toolkit is used through a link in build/. /usr/include is
 # left out because the compiler searches it already; naming it again would hide the C library's
 # headers from C++'s.
@@ -36,7 +36,7 @@ NVCC := $(shell nvcc=$$(command -v nvcc || echo /usr/local/cuda/bin/nvcc); \
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
 CUDA_INCLUDE := $(patsubst %,-isystem %,$(filter-out /usr/include,$(CUDA_HOME:%=%/include)))
 CUDA_LIBRARIES := $(wildcard $(foreach h,$(filter-out /usr,$(CUDA_HOME)),$h/lib64 $h/targets/*/lib))
-# Compute capabilities of the installed GPUs, from 75 up, the oldest that nvcc 13 supports. 90a is
+# Compute capabilities of the installed GPUs, if at least 75, the oldest nvcc 13 supports. 90a is
 # sm_90 with its architecture-specific instructions; nvcc supports both since 12.0. nvidia-smi
 # takes seconds, so it runs only if something is built.
 GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=compute_cap \
@@ -95,8 +95,8 @@ PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9_\/]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
-# A changed compiler or flag rebuilds everything that depends on this file. WERROR is left out
-# because it does not affect the result.
+# Changing the compiler or a flag rebuilds everything that depends on these two files. WERROR is
+# left out because it does not affect the result.
 all_flags = $(filter-out -Werror all-warnings $(WERROR),$(C) $(CPP) \
               $(if $(filter %/gpu,$@),$(NV) $(WITH_NCCL),$(NV1)))
 build/flags build/gpu: FORCE

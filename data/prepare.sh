@@ -10,7 +10,7 @@
 #
 # Files are copied from $DATA_MIRROR if it is set, otherwise downloaded. If tinyshakespeare is not
 # available, the stories written by data/stories replace it. A download has the suffix .part until
-# it is complete and its SHA-256 or header is right; an interrupted one is continued. Without a
+# it is complete and its SHA-256 or header is right; an interrupted one is resumed. Without a
 # network, a call tries one file, for at most 3 s. DATA_URL=http://localhost:8000 replaces
 # https://HOST in every address, for dev/test/test_prepare.py. tinystories, fineweb, fineweb-edu
 # and hellaswag have not been tried with the real servers.
@@ -60,8 +60,8 @@ prepared() {
 
 # --- Copying and downloading ----------------------------------------------------------------------
 
-# transfer URL PART: appends the missing bytes to PART, or all if the server cannot continue.
-# Gives up after 3 s without a connection or 30 s without a byte; wget's connection limit is lower
+# transfer URL PART: appends the missing bytes to PART; starts over if the server cannot resume.
+# Gives up after 3 s without a connection or 30 s without data; wget's connection timeout is lower
 # because it applies to each address of a host, and these hosts have four or more.
 transfer() {
     local loud=--silent code status
@@ -78,8 +78,8 @@ transfer() {
     fi
 }
 
-# download URL FILE CHECK...: downloads FILE and checks it with the command CHECK; status 1 on
-# failure. Keeps requesting the rest as long as bytes arrive.
+# download URL FILE CHECK...: downloads FILE and checks it with the command CHECK; returns 1 on
+# failure. Requests the rest again as long as each attempt receives some of it.
 download() {
     local url=$1 file=$2 body=$2.part before
     shift 2

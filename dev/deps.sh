@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lists the packages that targets need and this machine lacks; as root on Debian or Ubuntu it also
-# installs them.
+# Lists the packages that targets need but this machine lacks; installs them if run as root on
+# Debian or Ubuntu.
 #   dev/deps.sh build|test|lint|cuda...  CC and NVCC override the compilers cc and nvcc
 # Prints nothing if everything is installed. Exits with status 1 only if a target would fail because
 # of a missing package.
@@ -14,11 +14,11 @@ has_pytest() {
     return 1
 }
 
-# need PACKAGE...: required by a target. want WHAT PACKAGE...: only WHAT is lost without them.
+# need PACKAGE...: a target requires them. want WHAT PACKAGE...: without them only WHAT is lost.
 need() { needed+=("$@"); }
 want() { lost+=("$1") && shift && wanted+=("$@"); }
 
-# One line per tool: what is looked for, what is lost without it, the packages that contain it.
+# One line per tool: the command, the loss if it is missing, and the packages that contain it.
 look() {
     needed=() wanted=() lost=()
     for target in "$@"; do
@@ -48,8 +48,8 @@ look() {
     done
 }
 
-# Updates the package lists first, since a bare container has none. A package that is not available
-# does not prevent the installation of the others.
+# Updates the package lists first, since a bare container has none. If a package is unavailable,
+# the others are still installed.
 install() {
     local apt=(env DEBIAN_FRONTEND=noninteractive timeout 600 apt-get -qq
                -o Acquire::Retries=1 -o Acquire::http::Timeout=15 -o Dpkg::Use-Pty=0)

@@ -3,8 +3,8 @@
 #
 # Prints one line per check: ok, FAILED or skipped (why), and continues after a failure. Exit status
 # 1 if a correctness check failed; the stage torch never fails. Needs no network. Logs, results and
-# summary.md are in LOGS and, after each stage, in one file, ARCHIVE. Stages that are not run keep
-# the results of earlier calls. If a machine is only available for ten minutes at a time:
+# summary.md are in LOGS, which is packed into ARCHIVE after each stage. Stages that are not run
+# keep the results of earlier calls. If a machine is available for only ten minutes at a time:
 #
 #   STAGES="build check bits speed" dev/gpu_check.sh
 #   STAGES="test sanitizer offload" dev/gpu_check.sh
@@ -19,12 +19,12 @@
 #   LOGS=build/gpu_check       folder of logs, results, summary.md and the program's choices
 #   ARCHIVE=$LOGS.tar.gz       all of LOGS in one file
 #   GPT2CU=./train_gpt2cu TEST=build/test_gpt2cu BENCH=build/bench
-#                              the program, its tests, its benchmark; those set are not built
+#                              program, tests and benchmark; those given here are not built
 #   MODELS="d12 d48"           models that are timed; the first is also checked
 #   STEPS=20 LARGEST_BATCH=16  steps and largest batch of a timed run
 #   GPUS=                      number of GPUs; default: as many as nvidia-smi lists
 #   DTYPE=                     the 16-bit type; default: bf16, or fp16 below compute capability 8.0
-#   SECONDS_IN_ALL=580         total time limit; the checks that remain are skipped
+#   SECONDS_IN_ALL=580         total time limit; checks not started by then are skipped
 #   PYTHON=python3             the interpreter that has torch
 #
 # Without a GPU, the script exits at once unless GPT2CU is set:
@@ -34,7 +34,7 @@ export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's 
 PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
 unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
-# The stages, and the time limit in seconds for each of their commands on a machine with 16 or more
+# The stages, and for each the time limit of its commands, in seconds, on a machine with 16 or more
 # cores; with fewer cores the limits are proportionally longer.
 all_stages="build check bits speed test sanitizer offload gpus bench torch"
 declare -A limit_s=([build]=150 [check]=60 [bits]=120 [speed]=120 [test]=180 [sanitizer]=90
@@ -78,7 +78,7 @@ work=$(mktemp -d "$PWD/build/gpu_check.XXXXXX") || exit 1
 watcher=
 trap 'kill $watcher 2> /dev/null; archive; rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
-# A program without a RUNPATH finds its libraries in a toolkit, or in those installed with PyTorch.
+# A program without a RUNPATH finds its libraries in a toolkit, or in PyTorch's packages.
 packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' 2> /dev/null)
 for folder in /usr/local/cuda/lib64 "$packages"/nvidia/*/lib; do
     [ -d "$folder" ] && LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$folder
@@ -88,14 +88,14 @@ reported=0
 
 # --- Lines, time and logs -------------------------------------------------------------------------
 
-# Packs LOGS into ARCHIVE, which is complete at any time, even if this script is killed. tar's
-# status is 1 if a file grew meanwhile.
+# Packs LOGS into ARCHIVE, which is never incomplete, even if this script is killed. tar returns 1
+# if a file grew meanwhile.
 archive() {
     { tar -czf "$ARCHIVE.part" --exclude="${ARCHIVE##*/}*" -C "${LOGS%/*}" "${LOGS##*/}" ||
         [ $? -eq 1 ]; } 2> /dev/null && mv "$ARCHIVE.part" "$ARCHIVE"
 }
 
-# report NAME ok|FAILED|skipped TEXT: adds a line to the summary; with no time left: skipped.
+# report NAME ok|FAILED|skipped TEXT: adds a line to the summary. "no time left" means skipped.
 report() {
     local outcome=$2
     [[ $3 != "no time left"* ]] || outcome=skipped
@@ -112,9 +112,9 @@ found() {
 }
 outcomes() { found results | cut -f 1 | grep -cx "$1"; }
 
-# logged COMMAND...: runs the command under the stage's time limit and the total one; appends the
-# command line and the output to the stage's log and writes only the output to $work/last. Status
-# 124 if time ran out, even before the start (137: the command ignored SIGTERM; becomes 124).
+# logged COMMAND...: runs the command within the stage's time limit and the total one. Appends the
+# command line and the output to the stage's log, and writes the output to $work/last. Returns 124
+# if time ran out, even before the start, or if the command had to be killed (137).
 logged() {
     local status=124 left=$((SECONDS_IN_ALL - SECONDS)) most=${limit_s[$stage]}
     most=$((cores < 16 ? most * 16 / cores : most))
@@ -137,7 +137,7 @@ why() {
     fi
 }
 
-# passes NAME COMMAND...: reports ok if the command succeeds, with the last line of its output.
+# passes NAME COMMAND...: reports ok and the last line of the output if the command succeeds.
 passes() {
     local what=$1
     shift
@@ -151,8 +151,8 @@ passes() {
 # --- Runs -----------------------------------------------------------------------------------------
 
 # run DIR OPTIONS...: trains for STEPS steps with a log in DIR (-: no log, no checkpoint). Sets
-# $ms to the median time of a step after the first quarter, and $measured to the growth in MiB of
-# the GPU's memory since this script began.
+# $ms to the median step time after the first quarter, and $measured to the increase of the GPU's
+# used memory, in MiB, since this script began.
 run() {
     local dir=$1 lines status
     shift
@@ -180,8 +180,8 @@ losses() {
 same_steps() { [ -n "$(losses "$1")" ] && [ "$(losses "$1")" = "$(losses "$2")" ]; }
 
 # near_steps DIR DIR LOSS NORM: prints the largest relative differences of losses and of norms.
-# Status 0 if they are at most LOSS and NORM; they need not be 0, because the order of sums differs
-# and bf16 has eight bits. The norm reveals a GPU's gradients that are lost or counted twice.
+# Succeeds if they are at most LOSS and NORM, which are not 0 because the order of sums differs and
+# bf16 has eight bits. The norm reveals whether a GPU's gradients are lost or counted twice.
 near_steps() {
     paste -d ' ' <(losses "$1") <(losses "$2") | awk -v most_loss="$3" -v most_norm="$4" '
         function apart(a, b) { return a > b ? (a - b) / a : (b - a) / b }
@@ -239,7 +239,7 @@ stage_build() {
     if ! compgen -G 'data/*.bin' > /dev/null; then
         logged make data || report data FAILED "$(why $?)"
     fi
-    # All at once; if any fail, one by one, so that each failure is reported.
+    # Builds all at once and, if that fails, one by one, so that each failure is reported.
     [ ${#targets[@]} -eq 0 ] || logged make -k -j"$(nproc)" "${targets[@]}" ||
         for target in "${targets[@]}"; do
             logged make "$target" || report "$target" FAILED "$(why $?)"
@@ -255,7 +255,7 @@ stage_build() {
 # Batches are small because the CPU computes them too. In the second one, the k dimension of all
 # weight-gradient matmuls is 1,092 tokens, 4 more than a multiple of 64: cuBLASLt has split such a k
 # and dropped the remainder (facebookexperimental/triton PR 2767), which the emulated library cannot
-# reproduce. The difference would be sqrt(4 / 1092), or 6 %.
+# reproduce. The error would be sqrt(4 / 1092), or 6 %.
 stage_check() {
     local dtype batch T worst
     T=$(positions "$first_model")
@@ -275,7 +275,7 @@ stage_check() {
     done
 }
 
-# Two runs must have the same bits. Both save to the same path because checkpoints contain it.
+# Two runs must be bit-identical. Both save to the same path because checkpoints contain it.
 stage_bits() {
     local each dir=$work/bits
     for each in a b; do
@@ -294,9 +294,9 @@ stage_bits() {
     rm -rf "$dir".[ab]
 }
 
-# Times every model with and without recomputation, at the largest batch that fits (the program's
-# status is 3 if one does not). An untimed first step loads kernels and makes the choices. For the
-# first model, recomputation must not change a bit; the later ones are too large to be saved.
+# Times every model with and without recomputation, at the largest batch that fits (the program
+# exits with 3 if one does not). An untimed first run loads kernels and chooses algorithms. For the
+# first model, recomputation must not change a bit; the others are too large to save.
 stage_speed() {
     local model level batch status dir
     for model in $MODELS; do
@@ -338,7 +338,7 @@ stage_bench() { passes "$BENCH" "$BENCH"; }
 
 # The probe has a race in shared memory and a write past the end of an allocation. Each tool must
 # find its kind of error in it; otherwise the tool does not work on this machine, and a clean report
-# would mean nothing. Choices are made anew in each run, so the wgmma kernels run too.
+# would mean nothing. Each run times all candidate kernels again, so the wgmma kernels run too.
 # Only kernels whose names end in _kernel are checked: all of ours, and hardly any of the
 # libraries', which are slow to check and not ours to fix.
 stage_sanitizer() {
@@ -387,7 +387,7 @@ CUDA
     done
 }
 
-# Compares the step time with each state offloaded to that without offload; bits must be equal.
+# Compares step times with each state offloaded and with none; results must be bit-identical.
 stage_offload() {
     local states dir none=''
     for states in none moments moments,master weights gradients residuals \
@@ -405,10 +405,10 @@ stage_offload() {
     done
 }
 
-# Compares one GPU with two, or with 2 and 4 ranks that share a single GPU, which NCCL allows on
-# request since 2.30.7: even this tests the real calls and streams, but its times mean nothing.
-# Shared runs are in fp32, where only the order of sums makes a difference; with 96 channels the
-# shards of 2 and 4 ranks end inside matrices, and the last one is padded.
+# Compares one GPU with two or, if there is only one, with 2 and 4 ranks that share it, which NCCL
+# allows on request since 2.30.7: this tests the real calls and streams, but its times mean nothing.
+# Shared runs use fp32, where results differ only by the order of sums; with 96 channels the shards
+# of 2 and 4 ranks end inside matrices, and the last one is padded.
 stage_gpus() {
     local ranks zero dir count apart list="2 4" tokens loss=1e-5 norm=1e-4 rows=4
     count=${GPUS:-$(timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null |

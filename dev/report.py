@@ -45,7 +45,7 @@ def read_text(path):
 
 
 class Run:
-    """A log by subject and step. When a step is repeated, it replaces the old one and all later."""
+    """A log, by subject and step. A repeated step replaces its old entry and all later ones."""
 
     def __init__(self, path):
         self.path = os.path.join(path, "log.jsonl") if os.path.isdir(path) else path
@@ -233,7 +233,7 @@ def plan_svg(plan):
 
 def fit_svg(fit):
     """Device memory (x) and tokens/s (y) of all settings that fit, colored by host memory; the
-    staircase shows the highest tokens/s possible with that much memory."""
+    staircase shows the highest tokens/s that fits in each amount of memory."""
     figure, at = pyplot().subplots(figsize=(10, 4.6))
     rows = sorted((row for row in fit["ways"] if row["tokens_per_s"]),
                   key=lambda row: row["device_bytes"])

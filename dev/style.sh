@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks the layout and style of the sources: `make style`. The argument `main`, used by `make
-# test`, checks the layout (dev/check/layout.py) and the shell scripts; `rest`, which ALL=1 adds,
-# runs compilers and lint; without an argument both run.
+# `make style`: checks the layout and style of the sources. With the argument `main`, as in `make
+# test`, it checks the layout (dev/check/layout.py) and the shell scripts; with `rest`, which ALL=1
+# adds, it runs compilers and lint; without an argument, it does both.
 # One line per check, `style  NAME  ok|FAILED|skipped (why)`, followed by the errors found; the last
 # line is `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP, MAKE,
 # CUDA_INCLUDE and CUDA_HEADERS (empty: not installed) are set by make.
@@ -39,7 +39,7 @@ top_level() {
         grep -vxE "$known|\.gitignore|\.ci|\.github|\.clang-(tidy|format)"
 }
 
-# A folder next to the clone belongs to the machine; only .ci/run may refer to one.
+# Folders next to the clone differ between machines; only .ci/run may refer to one.
 outside() { ! git grep -nF '../shared' -- . ':!.ci/run' ':!dev/style.sh'; }
 
 # python COMMAND...: prints a script's output only if it fails.
@@ -58,8 +58,8 @@ if [[ $part = *main* ]]; then
     check "shell scripts" shellcheck -S warning -e SC2319 data/*.sh dev/*.sh dev/*/*.sh .ci/run
 fi
 
-# The packed matmul is the only code compiled with contraction: without fused multiply-adds it would
-# lose half of the machine's peak, and no test of its results would notice.
+# Only the packed matmul is compiled with contraction. Without fused multiply-adds it would reach
+# half of the machine's peak at most, and no test of its results would notice.
 fused() {
     [ "$(objdump -d "$1" | grep -c 'vfn*m[a-z]*[0-9]*p[sd]')" -ge 8 ] || echo "no packed vfmadd"
 }

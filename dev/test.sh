@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds and runs the tests: `make test`. ALL=1 adds sanitizers, GPUs without bf16, kernels for
-# other GPUs, other compilers, lint, and the tests marked `all`; ALL=main and ALL=rest run one of
-# the two parts. FULL=1 is ALL=1 plus long tests, and all combinations where tests usually sample.
+# `make test`: builds and runs the tests. ALL=1 adds sanitizers, GPUs without bf16, kernels for
+# other GPUs, other compilers, lint, and the tests marked `all`; ALL=main and ALL=rest run only one
+# part. FULL=1 is ALL=1 plus long tests, and tests every combination instead of a sample.
 #
 # dev/test/conftest.py says how to run single tests. Without pytest only the unit programs run. The
-# last line is `N passed, N failed, N skipped`; the exit status is 1 on any failure. make sets MAKE,
+# last line is `N passed, N failed, N skipped`; the exit status is 1 if any failed. make sets MAKE,
 # SAN (empty: no sanitizers), M32 (empty: no 32-bit programs), NVCC, CUDA_HEADERS and GPU (empty:
 # none); with BUILD_ONLY=yes nothing is run.
 set -u

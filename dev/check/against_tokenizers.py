@@ -4,8 +4,8 @@
     dev/check/against_tokenizers.py [TEXT...]
 
 Needs the packages tokenizers and transformers, and the built data/tokenize and train_gpt2. Learns
-vocabularies of several sizes from each TEXT (default: five texts, generated here or part of the
-project, in several languages) and compares the merges. Then trains a model for one step and
+vocabularies of several sizes from each TEXT (default: five texts in several languages, generated
+here or part of the project) and compares the merges. Then trains a model for one step and
 compares our tokens of 10,000 lines with those of transformers, which loads its checkpoint.
 """
 import os

@@ -359,7 +359,7 @@ class Trainer:
 # --- 1. Gradients ---------------------------------------------------------------------------------
 
 def gradient_differences(ours, step, weights):
-    """Step `step` (from 0) from `weights`: {name: difference} of loss, norm and gradients."""
+    """Repeats a step (from 0) from `weights`; {name: difference} of loss, norm and gradients."""
     model = hf_model(ours.case, weights)
     loss, norm = gradients(model, ours.batches(step))
     # Losses and norms are sums in double over many elements, whose errors largely cancel, so the
@@ -402,8 +402,8 @@ def optimizer_differences(ours, case):
         for what in ("weights", "m", "v"):
             values = ours.state(what, n)
             for name, reference in trainer.state(what).items():
-                # A moment: 16 roundings. A weight: per step, one of its own and 32 of the update
-                # (1 - beta in fp32 is off by up to u / (1 - beta); the rest: divisions and roots).
+                # Tolerance of a moment: 16 roundings; of a weight, per step: its own and 32 of the
+                # update (1 - beta in fp32: up to u / (1 - beta); the rest: divisions and roots).
                 scale, tolerance = np.abs(reference).max(), 16 * U
                 if what == "weights":
                     tolerance = n * (U * scale + 32 * U * case.lr) / scale
@@ -518,8 +518,8 @@ def check_folders(report, ours, folder):
 # --- A loss curve ---------------------------------------------------------------------------------
 
 def curve(text, picture, folder):
-    """Trains from the same random weights on the same batches, PyTorch also in float64; draws the
-    losses and their differences from float64."""
+    """Trains both from the same random weights on the same batches, PyTorch also in float64; draws
+    the losses and their differences from float64."""
     from matplotlib import pyplot as plt
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.size": 9})
     case = Case(L=4, NH=4, C=128, maxT=64, B=12, T=64, micros=1, schedule="cosine", steps=1000,

@@ -14,9 +14,9 @@ runs N at once (default 2). `kill` and `power` draw settings for `train_gpt2` an
 `train_gpt2cu_cpu` with 1 to 4 ranks, ZeRO stages 0 to 3, with and without offload. `power` and
 `calls` need strace.
 
-After each fault the same command must resume, from at least the last step that was reported as
-saved, and end with the bytes of an undisturbed run; a run that sees a fault must end with status 1
-and one line. Prints a line per violation, then `N <what was tried>, K violations`. Exit status 1 if
+After each fault the same command must resume, from the last step reported as saved or a later one,
+and end with the bytes of an undisturbed run; a run that sees a fault must end with status 1 and one
+line. Prints a line per violation, then `N <what was tried>, K violations`. The exit status is 1 if
 K is not 0, if nothing was tried, or if 100 or more kills missed one of the PARTS of a run. Files
 are written only to a temporary folder.
 """
@@ -31,7 +31,7 @@ tally = collections.Counter()    # faults by the part of a run they hit, and by 
 
 
 def settings(programs):
-    """Every command that is drawn from."""
+    """Every command that may be drawn."""
     every = []
     for program in programs:
         kept = [["-n", str(n), "--keep", str(keep)] for n in (1, 2) for keep in (1, 2)]
@@ -150,7 +150,7 @@ def kill_moment(out, process, seconds, draw):
 
 
 def kill_place(out, stdout):
-    """What a killed run was doing, judging by its folder and output."""
+    """Returns what a run was doing when killed, judging by its folder and output."""
     steps = [int(path[-8:]) for path in glob.glob(out + "/step-" + "[0-9]" * 8)]
     unfinished = [int(path[-12:-4]) for path in glob.glob(out + "/*.tmp")]
     if any(step < max(steps, default=0) for step in unfinished):
@@ -303,7 +303,7 @@ class Disk:
             self.sync(node)
 
     def lose_power(self, draw):
-        """Keeps a random prefix of the name changes that were not synced."""
+        """Keeps only a random prefix of those name changes that were not synced."""
         for changes in self.pending[:draw.randint(0, len(self.pending))]:
             self.apply(changes, "durable")
 
@@ -397,7 +397,7 @@ ALIKE = {"openat": "open", "pread64": "read", "readv": "read", "writev": "write"
 
 
 def calls_case(work, command, pool):
-    """Tries every call on the run's files, in a run from the start and in one that resumes."""
+    """Injects faults into each call on the run's files, in a new run and in one that resumes."""
     cases, command = [], command + ["--keep", "2"]
     whole, _ = undisturbed(work, command)
     names = ",".join("?" + name for name in [*WAYS, *ALIKE])
@@ -463,9 +463,9 @@ GPU_KINDS = ["--tune 0 --dtype bf16", "--tune 0 --dtype fp16 --offload residuals
 TWO_GPUS = "--tune 0 --dtype bf16 --gpus 2 --timeout 30"
 GPU_KINDS += [f"{TWO_GPUS} -z {z}" for z in range(4)]
 GPU_KINDS += [f"{TWO_GPUS} -z {z} --offload moments,master,residuals" for z in (1, 3)]
-# A run may continue with the same bytes if one of these calls fails: the search for a GPU, which a
-# plan does not need; an attribute unknown to older versions of cuBLASLt; and a matmul, whose failed
-# algorithm is named in a line before the next one is tried.
+# A run may continue, with the same bytes, if one of these calls fails: the search for a GPU, which
+# a plan does not need; the query of an attribute unknown to older versions of cuBLASLt; or a
+# matmul, whose algorithm is named in a line before the next one is tried.
 GPU_SURVIVED = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaGetDeviceProperties",
                 "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmul")
 # What a message contains instead of the function's name.
@@ -475,7 +475,7 @@ GPU_NAMED = {"cudaLaunchKernel": "launch of ", "cudaHostRegister": "cannot pin "
 
 
 class GpuKind:
-    """A run that resumes from step 1, validates, samples and saves step 2; and its calls."""
+    """A run that resumes from step 1, validates, samples and saves step 2, with its GPU calls."""
 
     def __init__(self, work, number, program):
         self.command = [program, "-x", "2"] + GPU_RUN + GPU_KINDS[number].split()

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks the layout of the sources: dev/check/layout.py
 
-All source files that git tracks: lines of at most 100 columns, no tabs (except in Makefile), no
-trailing blanks, a newline at the end. Also, in C and CUDA sources: no two consecutive empty lines,
+Every source file that git tracks must have lines of at most 100 columns, no tabs (except Makefile),
+no trailing blanks and a newline at the end. In C and CUDA, no two consecutive lines may be empty;
   contents   the list under "Contents" in a file's header equals its chapter banners
   citations  "chapter X" names a chapter that exists in some file
 Prints one line per fault and finally `N passed, N failed, N skipped`; exit status 1 on any fault.

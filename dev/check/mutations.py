@@ -8,10 +8,10 @@
     dev/check/mutations.py --print       prints the mutations with their numbers
 
 Options: --only N,N or --sample N with --seed S (default 1) select mutations; --jobs N runs N tests
-at once (default 1); --scratch DIR keeps the copy and builds only what has changed. An expression E
-becomes (mutant(N) ? NEW : E), and the variable MUTANT selects N, so each target is built only once.
-A test that fails without a mutation is named and not used. Prints a line for each mutation, then `N
-of M caught`; status 1 if a result differs from the list or a test fails without a mutation.
+at once (default 1); --scratch DIR keeps the copy and rebuilds only changed files. An expression E
+becomes (mutant(N) ? NEW : E), where N is selected by the environment variable MUTANT, so each
+target is built only once. A test that fails without a mutation is named and not used. Prints a line
+per mutation, then `N of M caught`; status 1 if a result differs from the list or a test is unused.
 """
 import argparse, concurrent.futures, os, random, re, subprocess, sys, tempfile
 
@@ -42,7 +42,7 @@ class Mutation:
         self.file, _, self.tests = head.partition(": ")
 
     def pattern(self):
-        """Matches the text with any white space; group 1 is the expression to replace."""
+        """A pattern for the text with any white space; group 1 is the expression to replace."""
         before, braces, rest = self.old.partition("{{")
         expression, _, after = rest.partition("}}") if braces else (self.old, "", "")
         before = before if braces else ""
@@ -52,7 +52,7 @@ class Mutation:
         return re.compile(f"{parts[0]}{gaps[0]}({parts[1]}){gaps[1]}{parts[2]}")
 
     def runs(self, broken=()):
-        """Yields each test program and the names of its tests, except those that are broken."""
+        """Yields each test program with the names of its tests that are not broken."""
         for run in self.tests.split("; "):
             program, *names = run.split()
             names = [name for name in names if (program, name) not in broken]
@@ -61,7 +61,7 @@ class Mutation:
 
 
 def read_list():
-    """Each mutation: `file: program test test; program test`, text, `-> new`, `! reason`."""
+    """Reads mutations: `file: program test test; program test`, text, `-> new`, `! reason`."""
     found = []
     with open(LIST) as f:
         for number, line in enumerate(f, 1):

@@ -52,7 +52,7 @@ def texts_of(cell):
 
 
 def faults_of_text(text):
-    """Yields what is wrong with one string: a command line, a part of one, or a file's name."""
+    """Yields the faults of one string: a command line, a part of one, or a file's name."""
     for command in re.split(r"&&|\|\||[|;]", text):
         try:
             words = shlex.split(command)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-2 124M on 10 billion tokens, on eight GPUs of one machine. Run `data/prepare.sh fineweb 103`
-# (20 GB) and `data/prepare.sh hellaswag` first.
+# Trains GPT-2 124M on 10 billion tokens, on one machine with eight GPUs. Run `data/prepare.sh
+# fineweb 103` (20 GB) and `data/prepare.sh hellaswag` first.
 set -eu
 cd "$(dirname "$0")/../.."
 card=a100 tokens=10000000000 price=${PRICE:-1.80} gpus=8

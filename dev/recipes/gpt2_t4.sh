@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GPT-2 124M on stories, on one T4 (16 GB). Run `data/prepare.sh tinystories` first.
+# Trains GPT-2 124M on stories, on one T4 (16 GB). Run `data/prepare.sh tinystories` first.
 set -eu
 cd "$(dirname "$0")/../.."
 card=t4

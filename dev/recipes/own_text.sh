@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A small GPT on your own text, on the CPU of a laptop:
+# Trains a small GPT on your own text, on a laptop's CPU:
 #
 #   dev/recipes/own_text.sh FILE [train] [OPTION...]
 #
 # Learns a tokenizer of 4,096 tokens from FILE (plain text: a novel, a few MB of mail or chats) and
-# trains a model of 3.5 million parameters. With less than a megabyte the validation loss may rise
-# again before the end: the run keeps four checkpoints, and fewer steps (-x) are then better. A text
+# trains a model of 3.5 million parameters. With less than a megabyte of text, the validation loss
+# may rise again: then use an earlier one of the run's four checkpoints, or fewer steps (-x). A text
 # with too few distinct words for 4,096 tokens is refused: put VOCABULARY=1000 before the command.
 set -eu
 file=$(realpath "${1:?usage: dev/recipes/own_text.sh FILE [train] [OPTION...]}")

@@ -4,9 +4,9 @@
     /usr/bin/python3 -m pytest dev/test/test_options.py -k plan  some
     /usr/bin/python3 -m pytest dev/test --program=build/train_gpt2_asan
 
-Tests marked `gpu` drive --gpu-program, the others --program. Unless -k selects them, tests marked
-`all` need ALL=1 or ALL=rest, which runs no others, and tests marked `full` need FULL=1. The last
-line is `N passed, N failed, N skipped`."""
+Tests marked `gpu` drive --gpu-program, the others --program. Unless -k is given, tests marked `all`
+run only with ALL=1 or ALL=rest (which runs no others), and tests marked `full` only with FULL=1.
+The last line is `N passed, N failed, N skipped`."""
 
 import os
 import shutil

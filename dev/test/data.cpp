@@ -92,8 +92,8 @@ static Text sha256_of(const Text &data, size_t cut) {
     return out;
 }
 
-// FIPS 180-4's examples, and all lengths around the padding's boundaries, in any two chunks. The
-// latter are compared with the plain C rounds on a message padded by the test.
+// Hashes FIPS 180-4's examples, and messages of all lengths around the padding's boundaries, in any
+// two chunks; the latter are compared with the plain C rounds on a message padded by the test.
 TEST(sha256) {
     static const char *const known[][2] = {
         {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
@@ -394,8 +394,8 @@ TEST(spaces) {
     }
 }
 
-// Merging agrees with its definition; encoded text decodes to itself, whatever the bytes; a text
-// can be split where bpe_cut_is_safe says; a pre-token of a million characters is encoded in time.
+// Merging agrees with its definition; any encoded bytes decode to themselves; a text can be split
+// where bpe_cut_is_safe allows; a pre-token of a million characters is encoded quickly enough.
 TEST(bpe_rules) {
     open_bpe(made_merges());
     int cuts = 0, pieces = 0;

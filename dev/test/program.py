@@ -35,7 +35,7 @@ class Outcome:
 
 
 def words(arguments, under=""):
-    """The argv of a command line, split at spaces; `under`: a command that runs the program."""
+    """The argv of a command line, split at spaces. `under` is a command that runs the program."""
     return [*under.split(), path, *(word for word in arguments.split(" ") if word)]
 
 
@@ -67,7 +67,7 @@ def succeeds(arguments, *expected, **more):
 
 
 def refused(arguments, expected, status=1, **more):
-    """Expects this status and a single line on stderr, containing a text; no sanitizer report."""
+    """Expects this status, and a single line on stderr that contains `expected`."""
     o = run(arguments, **more)
     assert o.status == status and expected in o.err and o.err.find("\n") == len(o.err) - 1, o
     return o.err

@@ -49,8 +49,8 @@ def test_bpe_samples(sampled):
 
 
 def test_eval_command():
-    """--eval needs no data file. Its output lines and JSON are as documented, the score does not
-    depend on B, too small a T or vocabulary is reported; an interruption is not an error."""
+    """--eval needs no data file. Its output lines and JSON are as documented; its score does not
+    depend on B; it reports a T or vocabulary that is too small; interrupting it is no error."""
     asked = questions(12, 50257, 2)
     command = "-e l1h1c16t16 --eval e.bin "
     Path("e.bin").write_bytes(eval_file(asked))
@@ -104,8 +104,8 @@ def test_eval_checkpoint():
 
 @pytest.mark.parametrize("data", ["bytes", "merges"])
 def test_eval_tokens(data):
-    """The validation loss over all data, and that of --eval on shards, is the same for any batch
-    size, even one beyond the data; nats per byte count the bytes of the text."""
+    """The validation loss over all data, and --eval's loss on shards, are the same for any batch
+    size, even one larger than the data; nats per byte refer to the bytes of the text."""
     name = "val.bin"
     if data == "merges":
         Path("text").write_text("It was a sunny day. " * 60)

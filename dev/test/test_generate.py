@@ -31,9 +31,9 @@ def made(arguments, **more):
 
 
 def test_sample(sample):
-    """Reproduces the run's own sample up to its end-of-text token, from a checkpoint or a copy of
-    weights and config, with any number of threads. Of several samples, the first is the same and
-    the others differ."""
+    """--generate repeats the run's own sample up to its end-of-text token, from a checkpoint or a
+    copy of its weights and config, with any number of threads. Of several samples, the first is
+    the same and the others differ."""
     text = made(TRAINED + "-g 60 --prompt abc")
     assert len(text) > 30 and sample.startswith(text[:-1])
     err = run(TRAINED + "-g 60 --prompt abc").err
@@ -71,8 +71,8 @@ def test_stdin(sample):
 
 
 def test_newest():
-    """Without -e the model is the most recently written checkpoint in runs/; if -e names a run's
-    folder, its newest checkpoint."""
+    """Without -e, the model is the most recently written checkpoint in runs/; if -e names a run's
+    folder, it is the newest checkpoint there."""
     refused("--generate", "--generate: no checkpoint found in runs/; use --model (-e)")
     for name, steps in ("old", 2), ("new", 1):
         succeeds(TINY + "--quiet -n 1 -o runs/%s -x %d" % (name, steps))
@@ -112,8 +112,8 @@ def test_gpt2():
 
 def test_own():
     """A model with its own vocabulary of 1,000 tokens trains, samples, saves its tokenizer,
-    resumes with the same bits, and generates from its checkpoint alone, even from a copy of two of
-    its files and the merges."""
+    resumes with the same bits, and generates text from its checkpoint, or from a copy of two
+    checkpoint files and the merges."""
     texts = write_own_data()
     line = b"".join(texts).decode()
     options = ("-i mine_train.bin -j mine_val.bin -e l1h2c32t16 -b 4 -l 2e-2 -k constant -n 60 -m "

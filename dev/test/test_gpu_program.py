@@ -66,7 +66,7 @@ def test_refused(arguments, expected):
      3, "; it fits with "),
     (TINY, {"EMU_DRIVER": "11080"}, 1, "CUDA driver version is insufficient")])
 def test_unsuitable(arguments, env, status, expected):
-    """A GPU that is missing, too old or too small."""
+    """A GPU that is missing, too old or too small is refused."""
     refused(arguments + ("" if "--plan" in arguments else " -o out"), expected, status, env=env)
     assert names("out", "step") == []
 
@@ -86,7 +86,7 @@ def test_driver():
 
 @emulated
 def test_start():
-    """A GPU whose peak rates are unknown, and one whose context and libraries take much memory."""
+    """Runs start if peak rates are unknown, and if context and libraries fit to the byte."""
     out = succeeds(TINY + "-x 2 -o out", "; cuBLASLt 1", env={"EMU_CC": "999"})
     assert "% of peak" not in out and "cuBLASLt 1" in log()[0]["device"]
     assert [e["peak_pct"] for e in log() if "loss" in e] == [None, None]
@@ -133,7 +133,7 @@ def test_host_memory():
 
 @emulated
 def test_header():
-    """An emulated run prints what it will do at once, even to a file, because its start may take
+    """An emulated run prints its settings at once, even to a file, because its start may take
     minutes. A second signal ends it during the start."""
     with open("stdout", "w") as out:
         process = start("-i train.bin -e l6h6c384t64 -b 4", stdout=out)
@@ -242,9 +242,9 @@ def test_exchange_master():
             shutil.rmtree(step(number, "cpu"))
 
 
-# -b auto, the default with -d, is the largest micro-batch that divides the step of each GPU and
-# fits the card without recomputation, however much memory is free. `spare`: bytes that the card has
-# beyond the plan with 8 sequences and the reserve for libraries; None: a large card.
+# -b auto, the default with -d, is the largest micro-batch that divides each GPU's share of a step
+# and fits the card without recomputation, however much memory is free. `spare`: the card's bytes
+# beyond the plan for 8 sequences and the libraries' reserve; None: a large card.
 @emulated
 @pytest.mark.parametrize("options, spare, batch", [
     ("-d 384", None, 24), ("-d 384 -b auto", None, 24), ("-d 384 -b 2", None, 2), ("", None, 4),
@@ -333,7 +333,7 @@ def test_choices_not_used():
 
 @emulated
 def test_choices_resume():
-    """A run resumes with the choices of its checkpoint, whatever it would choose itself; on
+    """A run resumes with its checkpoint's choices, even if it would choose differently itself; on
     another GPU, or with another workspace, it says that it uses its own."""
     differ = " differ from those in out/step-00000002; losses may differ by rounding\n"
     tuned(CHOOSING, EMU_LT_TIMES="951")
@@ -354,7 +354,7 @@ def test_choices_resume():
 
 @emulated
 def test_choices_workspace():
-    """Choices for one workspace size are not used for another whose digits are a prefix of it."""
+    """Choices for one workspace size are not used for a size whose digits are a prefix of it."""
     tuned(CHOOSING + "--workspace 12345678", EMU_LT_TIMES="951")
     shutil.rmtree(step(4))
     shutil.rmtree("cache")
@@ -449,8 +449,8 @@ def test_batches():
 
 
 def test_generate():
-    """Generates text from a checkpoint: in fp32 the same as the CPU program, even beyond the 16
-    positions. The plan contains no gradients, moments or master weights."""
+    """In fp32, --generate prints the same text as the CPU program, even beyond the 16 positions.
+    Its plan contains no gradients, moments or master weights."""
     rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc"
     out = succeeds("-i train.bin -e l2h2c16t16 -b 2 -x 40 -l 3e-3 -s 40 -o out --dtype fp32" + rule)
     generate = "--generate -e out/step-00000040 --quiet" + rule
@@ -464,8 +464,8 @@ def test_generate():
 
 def test_fp16():
     """fp16 is chosen on a GPU without bf16. A step of one token overflows with the initial loss
-    scale, so the scale falls and the step is skipped. A resume with another -r and states in host
-    memory ends with the same bytes and scales. Another type drops the scale and says so."""
+    scale, so the scale falls and the step is skipped. Resuming with another -r and with states in
+    host memory gives the same bytes and scales; resuming with another type drops the scale."""
     old = {"EMU_CC": "75"} if is_emulated() else {}
     options = ("-i train.bin -e l2h2c16t16 -b 1 -t 1 -v 0 -n 1 -o out -y 1 -x 8"
                + ("" if is_emulated() else " --dtype fp16"))
@@ -487,7 +487,7 @@ def test_fp16():
 
 
 def test_fp16_fails():
-    """Steps skipped while the loss scale falls do not count as consecutive. If no scale helps, the
+    """Steps skipped while the loss scale falls do not count for --max-skips. If no scale helps, the
     run ends, and its newest checkpoint is from before the weights were lost."""
     refused("-i train.bin -e l2h2c16t16 -b 2 -l 1 -c 11 -k constant -x 90 --dtype fp16 --max-skips "
             "3 -v 0 -n 1 --quiet -o out", "--max-skips: 3 consecutive steps were skipped")

@@ -68,7 +68,7 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-# The GPU's compute capability, make arguments, patterns expected in the nvcc calls, and a pattern
+# The GPUs' compute capabilities, make arguments, patterns expected in the nvcc calls, and a pattern
 # that must not occur there or in the output.
 @pytest.mark.parametrize("gpu, arguments, expected, absent", [
     ("", "", ["arch=compute_80,code=sm_80 .*arch=compute_80,code=compute_80", " -lineinfo ",
@@ -98,7 +98,7 @@ def test_old_gpu(machine):
 
 
 def test_rebuild(machine):
-    """A changed flag, library or list of GPUs rebuilds a program, a changed WERROR does not."""
+    """Changing a flag, library or list of GPUs rebuilds a program; changing WERROR does not."""
     for arguments, built in (["ARCH=80"], 1), (["ARCH=80", "WERROR=-Werror"], 0), (
             ["ARCH=80", "NCCL=yes"], 1), (["ARCH=80", "NCCL=yes"], 0), (["ARCH=80"], 1), (
             ["ARCH=89"], 1):
@@ -143,7 +143,7 @@ def test_train_data(machine):
 
 def test_toolkit(machine):
     """nvcc is called in its toolkit, not through a link, unless the link leads to ccache; its
-    headers are system headers, unless in /usr/include; spaces in its path are harmless."""
+    headers are system headers, unless in /usr/include; its path may contain spaces."""
     toolkit, emulated = machine.toolkit, ("-n", "train_gpt2cu_cpu", "CUDA_HEADERS=yes")
     sass = lambda path="": machine.make("-n", "build/sm_80.log", path=path)[1]
     assert "-isystem %s/include" % toolkit in machine.make(*emulated)[1]
@@ -172,7 +172,7 @@ def test_dry_run(machine):
 
 @pytest.mark.parametrize("user", [1000, 0])
 def test_deps(tmp_path, user):
-    """dev/deps.sh on a machine without some tools: root installs them, a user is told."""
+    """If tools are missing, dev/deps.sh installs them for root and names them for other users."""
     bin = tmp_path / "bin"
     for name in "gcc", "g++", "make", "curl", "mpirun", "strace", "apt-get", "sudo":
         script(bin / name, '#!/bin/sh\necho "%s $*" >> "$CALLS"\n' % name)

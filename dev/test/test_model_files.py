@@ -37,8 +37,8 @@ def good():
 
 
 def llmc(shape, version):
-    """An llm.c file with random numbers, and its tensors as safetensors has them: matrices are
-    transposed, and wte's rows are padded to a multiple of 128."""
+    """Returns an llm.c file with random numbers, and its tensors as in safetensors. The file's
+    matrices are transposed, and its wte is padded to a multiple of 128 rows."""
     layers, heads, C, positions, vocabulary = shape
     padded = -(-vocabulary // 128) * 128
     data = struct.pack("<8i", 20240326, version, positions, vocabulary, layers, heads, C,
@@ -69,7 +69,7 @@ def numbers(members):
 
 
 def loads(path, members):
-    """Expects that a step with a learning rate of 0 saves exactly these weights."""
+    """Expects a step with a learning rate of 0 to save exactly these weights."""
     shutil.rmtree("out", ignore_errors=True)
     succeeds("-i train.bin -b 1 -x 1 -l 0 --quiet -v 0 -o out -e " + path)
     assert numbers(tensors(checkpoint(1)[MODEL])[1]) == numbers(members)
@@ -78,9 +78,9 @@ def loads(path, members):
 @pytest.mark.parametrize("dtypes", [["F32"], ["BF16"], ["F16"], ["F32", "BF16", "F16"]])
 @pytest.mark.parametrize("shape", [(2, 2, 20, 7, 257), (1, 2, 68, 5, 257)])
 def test_accepted(dtypes, shape):
-    """Models load from a folder or a file, in any dtype or several, in any order of tensors, with
-    and without the prefix, mask buffers, a tied head and a padded header. The sizes are below and
-    above those of a tile and a strip of the loader."""
+    """Models load from a folder or a file, in one or several dtypes, in any order of tensors, with
+    and without the prefix, mask buffers, a tied head and a padded header. Sizes are below and above
+    those of the loader's tiles and strips."""
     members = hugging_face(shape, dtypes)
     write_model("model", safetensors({}, members), config_text(shape))
     loads("model/model.safetensors", members)

@@ -196,7 +196,7 @@ def nobody():
 
 
 def test_bad_output():
-    """A full disk, and folders that cannot be created or written."""
+    """A full disk, or a folder that cannot be created or written, is reported."""
     succeeds(TINY + "--quiet -x 2 -u 2 -o out")
     refused(TINY + "--quiet -x 4 -y 1 -o out", "cannot write out/step-00000004.tmp/",
             before=full_disk(20000))
@@ -255,8 +255,8 @@ def test_plan(options, status, texts):
 
 
 def test_first_page():
-    """A plan suggests at most five changes, --plan all shows all of them. Lines are wrapped only on
-    a terminal, and numbers stay with their units."""
+    """A plan suggests at most five changes; --plan all shows all of them. Lines are wrapped only on
+    a terminal, never between a number and its unit."""
     lines = lambda text: text.replace("\r", "").split("\n")
     ways = lambda text: len([line for line in lines(text) if " % " in line])
     for options in " -e gpt2-xl --gpu 4060ti -r none --offload none", " -e d12":
@@ -337,8 +337,8 @@ def test_command(options, card):
 
 
 def test_minimum():
-    """The least memory for a GPU, for a GPU with all states on the host, and for the CPU program,
-    with the smallest workspace. With more GPUs, each needs less memory."""
+    """--minimum prints the least memory, with the smallest workspace, for a GPU, for a GPU with all
+    states on the host, and for the CPU program. With more GPUs, each needs less memory."""
     device, host, cpu = query("--minimum -e d24")["settings"]
     assert host["device_bytes"] < device["device_bytes"] < cpu["device_bytes"]
     assert host["offload"] == "weights,gradients,moments,master,residuals"
@@ -368,7 +368,7 @@ def test_minimum():
     ("bits -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1",
      " -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1")])
 def test_fit_given(options, part):
-    """The recommended command contains what the user has set, and can be typed."""
+    """The recommended command contains the user's options, and can be typed."""
     best, = query("--fit %s -e d12 --gpu 4090" % options)["best"]
     assert part in best["command"] + " " and "--quiet 1" not in best["command"]
     same_plan(best, "--gpu 4090")
@@ -474,8 +474,8 @@ def test_version():
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS",
                                       "WORLD_SIZE"])
 def test_launcher(variable):
-    """A run that a launcher starts several times is refused in one line, because independent copies
-    would each train the whole model. A plan is not affected."""
+    """A run that a launcher starts several times is refused in one line, because each copy would
+    train the whole model independently. A plan is not affected."""
     refused(TINY + "-x 1 -o out", variable + " is 8", env={variable: "8"})
     assert not Path("out").exists()
     succeeds("--plan -e l2h2c16t16", env={variable: "8"})
@@ -524,12 +524,12 @@ def test_pasted(value):
 
 
 def test_log_every():
-    """Step lines are printed every --log-every steps and for the last step, also after a resume."""
+    """Step lines are printed every --log-every steps and for the last one, even when resumed."""
     out = succeeds(TINY + "-x 10 -n 5 -s 10 -g 2 --log-every 4 -y 1 -o out")
     assert re.findall(r"\nstep +(\d+)/10  loss ", out) == ["4", "8", "10"] and \
         log_steps() == [4, 8, 10]
     assert out.index("step   10/10  loss ") < out.index("--- sample after step 10")
-    # A run that is stopped prints its last step too, although it was not known to be the last.
+    # An interrupted run also prints its last step, although that step was not planned as the last.
     process = start(TINY + "-x 99999999 -k constant --log-every 50000000 -n 20 -o cut",
                     before=default_signal())
     wait_until(lambda: (step(20, "cut") / MANIFEST).exists())

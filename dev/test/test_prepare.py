@@ -1,5 +1,5 @@
-"""data/prepare.sh in a separate repository: from a mirror, from a local server in place of the
-real ones, and with neither. Then the data that a run uses by default, and make train."""
+"""Runs data/prepare.sh in a separate repository: with a mirror, with a local server in place of
+the real ones, and with neither. Also tests a run's default data, and make train."""
 
 import hashlib
 import http.server
@@ -113,8 +113,8 @@ def test_no_vocabulary():
         "tinyshakespeare_bpe_train.bin", "tinyshakespeare_bpe_val.bin"]
 
 
-# The servers. A mode says how they answer: plain (no ranges, like Python's own), range, cut
-# (announces all, sends half), cut-range (sends at most 1,500,000 bytes, the rest on request).
+# The servers' modes: plain (no ranges, like Python's own), range, cut (announces the whole file but
+# sends half), cut-range (sends at most 1,500,000 bytes per request).
 class Server(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -172,7 +172,7 @@ def server(request, monkeypatch):
 @pytest.mark.parametrize("mode", ["plain", "range", "cut-range"])
 @pytest.mark.parametrize("there", [0, 1000000, 4001024])
 def test_downloads(server, mode, there):
-    """A download continues what is there, or starts again if the server cannot continue."""
+    """A download resumes from an existing part, or starts again if the server cannot resume."""
     server.mode = mode
     if there:
         first = server.files["edu_fineweb_val_000000.bin"]

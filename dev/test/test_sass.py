@@ -1,13 +1,13 @@
-"""Compares the machine code of the kernels with their budgets: what can be checked about speed
-without a GPU. Needs nvcc and, for instructions, nvdisasm (on the PATH or named by NVDISASM; PyPI's
-nvidia-cuda-nvdisasm contains only it); without them the tests are skipped.
+"""Compares the kernels' machine code with budgets, because speed itself cannot be tested without a
+GPU. Needs nvcc and, for instructions, nvdisasm (on the PATH or named by NVDISASM; PyPI's package
+nvidia-cuda-nvdisasm contains nothing else); without them the tests are skipped.
 
     /usr/bin/python3 -m pytest dev/test/test_sass.py      all tests
     /usr/bin/python3 dev/test/test_sass.py WORD           the figures of the instances with WORD
 
 A row of BUDGETS allows a compiled kernel at most `regs` registers and no spills; at least `blocks`
 blocks must fit an SM when it is launched with these threads and dynamic shared bytes. instr/elem:
-at most so many instructions for each of a thread's elements, in the whole kernel or, with L, in its
+the most instructions allowed per element of a thread, in the whole kernel or, with L, in its
 longest loop; each instruction counts as one, however long it takes. sN: at least N stores of 16
 bytes. For kernels with wgmma, hN: the loop has exactly N wgmma instructions; oN: at least N
 exponentials between the wait for all but one group of these and the next wait for all; the lanes of
@@ -171,7 +171,7 @@ def log_read(log):
 
 
 def code_read(kernel, lines):
-    """Counts a kernel's instructions: lines "/*01a0*/  @P0 BRA `(.L_x_1) ;" with labels between.
+    """Counts a kernel's instructions in lines like "/*01a0*/  @P0 BRA `(.L_x_1) ;" and labels.
     Subroutines ("$name:") and the padding after the code are not counted."""
     labels, code, end, at, size = {}, [], 0, 0, 0
     for line in lines:
@@ -310,7 +310,7 @@ def test_approximations():
 
 
 # --- Faults that must be seen ---------------------------------------------------------------------
-# A kernel of eleven instructions, eight of them in a loop and one after the end.
+# A kernel of eleven instructions, eight of them in a loop and one after EXIT.
 
 FAKE = budget_read("f bf16 80 256 0 32 8 4/2L h1 o1 s1")
 FAKE_LOG = """Cuda compilation tools, release 13.0, V1

@@ -63,7 +63,7 @@ def test_bytes():
 
 
 def test_split():
-    """Validation takes the end of the text, from a whole character on, or a separate file."""
+    """Validation data is the end of the text, without splitting a character, or a separate file."""
     succeeds("--bytes -o out --val-fraction 0.25 text")  # 8.25: inside a character of two bytes
     assert shards() == [list(TEXT[:-2]), [255, 10]]
     Path("long").write_bytes(b"a" * 3000000)
@@ -98,7 +98,7 @@ def test_documents(arguments, want):
 
 @pytest.mark.parametrize("before", [1048563, 1048564, 1048570, 1048576])
 def test_borders(before):
-    """Markers around the end of a block, and a block of spaces."""
+    """Markers near the end of a block are found, even after a block of spaces."""
     Path("text").write_bytes(b"a" * before + b"<|endoftext|> b " + b" " * 1048560 +
                              b"<|endoftext|>c")
     succeeds("--documents " + BYTES_OF_TEXT + "text")

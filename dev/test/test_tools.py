@@ -88,8 +88,8 @@ def test_make_train(repository):
 
 
 def test_install(tmp_path):
-    """The manual page made from --help all lists every option, without groff warnings; completion
-    offers options and values; the version is the same everywhere."""
+    """The manual page, made from --help all, lists every option and causes no groff warnings;
+    completion offers options and values; the version is the same everywhere."""
     shell(["make", "-s", "install", "PROGRAM=train_gpt2", "DESTDIR=%s/root" % tmp_path,
            "PREFIX=/usr"], cwd=TOP)
     page = Path("root/usr/share/man/man1/train_gpt2.1")
@@ -129,7 +129,7 @@ def reported():
 
 
 def test_report_run(reported):
-    """The page has the log's numbers, as text; hostile text in a log is harmless in it."""
+    """The page shows the log's numbers as text, and escapes markup in the log."""
     last = log("run")
     report("run")
     page = Path("run/report.html").read_text()
@@ -149,7 +149,7 @@ def test_report_run(reported):
 
 
 def test_report_plans(reported):
-    """Pictures of plans and of what fits are valid SVG; the tables list all settings."""
+    """Pictures of plans and of fitting settings are valid SVG; the tables list all settings."""
     ways = {name: succeeds(query + " --json") for name, query in {
         "plan": "--plan -e d12 -b 4 -r block:5 --offload moments,master --gpu-mem 16GiB",
         "fit": "--fit all -e d12 --gpu 3070",
@@ -206,8 +206,8 @@ def test_notebook():
 @pytest.mark.gpu
 @pytest.mark.emulated
 def test_gpu_check(tmp_path):
-    """dev/gpu_check.sh on the emulated GPU: every stage that can run is ok, and one archive has its
-    logs; a failing program fails."""
+    """On the emulated GPU, every stage of dev/gpu_check.sh that can run passes, and one archive
+    contains the logs; if the program fails, so does the script."""
     check = {**os.environ, "GPT2CU": words("")[0], "BENCH": "true", "MODELS": "l2h2c64t64",
              "STEPS": "4", "LARGEST_BATCH": "1", "GPUS": "2", "LOGS": str(tmp_path / "logs")}
     stages = "check bits speed test offload gpus bench"

@@ -39,9 +39,9 @@ def test_overfit():
 
 
 def test_make_train():
-    """`make train` without a network: 150 steps of its recipe on the stories reach the loss
-    asserted here, nine of ten words of the sample exist and its sentences end properly; all of its
-    steps (FULL=1) reach the loss stated in dev/train.sh. A uniform guess has loss 6.93."""
+    """150 steps of `make train` without a network, so on the stories, reach the loss asserted here
+    and a sample in which nine of ten words exist and sentences end properly. All steps (FULL=1)
+    reach the loss stated in dev/train.sh. A uniform guess has loss 6.93."""
     script = (TOP / "dev/train.sh").read_text()
     recipe = re.search(r"\nrecipe=\((.*?)\)", script, re.S)[1].split()
     steps, bound = re.search(r"text=stories_bpe steps=(\d+) loss=([\d.]+)", script).groups()
@@ -77,9 +77,9 @@ def test_micro_batches(fp32):
 
 @BOTH
 def test_validation(fp32):
-    """The validation loss is a mean over sequences, so it is the same for any batch size, and for
-    identical sequences it is the loss of one. Sequences at the end that do not fill a batch are
-    included."""
+    """The validation loss is a mean over sequences: it is the same for any batch size and, if the
+    sequences are identical, equals the loss of one. Sequences at the end that do not fill a batch
+    count too."""
     T, windows = 16, 11  # the last windows differ from the others
     Path("val").write_bytes(shard([97 + i % 3 if i < 8 * T else i * 37 % 256
                                    for i in range(windows * T + 1)], BYTES))
@@ -115,8 +115,8 @@ def test_resident_memory():
 
 
 def test_max_skips():
-    """After --max-skips consecutive skipped steps the run ends; its newest checkpoint is from
-    before them, whatever --save-every says."""
+    """After --max-skips consecutive skipped steps the run ends; regardless of --save-every, its
+    newest checkpoint is from before them."""
     diverging = TINY + "--quiet -l 1 -c 11 -k constant -v 0 -n 1 -o out "
     err = refused(diverging + "-x 100 --max-skips 7",
                   "--max-skips: 7 consecutive steps were skipped")
@@ -133,8 +133,8 @@ def test_max_skips():
 
 
 def test_skip_zscore():
-    """--skip-zscore compares a norm with the last 128: an unusual batch is skipped although the
-    norms at the beginning of the run, longer ago, were as large. A resumed run skips alike."""
+    """--skip-zscore compares a norm with the last 128: an unusual batch is skipped even though
+    norms early in the run were as large. A resumed run skips the same steps."""
     calm, other = [97 + i % 4 for i in range(16 * 400 + 1)], [200, 33, 150, 64, 90, 11, 45, 180] * 4
     calm[16 * 390:16 * 392], calm[16 * 220:16 * 221] = other, other[:16]
     Path("calm.bin").write_bytes(shard(calm, BYTES))
