@@ -706,7 +706,7 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
     }
     const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
     if (start != EVAL_START || index != number) {
-        die("%s: example %d: starts with %d and index %d; expected %d and %d", f->name, number,
+        die("%s: example %d: start word %d, index %d; expected %d and %d", f->name, number,
             start, index, EVAL_START, number);
     }
     if ((size_t)bytes > left || (size_t)bytes > f->longest_bytes) {

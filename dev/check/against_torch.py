@@ -388,8 +388,8 @@ def check_gradients(report, ours):
 # --- 2. AdamW alone -------------------------------------------------------------------------------
 
 def optimizer_differences(ours, case):
-    """Applies the optimizer of `case` to our gradients and compares weights, moments, the norm and
-    the learning rate after every step: {what, step and name: difference}."""
+    """Applies the optimizer of `case` to our gradients; returns, by step and name, the differences
+    in weights, moments, norm and learning rate."""
     trainer, found = Trainer(case, hf_model(case, ours.state("weights", 0))), {}
     for step in range(case.steps):
         grads, n = ours.gradients[step], step + 1

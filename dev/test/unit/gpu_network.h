@@ -75,7 +75,7 @@ static void mark_and_round(void *memory, size_t bytes, int alive) {
     }
 }
 
-// Runs a stage of the reference, rounding logits and their gradients, with all rows in one chunk.
+// Runs a reference stage; the head takes all rows at once and rounds logits and their gradients.
 static void naive_stage(void *self, int stage, int layer) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
