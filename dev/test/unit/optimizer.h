@@ -262,9 +262,10 @@ TEST(muon_update, ALL) {
     }
 }
 
-// The norm of all gradients, with buckets smaller and larger than a chunk of 65,536 numbers.
+// The norm of all gradients, with buckets smaller and larger than a chunk of 65,536 numbers, one of
+// them not a multiple of a vector.
 TEST(norm, ALL) {
-    Model m = shape("l2h1c36t80", 3000);
+    Model m = shape("l2h1c36t77", 3000);
     Net n(m, 1, 4);
     const Reals x = noise((size_t)n.size(), 1, 1);
     wide squares = 0;
