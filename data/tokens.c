@@ -116,7 +116,7 @@ static int is_space(uint32_t c) {
 }
 
 // A vocabulary: maps ids to bytes and bytes to ids, and holds the class of every character. A Bpe
-// takes 5 MiB, most of which is never touched, so it must be static or allocated, not on a stack.
+// takes 5 MiB, too large for a stack; most of it is never accessed.
 // BPE_TEXT limits the total bytes of all tokens, and BPE_LONGEST the bytes of one token.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512 };
 typedef struct {

@@ -1,4 +1,4 @@
-// The program behind the page build/plan.html: train_gpt2.c compiled to WebAssembly. The page calls
+// The program that build/plan.html runs: train_gpt2.c compiled to WebAssembly. The page calls
 // main() as a shell would, in a fresh instance each time, and shows its output. Two additional
 // commands serve the page's form:
 //

@@ -1057,7 +1057,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
     }
 }
 
-// Zeroed device memory of which only accessed pages are allocated.
+// Zeroed device memory; pages are allocated on first access.
 template <class T> struct Huge {
     T *p;
     size_t n;
