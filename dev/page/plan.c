@@ -67,7 +67,7 @@ static void tables_print(void) {
     }
     printf("],\n\"offloads\":[");
     for (int i = 0; i < OFFLOAD_LEVELS; i++) {
-        settings_offload(&s, offload_levels[i]);
+        settings_offload(&s, i);
         print_pair(i == 0, offload_text(text, &s), "");
     }
     const char *separator = "";

@@ -112,7 +112,7 @@ static Settings draw_placements() {
     s.rank = draw(0, s.ranks - 1);
     const int stage = draw(0, 3);
     for (int state = 0; state < KINDS; state++) {
-        const int from = shard_stage[state];
+        const int from = state_table[state].zero;
         const int sharded = s.ranks > 1 && from && from <= stage;
         const int needs_one = state == KIND_GRADIENTS || (state == KIND_WEIGHTS && stage < 3);
         const int hosted = draw(0, 1) && !(needs_one && s.ranks > 1);
@@ -215,7 +215,7 @@ TEST(plan_monotone, FLOAT) {
                 more.logit_rows = min_int(s.logit_rows, SCRATCH_ROWS);
                 more.workspace = s.gpu ? (int64_t)SCRATCH_WORKSPACE : s.workspace;
             } else if (what >= 6 && s.gpu && s.model.L > SLOTS) {  // two blocks fit in slots
-                settings_offload(&more, offload_levels[what - 6]);
+                settings_offload(&more, what - 6);
             }
             if (memcmp(&more, &s, sizeof s) == 0) {
                 continue;
@@ -249,7 +249,7 @@ static void check_placements(Settings s) {
                 expect(p.count >= 0 && p.first == (whole ? 0 : next), "%s: bucket %d", who.c_str(),
                        bucket);
                 next = whole ? all : next + p.count;
-                const Place at = piece_location(&s, BUF_M, KIND_MOMENTS, p);
+                const Place at = piece_location(&s, BUF_M, p);
                 expect(own || !p.count || (at.count == p.count &&
                                            (at.owner < 0 || at.owner == s.rank)),
                        "%s: moments of bucket %d", who.c_str(), bucket);
@@ -260,7 +260,7 @@ static void check_placements(Settings s) {
         for (int kind = KIND_WEIGHTS; kind <= KIND_MASTER; kind++) {
             Piece p = {bucket, 0, all};
             for (int64_t n; p.count > 0; p.first += n, p.count -= n) {
-                const Place at = piece_location(&s, buffers[kind], (Kind)kind, p);
+                const Place at = piece_location(&s, buffers[kind], p);
                 n = at.count;
                 const int64_t room = rows[at.buffer].count;
                 expect(n > 0 && at.offset >= 0 && (at.offset + n <= room || kind == KIND_MASTER),
@@ -323,7 +323,6 @@ static std::vector<int> transfer_uses(const Settings *s, Kind kind, int l) {
 // alive throughout. Each copy must have a block's computation to overlap with, except the first two
 // copies of a pass and the last one at its end.
 static Text transfers_fault(const Settings *s, const std::vector<Transfer> &transfers) {
-    static const int slots[KINDS] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
     BufferEntry rows[SINGLES];
     single_buffers(rows, s);
     const Transfer *occupant[KINDS][SLOTS] = {};
@@ -331,7 +330,7 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
         const Transfer &v = transfers[i];
         const Text who = text("state %d block %d at tick %d: ", v.kind, v.block, v.fetch);
         const Transfer *before = occupant[v.kind][v.slot];
-        const BufferEntry &slot = rows[slots[v.kind] + v.slot];
+        const BufferEntry &slot = rows[BUF_SLOT + v.kind * SLOTS + v.slot];
         const int in = v.in != 0, out = v.out != 0, sorted = !i || (&v)[-1].fetch <= v.fetch;
         if (!sorted || v.fetch + in > v.first || v.first > v.last || v.last + out > v.store_wait) {
             return who + "not in order";
@@ -520,12 +519,74 @@ TEST(stages, HOST) {
     static const int kept[RECOMPUTE_LEVELS] = {16, 12, 10, 6, 3, 1};
     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
         int channels = 0;
-        for (int i = 0; i < ACTS; i++) {
-            const ActEntry &a = act_table[i];
-            channels += level_table[level].stages >> a.made & 1 ? 0 : std::max(a.channels, 0);
+        for (int i = ACT_X; i < BLOCK_BUFFERS; i++) {
+            const Uses f = block_uses(i, level, 0), b = block_uses(i, level, 1);
+            channels += uses_keep(f, b) * std::max(act_table[i].channels, 0);
         }
         expect(channels == kept[level], "%s keeps %d", level_table[level].name, channels);
     }
+}
+
+// Returns the first fault in the declared network at a recomputation level, or an empty text: a
+// stage must read only what an earlier stage of the pass has made, or what forward has kept.
+static Text graph_fault(int level) {
+    bool there[MATRICES] = {}, needed[MATRICES] = {};
+    for (int item : {0, (int)ACT_X, (int)GRAD_RES}) {
+        there[item] = true;  // nothing, and what other blocks have made
+    }
+    for (int step = 0; step < F_STAGES + BLOCK_STAGES; step++) {
+        const int back = step >= F_STAGES, stage = back ? step - F_STAGES : step;
+        const StageEntry &e = stage_table[stage];
+        for (int i = 1; i < BLOCK_BUFFERS && step == F_STAGES; i++) {
+            there[i] = uses_keep(block_uses(i, level, 0), block_uses(i, level, 1));
+        }
+        if (back && stage < F_STAGES && e.level > level) {
+            continue;
+        }
+        for (int item : e.reads) {
+            if (!there[item]) {
+                return text("%s%s reads item %d too early", back ? "backward: " : "", e.name, item);
+            }
+            needed[item] = needed[item] || back;
+        }
+        for (int item : e.makes) {
+            if (item && item < GRAD_MLP && there[item]) {
+                return text("%s makes %s again", e.name, act_table[item].name);
+            }
+            there[item] = true;
+        }
+    }
+    for (const StageEntry &e : stage_table) {  // what is repeated must be needed
+        if (e.level <= level && !needed[e.makes[0]]) {
+            return text("%s is repeated in vain", e.name);
+        }
+    }
+    return "";
+}
+
+// Every level is closed and keeps less than the one before it; each tensor of a block has one stage
+// in forward and one in backward; of the stages of a block, only the last one makes the next x.
+TEST(graph, HOST) {
+    for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
+        const Text fault = graph_fault(level);
+        expect(fault.empty(), "%s: %s", level_table[level].name, fault.c_str());
+    }
+    for (int tensor = LN1W; tensor < LNFW; tensor++) {
+        int stages[2] = {0, 0};
+        for (int stage = 0; stage < BLOCK_STAGES; stage++) {
+            const int w = stage_table[stage].weight;
+            stages[stage >= F_STAGES] += w && (w == tensor || w + 1 == tensor);
+        }
+        expect(stages[0] == 1 && stages[1] == 1, "%s", tensor_table[tensor].name);
+    }
+    for (int stage = 0; stage < STAGES; stage++) {
+        expect(stage_uses(stage, ACT_NEXT) == (stage == REPEATABLE), "%s", stage_table[stage].name);
+    }
+    int turns = 0;
+    for (const StateEntry &state : state_table) {
+        turns = std::max(turns, state.turn);
+    }
+    expect(turns == OFFLOAD_LEVELS - 1);
 }
 
 // A network with its own engine; all weights are random, including biases and LayerNorm's.
