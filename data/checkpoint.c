@@ -35,9 +35,9 @@
 //    same output folder removes it.
 // 2. A run resumes from the newest checkpoint whose files match its manifest byte for byte, and
 //    reports which checkpoints it skipped and why.
-// 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
+// 3. The engine (chapter The engine) copies states in parts, so saving needs extra memory for only
 //    one tensor on each rank.
-// 4. A range is a piece of a state (chapter Sharding and offload). The model and the number of
+// 4. Ranges of a state are explained in chapter Sharding and offload. The model and the number of
 //    ranks that saved a checkpoint determine which ranges a file contains, and in which order, so a
 //    reader can list them even if it runs on a different number of ranks.
 // 5. All N ranks write at the same time, each 1/N of every bucket. Only rank 0 creates, renames and
@@ -235,10 +235,10 @@ typedef struct {
 static const char *const hash_keys[2] = {"train_hash", "val_hash"};
 static const char *const hash_options[2] = {"train-data", "val-data"};
 
-// A piece of a state, and its location in a file.
+// A range of a state, and its location in a file.
 typedef struct {
     int state;
-    Piece piece;
+    Range range;
     Span span;
 } StateRange;
 enum { RANGE_NAME = 48 };
@@ -249,8 +249,8 @@ static const char *const range_names[STATES] = {"master", "m", "v"};
 // Writes the name of the range's tensor in the file: state, bucket and first element, such as
 // "m.3.0". The shape of the tensor is [count].
 static void range_name(char name[RANGE_NAME], const StateRange *r) {
-    snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, range_names[r->state], r->piece.bucket,
-             r->piece.first);
+    snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, range_names[r->state], r->range.bucket,
+             r->range.first);
 }
 
 // Returns the ranges in a rank's state file, in file order, and stores their number in *count. They
@@ -265,28 +265,28 @@ static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, in
     for (int i = low ? 0 : buckets; i < all; i++) {
         StateRange *r = &ranges[*count];
         r->state = i / buckets;
-        r->piece.bucket = i % buckets;
-        const int64_t part = bucket_at(m, ranks, r->piece.bucket).part;
-        const int64_t end = bucket_at(m, 1, r->piece.bucket).count;
-        r->piece.first = min_i64(rank * part, end);
-        r->piece.count = min_i64(part, end - r->piece.first);
-        *count += r->piece.count > 0;
+        r->range.bucket = i % buckets;
+        const int64_t part = bucket_at(m, ranks, r->range.bucket).part;
+        const int64_t end = bucket_at(m, 1, r->range.bucket).count;
+        r->range.first = min_i64(rank * part, end);
+        r->range.count = min_i64(part, end - r->range.first);
+        *count += r->range.count > 0;
     }
     return ranges;
 }
 
-// Writes a range. Buffers: values holds PIECE elements, out holds PIECE elements of 4 bytes.
-static void range_save(Engine *e, const Model *m, const StateRange *range, real *values,
+// Writes a range. Buffers: values and out hold IO_ELEMENTS elements, those of out of 4 bytes.
+static void range_save(Engine *e, const Model *m, const StateRange *r, real *values,
                        unsigned char *out, Writer *w) {
-    const int type = range->span.type;
-    for (int64_t at = 0, count; at < range->piece.count; at += count) {
-        Piece p = range->piece;
-        count = min_i64(PIECE, p.count - at);
-        p.first += at;
+    const int type = r->span.type;
+    for (int64_t offset = 0, count; offset < r->range.count; offset += count) {
+        Range p = r->range;
+        count = min_i64(IO_ELEMENTS, p.count - offset);
+        p.first += offset;
         p.count = min_i64(count, bucket_elements(m, p.bucket) - p.first);
         memset(values, 0, (size_t)count * sizeof(real));
         if (p.count > 0) {
-            e->read_own(e, range->state, p, values);
+            e->read_local(e, r->state, p, values);
         }
         file_values(out, type, values, count);
         writer_put(w, out, (size_t)(count * file_types[type].bytes));
@@ -329,12 +329,12 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
         char name[RANGE_NAME];
         range_name(name, &ranges[i]);
         ranges[i].span.type = ranges[i].state == STATE_WEIGHTS ? (int)FILE_U16 : moments;
-        header_tensor(&header, name, ranges[i].span.type, 0, ranges[i].piece.count);
+        header_tensor(&header, name, ranges[i].span.type, 0, ranges[i].range.count);
     }
     header_write(&header, w);
     writer_put(w, counters.norms.values, sizeof counters.norms.values);
-    real *values = (real *)alloc_zero(PIECE, sizeof(real));
-    unsigned char *out = (unsigned char *)alloc_zero(PIECE, sizeof(float));
+    real *values = (real *)alloc_zero(IO_ELEMENTS, sizeof(real));
+    unsigned char *out = (unsigned char *)alloc_zero(IO_ELEMENTS, sizeof(float));
     for (int i = 0; i < count; i++) {
         range_save(snapshot->engine, &s->model, &ranges[i], values, out, w);
     }
@@ -654,9 +654,9 @@ static int checkpoint_option(char out[PATH_BYTES], const char *folder, const cha
     memcpy(&header, map.bytes, map.size < sizeof header ? 0 : sizeof header);
     const size_t end = header < map.size - sizeof header ? (size_t)header + sizeof header : 0;
     const int length = snprintf(key, sizeof key, "\"--%s\":", name);
-    const unsigned char *at = (const unsigned char *)memmem(map.bytes, end, key, (size_t)length);
-    if (at) {
-        Json j = {map.bytes, (size_t)(at - map.bytes) + (size_t)length, end, NULL};
+    const unsigned char *value = (const unsigned char *)memmem(map.bytes, end, key, (size_t)length);
+    if (value) {
+        Json j = {map.bytes, (size_t)(value - map.bytes) + (size_t)length, end, NULL};
         json_string(&j, out, PATH_BYTES);
         found = !j.fault;
     }
@@ -689,14 +689,14 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     const char *wrong = fd < 0                ? "cannot be read"
                         : size != row->bytes ? "has a different size than in manifest.json"
                                               : NULL;
-    unsigned char *piece = (unsigned char *)alloc_zero(PIECE, 1);
+    unsigned char *buffer = (unsigned char *)alloc_zero(IO_ELEMENTS, 1);
     sha256_start(&sha);
-    for (int64_t at = 0; !wrong && at < size; at += count) {
-        count = min_i64(PIECE, size - at);
-        wrong = file_read(fd, piece, count, at) ? "cannot be read" : NULL;
-        sha256_add(&sha, piece, (size_t)count);
+    for (int64_t offset = 0; !wrong && offset < size; offset += count) {
+        count = min_i64(IO_ELEMENTS, size - offset);
+        wrong = file_read(fd, buffer, count, offset) ? "cannot be read" : NULL;
+        sha256_add(&sha, buffer, (size_t)count);
     }
-    free(piece);
+    free(buffer);
     if (fd >= 0) {
         close(fd);
     }
@@ -765,7 +765,7 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
         }
         StateRange *range = &out->files[r].ranges[i < count ? i : 0];
         range_name(name, range);
-        file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->piece.count,
+        file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->range.count,
                      f->name, t.name, "is not the range that this model expects here");
         file_require(range->state == STATE_WEIGHTS ? t.type == FILE_U16 : t.type <= FILE_BF16,
                      f->name, t.name, "wrong dtype");
@@ -823,26 +823,26 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
 // must make the same calls, because read() is collective: with fp16, it reads the weights from
 // their master, which is sharded. All other loads are local to this rank.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
-    const int bucket = r->piece.bucket, in_weights = r->state == STATE_WEIGHTS && !s->split_master;
+    const int bucket = r->range.bucket, in_weights = r->state == STATE_WEIGHTS && !s->split_master;
     const int whole =
         in_weights && (bucket < BUCKET_BLOCKS || !(s->placement[KIND_WEIGHTS] & PLACE_SHARD));
-    const Piece all = {bucket, 0, bucket_elements(&s->model, bucket)};
-    const Piece own = whole ? all : bucket_piece(s, bucket, 0);
-    const int64_t end = min_i64(r->piece.first + r->piece.count, own.first + own.count);
-    real *values = (real *)alloc_zero(PIECE, sizeof(real));
-    Piece p = {bucket, max_i64(r->piece.first, own.first), 0};
+    const Range all = {bucket, 0, bucket_elements(&s->model, bucket)};
+    const Range local = whole ? all : bucket_range(s, bucket, 0);
+    const int64_t end = min_i64(r->range.first + r->range.count, local.first + local.count);
+    real *values = (real *)alloc_zero(IO_ELEMENTS, sizeof(real));
+    Range p = {bucket, max_i64(r->range.first, local.first), 0};
     for (; p.first < end; p.first += p.count) {
-        const int64_t at = p.first - r->piece.first;
-        p.count = min_i64(PIECE, end - p.first);
+        const int64_t offset = p.first - r->range.first;
+        p.count = min_i64(IO_ELEMENTS, end - p.first);
         if (r->state == STATE_WEIGHTS) {
-            (whole ? e->read : e->read_own)(e, STATE_WEIGHTS, p, values);
+            (whole ? e->read : e->read_local)(e, STATE_WEIGHTS, p, values);
             for (int64_t k = 0; k < p.count; k++) {
                 uint16_t low;
-                memcpy(&low, r->span.data + 2 * (at + k), 2);
+                memcpy(&low, r->span.data + 2 * (offset + k), 2);
                 values[k] = (real)master_join((float)values[k], low);
             }
         } else {
-            span_values(values, &r->span, at, p.count);
+            span_values(values, &r->span, offset, p.count);
         }
         e->write(e, r->state, p, values);
     }
@@ -872,7 +872,7 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
         const OptionRow *row = &option_rows[i];
         const char *now = option_text(text, run->options, row);
         option_was(was, f, row);
-        if (row->on_resume == OWN || !run->options->given[i] ||
+        if (row->on_resume == NEW || !run->options->given[i] ||
             strncmp(now, was, sizeof was - 1) == 0) {
             continue;
         }

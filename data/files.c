@@ -316,9 +316,9 @@ static const char *file_error(void) {
 
 // Reads `bytes` bytes at offset `at` of a file. Returns NULL on success, otherwise an error
 // message.
-static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
+static const char *file_read(int fd, void *out, int64_t bytes, int64_t offset) {
     for (char *to = (char *)out; bytes > 0;) {
-        ssize_t n = pread(fd, to, (size_t)bytes, (off_t)at);
+        ssize_t n = pread(fd, to, (size_t)bytes, (off_t)offset);
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -326,7 +326,7 @@ static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
             return n == 0 ? "the file was truncated while in use" : strerror(errno);
         }
         to += n;
-        at += n;
+        offset += n;
         bytes -= n;
     }
     return NULL;
@@ -521,14 +521,14 @@ static void sha256_add(Sha256 *s, const void *data, size_t bytes) {
     size_t held = s->bytes % 64;
     s->bytes += bytes;
     if (held > 0) {
-        size_t taken = bytes < 64 - held ? bytes : 64 - held;
-        memcpy(s->block + held, p, taken);
-        if (held + taken < 64) {
+        size_t used = bytes < 64 - held ? bytes : 64 - held;
+        memcpy(s->block + held, p, used);
+        if (held + used < 64) {
             return;
         }
         sha256_blocks(s->h, s->block, 1);
-        p += taken;
-        bytes -= taken;
+        p += used;
+        bytes -= used;
     }
     sha256_blocks(s->h, p, bytes / 64);
     memcpy(s->block, p + bytes / 64 * 64, bytes % 64);
@@ -582,7 +582,7 @@ static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
 
 typedef struct {
     const unsigned char *bytes;
-    size_t at, end;
+    size_t offset, end;
     const char *fault;
 } Json;
 enum { JSON_DEPTH = 64 };
@@ -595,15 +595,15 @@ static int json_fail(Json *j, const char *fault) {
 // Skips whitespace and returns the next character without consuming it; -1 at the end and after an
 // error.
 static int json_peek(Json *j) {
-    while (j->at < j->end && strchr(" \t\r\n", j->bytes[j->at]) && j->bytes[j->at]) {
-        j->at++;
+    while (j->offset < j->end && strchr(" \t\r\n", j->bytes[j->offset]) && j->bytes[j->offset]) {
+        j->offset++;
     }
-    return j->fault || j->at == j->end ? -1 : j->bytes[j->at];
+    return j->fault || j->offset == j->end ? -1 : j->bytes[j->offset];
 }
 
 static int json_take(Json *j, char c) {
     int found = json_peek(j) == c;
-    j->at += (size_t)found;
+    j->offset += (size_t)found;
     return found;
 }
 
@@ -615,10 +615,10 @@ static int hex_digit(int c) {
 // point. Anything else is an error and returns 0.
 static int json_escape(Json *j) {
     static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
-    int c = j->at < j->end ? j->bytes[j->at++] : 0, code = 0;
+    int c = j->offset < j->end ? j->bytes[j->offset++] : 0, code = 0;
     const char *letter = c ? strchr(letters, c) : NULL;
     for (int i = 0; c == 'u' && code >= 0 && i < 4; i++) {
-        int digit = j->at < j->end ? hex_digit(j->bytes[j->at++]) : -1;
+        int digit = j->offset < j->end ? hex_digit(j->bytes[j->offset++]) : -1;
         code = digit < 0 ? -1 : code * 16 + digit;
     }
     if (letter) {
@@ -635,7 +635,7 @@ static void json_string(Json *j, char *out, size_t capacity) {
         json_fail(j, "expected a string");
     }
     while (!j->fault) {
-        int c = j->at < j->end ? j->bytes[j->at++] : -1, length = 1;
+        int c = j->offset < j->end ? j->bytes[j->offset++] : -1, length = 1;
         if (c == '"') {
             break;
         }
@@ -662,8 +662,8 @@ static void json_scalar(Json *j, char out[32]) {
     while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&
            (c | 32) <= 'z' && n < 31) {
         out[n++] = (char)c;
-        j->at++;
-        c = j->at < j->end ? j->bytes[j->at] : -1;
+        j->offset++;
+        c = j->offset < j->end ? j->bytes[j->offset] : -1;
     }
     out[n] = 0;
     if (n == 0 || n == 31) {
@@ -729,7 +729,7 @@ static void json_end(Json *j, const char *name) {
         json_fail(j, "trailing characters");
     }
     if (j->fault) {
-        die("%s: invalid JSON: %s at byte %zu", name, j->fault, j->at);
+        die("%s: invalid JSON: %s at byte %zu", name, j->fault, j->offset);
     }
 }
 
@@ -803,7 +803,7 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
             length, size);
     }
     f->json.bytes = bytes;
-    f->json.at = 8;
+    f->json.offset = 8;
     f->json.end = 8 + (size_t)length;
     f->data = bytes + f->json.end;
     f->size = size - f->json.end;
@@ -851,7 +851,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
         }
     }
     if (j->fault) {
-        die("%s: tensor %s: %s at byte %zu", f->name, t->name, j->fault, j->at);
+        die("%s: tensor %s: %s at byte %zu", f->name, t->name, j->fault, j->offset);
     }
     t->type = 0;
     while (t->type < FILE_TYPES && strcmp(type, file_types[t->type].name) != 0) {
@@ -882,12 +882,12 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
         if (f->metadata) {
             json_fail(j, "duplicate __metadata__");
         }
-        f->metadata = j->at;
+        f->metadata = j->offset;
         for (int n = 0; json_next(j, &n, '{', NULL, 0);) {
             json_string(j, NULL, 0);
         }
         if (j->fault) {
-            die("%s: invalid __metadata__: %s at byte %zu", f->name, j->fault, j->at);
+            die("%s: invalid __metadata__: %s at byte %zu", f->name, j->fault, j->offset);
         }
     }
     json_end(j, f->name);
@@ -904,7 +904,7 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
     Json j = f->json;
     char found[32];
     out[0] = 0;
-    j.at = f->metadata;
+    j.offset = f->metadata;
     for (int n = 0; f->metadata && json_next(&j, &n, '{', found, sizeof found);) {
         int ours = strcmp(found, key) == 0;
         json_string(&j, ours ? out : NULL, ours ? capacity : 0);

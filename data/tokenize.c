@@ -9,7 +9,7 @@
 //
 // 1. The shards depend on the text and the arguments, but not on the number of threads: where a
 //    block starts depends only on the text near a multiple of BLOCK_BYTES. Encoding by blocks gives
-//    the same tokens as encoding the whole file, except at an unsafe cut (PIECE_BYTES).
+//    the same tokens as encoding the whole file, except at an unsafe cut (CUT_BYTES).
 // 2. A run writes all of its files or none: they have the suffix .part until all are complete.
 //
 // files.c and tokens.c provide the tokenizer, the shard format's constants and the error functions;
@@ -21,7 +21,7 @@
 
 enum {
     BLOCK_BYTES = 1 << 20,     // normal size of a block of text
-    PIECE_BYTES = 4 << 20,     // a text with no safe cut in this many bytes is cut unsafely
+    CUT_BYTES = 4 << 20,     // a text with no safe cut in this many bytes is cut unsafely
     MARKER_BYTES = 13
 };
 static const char marker[] = "<|endoftext|>";
@@ -97,19 +97,19 @@ static Arguments parse_arguments(int argc, char **argv) {
     }
     a.files = argv + optind;
     a.file_count = argc - optind;
-    const int ways = a.bpe + a.bytes + (a.train_bpe > 0);
-    if (!a.file_count || !a.prefix || ways == 0) {
+    const int modes = a.bpe + a.bytes + (a.train_bpe > 0);
+    if (!a.file_count || !a.prefix || modes == 0) {
         die("missing %s; see --help",
-            ways == 0 ? "--bpe, --bytes or --train-bpe"
+            modes == 0 ? "--bpe, --bytes or --train-bpe"
                       : !a.prefix ? "-o PREFIX" : "input: FILE or -");
     }
     const char *slash = strrchr(a.prefix, '/'), *name = slash ? slash + 1 : a.prefix;
     if (name[0] == 0 || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) {
         die("-o '%s': PREFIX must end in a file name, such as data/mine", a.prefix);
     }
-    if (ways > 1 || (a.tokenizer && !a.bpe) || (a.val_fraction >= 0 && a.val_file)) {
+    if (modes > 1 || (a.tokenizer && !a.bpe) || (a.val_fraction >= 0 && a.val_file)) {
         die("%s are mutually exclusive",
-            ways > 1                ? "--bpe, --bytes and --train-bpe"
+            modes > 1                ? "--bpe, --bytes and --train-bpe"
             : a.tokenizer && !a.bpe ? "--tokenizer and --bytes/--train-bpe"
                                     : "--val-fraction and --val-file");
     }
@@ -138,7 +138,7 @@ typedef struct {
 // Maps a file; standard input is first copied to an unlinked file next to the output.
 static Part file_map(const char *name, const char *prefix) {
     Mapping map;
-    char path[PATH_BYTES], piece[1 << 16];
+    char path[PATH_BYTES], buffer[1 << 16];
     const int is_stdin = strcmp(name, "-") == 0;
     int fd = -1;
     path_print(path, "%s", name);
@@ -149,8 +149,8 @@ static Part file_map(const char *name, const char *prefix) {
             die("cannot create %s: %s", path, strerror(errno));
         }
         ssize_t n = 0;
-        while (!stop_signal && (n = read(STDIN_FILENO, piece, sizeof piece)) > 0) {
-            if (write_all(fd, piece, (size_t)n) != 0) {
+        while (!stop_signal && (n = read(STDIN_FILENO, buffer, sizeof buffer)) > 0) {
+            if (write_all(fd, buffer, (size_t)n) != 0) {
                 die("cannot write %s: %s", path, strerror(errno));
             }
         }
@@ -173,28 +173,29 @@ static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
 // Returns whether a document begins at `at`, that is, whether only blanks precede it, back to a
 // marker or the start of the part.
-static int document_begins(const Part *part, size_t at) {
-    while (at > 0 && is_blank(part->bytes[at - 1])) {
-        at--;
+static int document_begins(const Part *part, size_t offset) {
+    while (offset > 0 && is_blank(part->bytes[offset - 1])) {
+        offset--;
     }
-    return at == 0 || (at >= MARKER_BYTES &&
-                       memcmp(part->bytes + at - MARKER_BYTES, marker, MARKER_BYTES) == 0);
+    return offset == 0 || (offset >= MARKER_BYTES &&
+                           memcmp(part->bytes + offset - MARKER_BYTES, marker, MARKER_BYTES) == 0);
 }
 
 // Returns the first offset in a file, at or after `at`, where validation may begin: the start of a
 // UTF-8 character or, with --documents, of a document.
-static size_t split_at(const Part *file, size_t at, int documents) {
-    if (documents && at > 0) {
-        const size_t from = at > MARKER_BYTES ? at - MARKER_BYTES : 0;  // a marker may span `at`
+static size_t split_at(const Part *file, size_t offset, int documents) {
+    if (documents && offset > 0) {
+        const size_t from = offset > MARKER_BYTES ? offset - MARKER_BYTES : 0;  // a marker spans it
         const char *found = (const char *)memmem(file->bytes + from, file->size - from, marker,
                                                  MARKER_BYTES);
         return found ? (size_t)(found - file->bytes) + MARKER_BYTES : file->size;
     }
-    for (int i = 0; i < 3 && at < file->size && ((unsigned char)file->bytes[at] & 0xC0) == 0x80;
+    for (int i = 0; i < 3 && offset < file->size &&
+                    ((unsigned char)file->bytes[offset] & 0xC0) == 0x80;
          i++) {
-        at++;
+        offset++;
     }
-    return at;
+    return offset;
 }
 
 static void corpus_add(Corpus *t, const char *bytes, size_t size) {
@@ -219,11 +220,11 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
     texts[1].parts = (Part *)alloc_zero((size_t)count, sizeof(Part));
     for (int i = 0; i < count; i++) {
         const Part *file = &files[i];
-        size_t at = (size_t)min_i64(max_i64(train, 0), (int64_t)file->size);
-        at = at < file->size ? split_at(file, at, a->documents) : at;
-        corpus_add(&texts[0], file->bytes, at);
-        corpus_add(&texts[1], file->bytes + at, file->size - at);
-        train -= (int64_t)at;
+        size_t cut = (size_t)min_i64(max_i64(train, 0), (int64_t)file->size);
+        cut = cut < file->size ? split_at(file, cut, a->documents) : cut;
+        corpus_add(&texts[0], file->bytes, cut);
+        corpus_add(&texts[1], file->bytes + cut, file->size - cut);
+        train -= (int64_t)cut;
     }
     free(files);
 }
@@ -236,7 +237,7 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
 
 typedef struct {
     int64_t count;
-    uint32_t at, bytes;    // its bytes: text[at .. at + bytes)
+    uint32_t offset, bytes;  // its bytes: text[offset .. offset + bytes)
     uint32_t hash;
 } Word;
 typedef struct {
@@ -261,17 +262,17 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
         t->slot_count = t->slot_count ? 2 * t->slot_count : 1 << 12;
         t->slots = (uint32_t *)alloc_zero(t->slot_count, sizeof *t->slots);
         for (uint32_t i = 0; i < t->word_count; i++) {
-            uint32_t at = t->words[i].hash & (t->slot_count - 1);
-            while (t->slots[at]) {
-                at = (at + 1) & (t->slot_count - 1);
+            uint32_t slot = t->words[i].hash & (t->slot_count - 1);
+            while (t->slots[slot]) {
+                slot = (slot + 1) & (t->slot_count - 1);
             }
-            t->slots[at] = i + 1;
+            t->slots[slot] = i + 1;
         }
     }
-    uint32_t at = hash & (t->slot_count - 1);
-    for (; t->slots[at]; at = (at + 1) & (t->slot_count - 1)) {
-        Word *w = &t->words[t->slots[at] - 1];
-        if (w->hash == hash && w->bytes == n && memcmp(t->text + w->at, bytes, n) == 0) {
+    uint32_t slot = hash & (t->slot_count - 1);
+    for (; t->slots[slot]; slot = (slot + 1) & (t->slot_count - 1)) {
+        Word *w = &t->words[t->slots[slot] - 1];
+        if (w->hash == hash && w->bytes == n && memcmp(t->text + w->offset, bytes, n) == 0) {
             w->count += count;
             return;
         }
@@ -291,7 +292,7 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
     memcpy(t->text + t->text_bytes, bytes, n);
     t->text_bytes += n;
     t->words[t->word_count++] = w;
-    t->slots[at] = t->word_count;
+    t->slots[slot] = t->word_count;
 }
 
 // Adds the pre-tokens of a text of n bytes.
@@ -308,7 +309,7 @@ static void words_count(WordTable *t, const Bpe *bpe, const char *text, size_t n
 static void words_merge(WordTable *t, WordTable *more) {
     for (uint32_t i = 0; i < more->word_count; i++) {
         const Word *w = &more->words[i];
-        words_add(t, more->text + w->at, w->bytes, w->hash, w->count);
+        words_add(t, more->text + w->offset, w->bytes, w->hash, w->count);
     }
     words_free(more);
 }
@@ -341,17 +342,17 @@ typedef struct {
 } Learner;
 
 static uint32_t pair_slot(const Learner *l, uint32_t key) {
-    uint32_t at = (uint32_t)((key * 0x9E3779B97F4A7C15u) >> 40) & (l->slot_count - 1);
-    while (l->slots[at] && l->pairs[l->slots[at] - 1].key != key) {
-        at = (at + 1) & (l->slot_count - 1);
+    uint32_t slot = (uint32_t)((key * 0x9E3779B97F4A7C15u) >> 40) & (l->slot_count - 1);
+    while (l->slots[slot] && l->pairs[l->slots[slot] - 1].key != key) {
+        slot = (slot + 1) & (l->slot_count - 1);
     }
-    return at;
+    return slot;
 }
 
 // Returns the pair with this key, and adds it if it is new.
 static Pair *pair_get(Learner *l, uint32_t key) {
-    uint32_t at = pair_slot(l, key);
-    if (!l->slots[at]) {
+    uint32_t slot = pair_slot(l, key);
+    if (!l->slots[slot]) {
         if (l->pair_count >= l->slot_count / 2) {
             free(l->slots);
             l->slot_count = l->slot_count ? 2 * l->slot_count : 1 << 18;
@@ -360,13 +361,13 @@ static Pair *pair_get(Learner *l, uint32_t key) {
             for (uint32_t i = 0; i < l->pair_count; i++) {
                 l->slots[pair_slot(l, l->pairs[i].key)] = i + 1;
             }
-            at = pair_slot(l, key);
+            slot = pair_slot(l, key);
         }
         const Pair fresh = {key, 0, 0, 0, NULL};
         l->pairs[l->pair_count] = fresh;
-        l->slots[at] = ++l->pair_count;
+        l->slots[slot] = ++l->pair_count;
     }
-    return &l->pairs[l->slots[at] - 1];
+    return &l->pairs[l->slots[slot] - 1];
 }
 
 // Returns a pair's rank in the merge order: by descending count, then by key. Counts saturate at
@@ -394,7 +395,7 @@ static void pair_change(Learner *l, int left, int right, uint32_t word, int64_t 
 
 // Replaces every occurrence of the pair (a, b) in a word with the token `id`.
 static void word_merge(Learner *l, uint32_t word, int a, int b, int id) {
-    uint16_t *s = l->symbols + l->table->words[word].at;
+    uint16_t *s = l->symbols + l->table->words[word].offset;
     const uint32_t n = l->lengths[word];
     const int64_t times = l->table->words[word].count;
     uint32_t kept = 0;
@@ -429,9 +430,10 @@ static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
         const Word *w = &t->words[i];
         l->lengths[i] = w->bytes;
         for (uint32_t k = 0; k < w->bytes; k++) {
-            l->symbols[w->at + k] = (uint16_t)bpe_id(bpe, t->text + w->at + k, 1);
+            l->symbols[w->offset + k] = (uint16_t)bpe_id(bpe, t->text + w->offset + k, 1);
             if (k > 0) {
-                pair_change(l, l->symbols[w->at + k - 1], l->symbols[w->at + k], i, w->count);
+                pair_change(l, l->symbols[w->offset + k - 1], l->symbols[w->offset + k], i,
+                            w->count);
             }
         }
     }
@@ -652,20 +654,20 @@ typedef struct {
     WordTable *words;            // not NULL: count pre-tokens here instead of encoding
 } Coder;
 
-// Returns the first offset, at or after `at`, where a part can be cut without changing the tokens
-// (bpe_cut_is_safe); it is never inside a marker. If no cut within PIECE_BYTES is safe, returns a
+// Returns the first offset, from `offset` on, where a part can be cut without changing the tokens
+// (bpe_cut_is_safe); it is never inside a marker. If no cut within CUT_BYTES is safe, returns a
 // boundary between two UTF-8 characters.
-static size_t block_begin(const Part *part, size_t at) {
-    if (at == 0 || at >= part->size) {
-        return at < part->size ? at : part->size;
+static size_t block_begin(const Part *part, size_t offset) {
+    if (offset == 0 || offset >= part->size) {
+        return offset < part->size ? offset : part->size;
     }
-    const size_t last = at + PIECE_BYTES < part->size ? at + PIECE_BYTES : part->size;
-    for (size_t i = at; i < last; i++) {
+    const size_t last = offset + CUT_BYTES < part->size ? offset + CUT_BYTES : part->size;
+    for (size_t i = offset; i < last; i++) {
         if (is_blank(part->bytes[i]) && bpe_cut_is_safe(part->bytes, i)) {
             return i;
         }
     }
-    return last == part->size ? last : split_at(part, at, 0);
+    return last == part->size ? last : split_at(part, offset, 0);
 }
 
 // Encodes n bytes to at most n tokens, or counts their pre-tokens. Returns the number of tokens.
@@ -740,9 +742,9 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
             while (i >= first[part + 1]) {
                 part++;
             }
-            const size_t at = (size_t)(i - first[part]) * BLOCK_BYTES;
-            const size_t begin = block_begin(&parts[part], at);
-            const size_t end = block_begin(&parts[part], at + BLOCK_BYTES);
+            const size_t offset = (size_t)(i - first[part]) * BLOCK_BYTES;
+            const size_t begin = block_begin(&parts[part], offset);
+            const size_t end = block_begin(&parts[part], offset + BLOCK_BYTES);
             int64_t n = 0;
             if (begin < end && !stop_signal) {
                 if (capacity <= end - begin) {

@@ -96,15 +96,15 @@ enum { CLASSES = 0x32400 };  // code points from here on are CLASS_OTHER
 // from '#'. A number is 76 q + d, where d < 76 is from its last character. The characters before it
 // have d >= 76; they are the base-16 digits of q, each with the value d - 75.
 static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
-    uint32_t at = 0;
+    uint32_t code = 0;
     for (int inside = 0; *runs; inside = !inside) {
         uint32_t count = 0;
         for (; *runs - '#' >= 76; runs++) {
             count = count * 16 + (uint32_t)(*runs - '#' - 76) + 1;
         }
         count = count * 76 + (uint32_t)(*runs++ - '#');
-        memset(classes + at, kind, inside ? count : 0);
-        at += count;
+        memset(classes + code, kind, inside ? count : 0);
+        code += count;
     }
 }
 
@@ -138,18 +138,18 @@ static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
 // receives the upper half of the slot's value.
 static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *tag) {
     uint64_t hash = fnv1a(fnv1a_start, bytes, n) * 0x9E3779B97F4A7C15u;
-    uint32_t at = (uint32_t)(hash >> 31) % BPE_SLOTS;
+    uint32_t slot = (uint32_t)(hash >> 31) % BPE_SLOTS;
     *tag = (uint32_t)(hash >> 32) & 0xFFFF0000u;
-    for (; bpe->slots[at]; at = (at + 1) % BPE_SLOTS) {
-        if ((bpe->slots[at] & 0xFFFF0000u) == *tag) {
+    for (; bpe->slots[slot]; slot = (slot + 1) % BPE_SLOTS) {
+        if ((bpe->slots[slot] & 0xFFFF0000u) == *tag) {
             const char *found;
-            int length = bpe_bytes(bpe, (int)(bpe->slots[at] & 0xFFFF) - 1, &found);
+            int length = bpe_bytes(bpe, (int)(bpe->slots[slot] & 0xFFFF) - 1, &found);
             if (length == (int)n && memcmp(found, bytes, n) == 0) {
                 break;
             }
         }
     }
-    return at;
+    return slot;
 }
 
 // Returns the id of the token that consists of these n bytes, or -1.
@@ -163,17 +163,17 @@ static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
 
 // Appends a token. Returns 0 if it is too long or a duplicate, or if the vocabulary is full.
 static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
-    uint32_t at = bpe->start[bpe->count], tag;
-    if (n == 0 || n > BPE_LONGEST || bpe->count == MAX_VOCABULARY || n > BPE_TEXT - at) {
+    uint32_t begin = bpe->start[bpe->count], tag;
+    if (n == 0 || n > BPE_LONGEST || bpe->count == MAX_VOCABULARY || n > BPE_TEXT - begin) {
         return 0;
     }
     uint32_t *slot = &bpe->slots[bpe_slot(bpe, bytes, n, &tag)];
     if (*slot) {
         return 0;
     }
-    memcpy(bpe->text + at, bytes, n);
+    memcpy(bpe->text + begin, bytes, n);
     *slot = tag | (uint32_t)++bpe->count;
-    bpe->start[bpe->count] = at + (uint32_t)n;
+    bpe->start[bpe->count] = begin + (uint32_t)n;
     return 1;
 }
 
@@ -217,16 +217,16 @@ static const char merges_first_line[] = "#version: 0.2\n";
 static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
     int byte_of[BYTE_CHARACTERS], line = 2;
     bpe_begin_bytes(bpe, byte_of);
-    size_t at = sizeof merges_first_line - 1;
-    if (n < at || memcmp(bytes, merges_first_line, at) != 0) {
+    size_t offset = sizeof merges_first_line - 1;
+    if (n < offset || memcmp(bytes, merges_first_line, offset) != 0) {
         die("%s: not a vocab.bpe file: the first line must be '#version: 0.2'", name);
     }
-    for (; at < n; at++, line++) {
+    for (; offset < n; offset++, line++) {
         char both[BPE_LONGEST];
         size_t left = 0, length = 0;
-        while (at < n && bytes[at] != '\n') {
+        while (offset < n && bytes[offset] != '\n') {
             uint32_t c;
-            at += (size_t)utf8_decode(&c, bytes + at, n - at);
+            offset += (size_t)utf8_decode(&c, bytes + offset, n - offset);
             if (c == ' ' && left == 0) {
                 left = length;
             } else if (length == BPE_LONGEST || c >= BYTE_CHARACTERS || byte_of[c] < 0) {
@@ -323,25 +323,25 @@ static void heap_push(Heap *h, uint64_t item) {
         h->capacity = 2 * h->capacity + 1024;
         h->items = (uint64_t *)grow(h->items, h->capacity * sizeof *h->items);
     }
-    size_t at = h->count++;
-    for (; at > 0 && h->items[(at - 1) / 2] > item; at = (at - 1) / 2) {
-        h->items[at] = h->items[(at - 1) / 2];
+    size_t i = h->count++;
+    for (; i > 0 && h->items[(i - 1) / 2] > item; i = (i - 1) / 2) {
+        h->items[i] = h->items[(i - 1) / 2];
     }
-    h->items[at] = item;
+    h->items[i] = item;
 }
 
 static uint64_t heap_pop(Heap *h) {
     const uint64_t top = h->items[0], item = h->items[--h->count];
-    size_t at = 0, child;
-    while ((child = 2 * at + 1) < h->count) {
+    size_t i = 0, child;
+    while ((child = 2 * i + 1) < h->count) {
         child += child + 1 < h->count && h->items[child + 1] < h->items[child];
         if (item <= h->items[child]) {
             break;
         }
-        h->items[at] = h->items[child];
-        at = child;
+        h->items[i] = h->items[child];
+        i = child;
     }
-    h->items[at] = item;
+    h->items[i] = item;
     return top;
 }
 
@@ -698,9 +698,9 @@ static int eval_word(const unsigned char *words, int64_t i) {
 
 // Parses example `number`, which begins at byte `at` of the file. Returns its size in bytes. Ends
 // the run unless it is within the file and all its words have allowed values.
-static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int number) {
-    const unsigned char *p = f->bytes + at;
-    const size_t left = f->size - at;
+static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int number) {
+    const unsigned char *p = f->bytes + offset;
+    const size_t left = f->size - offset;
     if (left < 2 * EVAL_EXAMPLE_WORDS) {
         die("%s: example %d: unexpected end of file", f->name, number);
     }
@@ -762,17 +762,18 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
                            .longest_bytes = (size_t)longest_bytes, .examples = examples,
                            .vocabulary = vocabulary};
     *f = file;
-    size_t at = LLMC_HEADER_BYTES;
+    size_t offset = LLMC_HEADER_BYTES;
     for (int i = 0; i < f->examples; i++) {
         EvalExample x;
-        at += eval_example(&x, f, at, i);
+        offset += eval_example(&x, f, offset, i);
         f->longest_row = (int)max_i64(f->longest_row, x.texts[0].count + x.longest);
         if (x.longest > f->longest_completion) {
             f->longest_completion = x.longest;
             f->longest_at = i;
         }
     }
-    if (at != size) {
-        die("%s: %zu trailing bytes after the last of %d examples", name, size - at, f->examples);
+    if (offset != size) {
+        die("%s: %zu trailing bytes after the last of %d examples", name, size - offset,
+            f->examples);
     }
 }

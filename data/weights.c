@@ -316,7 +316,7 @@ static void model_file_close(ModelFile *f) {
 // tiles that stay in the cache whatever the row stride.
 enum { STRIP = 256, TILE = 16 };
 static int64_t strip_elements(const Model *m) {
-    return max_i64(PIECE, STRIP * 4 * (int64_t)m->C);
+    return max_i64(IO_ELEMENTS, STRIP * 4 * (int64_t)m->C);
 }
 
 // Copies rows first <= r < first + count of a tensor (rows,cols) to out (count,cols). The span
@@ -370,7 +370,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
             const Span *s = file_span(f->spans, tensor, l);
             const int64_t size = rows * cols;
             for (int64_t i = 0, count; i < size; i += count) {
-                count = min_i64(swap ? STRIP * cols : (int64_t)PIECE, size - i);
+                count = min_i64(swap ? STRIP * cols : (int64_t)IO_ELEMENTS, size - i);
                 if (swap) {
                     span_transposed(values, s, rows, cols, i / cols, count / cols);
                 } else {
@@ -384,7 +384,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                     file_tensor_name(name, "", tensor, l);
                     die("%s: tensor %s: contains NaN or infinity", f->name, name);
                 }
-                e->write(e, STATE_WEIGHTS, tensor_piece(m, tensor, l, i, count), values);
+                e->write(e, STATE_WEIGHTS, tensor_range(m, tensor, l, i, count), values);
             }
         }
     }
@@ -439,15 +439,15 @@ static void tensor_save(Engine *e, const Model *m, int type, int tensor, int lay
                         unsigned char *out, Writer *w) {
     const int swap = tensor_table[tensor].transposed;
     const int64_t rows = tensor_rows(m, tensor), size = rows * tensor_cols(m, tensor);
-    const int64_t strip = swap ? STRIP * rows : (int64_t)PIECE;
-    for (int64_t at = 0; at < size; at += strip) {
-        const int64_t count = min_i64(strip, size - at);
-        if (!swap || at == 0) {
-            const Piece p = tensor_piece(m, tensor, layer, at, swap ? size : count);
+    const int64_t strip = swap ? STRIP * rows : (int64_t)IO_ELEMENTS;
+    for (int64_t offset = 0; offset < size; offset += strip) {
+        const int64_t count = min_i64(strip, size - offset);
+        if (!swap || offset == 0) {
+            const Range p = tensor_range(m, tensor, layer, offset, swap ? size : count);
             e->read(e, STATE_WEIGHTS, p, values);
         }
         if (swap) {
-            file_transposed(out, type, values + at / rows, rows, size / rows, count / rows);
+            file_transposed(out, type, values + offset / rows, rows, size / rows, count / rows);
         } else {
             file_values(out, type, values, count);
         }

@@ -229,17 +229,17 @@ static void target_eval(const unsigned char *bytes, size_t size) {
 
 typedef struct {
     uint64_t begin, end;
-} Range;
+} ByteRange;
 
 static int bytes_compare(const void *a, const void *b) {
-    const Range *x = (const Range *)a, *y = (const Range *)b;
+    const ByteRange *x = (const ByteRange *)a, *y = (const ByteRange *)b;
     return x->begin != y->begin ? (x->begin < y->begin ? -1 : 1)
                                 : (x->end > y->end) - (x->end < y->end);
 }
 
 // Checks the tiling after sorting by offset; the program adds up hashes instead.
 static void target_safetensors(const unsigned char *bytes, size_t size) {
-    static Range *ranges;
+    static ByteRange *ranges;
     static size_t capacity;
     size_t count = 0;
     Safetensors f;
@@ -258,13 +258,13 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
         touch(t.data, min_i64((int64_t)length, 1));
         if (count == capacity) {
             capacity = 2 * capacity + 64;
-            ranges = (Range *)realloc(ranges, capacity * sizeof(Range));
+            ranges = (ByteRange *)realloc(ranges, capacity * sizeof(ByteRange));
         }
         ranges[count].begin = (uint64_t)(t.data - f.data);
         ranges[count].end = ranges[count].begin + length;
         count++;
     }
-    qsort(ranges, count, sizeof(Range), bytes_compare);
+    qsort(ranges, count, sizeof(ByteRange), bytes_compare);
     uint64_t at = 0;
     for (size_t i = 0; i < count; i++) {
         FACT(ranges[i].begin == at);
@@ -304,8 +304,8 @@ static void target_state(const unsigned char *bytes, size_t size) {
     int64_t elements = 0, all = 0;
     for (int i = 0; i < f.files[0].count; i++) {
         const StateRange *r = &f.files[0].ranges[i];
-        touch(r->span.data, (uint64_t)(r->piece.count * file_types[r->span.type].bytes));
-        elements += r->state == STATE_M ? r->piece.count : 0;
+        touch(r->span.data, (uint64_t)(r->range.count * file_types[r->span.type].bytes));
+        elements += r->state == STATE_M ? r->range.count : 0;
     }
     for (int b = 0; b < model_buckets(m); b++) {
         all += bucket_at(m, 1, b).count;
@@ -488,7 +488,7 @@ static void target_sizes(const unsigned char *bytes, size_t size) {
 static void target_json(const unsigned char *bytes, size_t size) {
     Json j = {bytes, 0, size, NULL};
     json_skip(&j);
-    FACT(j.at <= size);
+    FACT(j.offset <= size);
     char key[8] = "";
     for (int kind = 0; kind < 2; kind++) {
         Json k = {bytes, 0, size, NULL};
@@ -497,7 +497,7 @@ static void target_json(const unsigned char *bytes, size_t size) {
             FACT(strlen(key) < sizeof key);
             json_skip(&k);
         }
-        FACT(k.at <= size && (size_t)count <= size);
+        FACT(k.offset <= size && (size_t)count <= size);
     }
     Json number = {bytes, 0, size, NULL};
     int64_t value = json_count(&number);
@@ -522,7 +522,7 @@ static void target_bpe_train(const unsigned char *bytes, size_t size) {
     words_count(&words, &bpe, (const char *)bytes + 1, size - (size > 0));
     for (uint32_t i = 0; i < words.word_count; i++) {
         const Word *w = &words.words[i];
-        FACT(w->count > 0 && w->at + w->bytes <= words.text_bytes);
+        FACT(w->count > 0 && w->offset + w->bytes <= words.text_bytes);
         all += w->count * w->bytes;
     }
     FACT(all == (int64_t)(size - (size > 0)));

@@ -108,7 +108,7 @@ TEST(suggestions, FLOAT) {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
     const int count = full_or(40, 1500);
-    std::vector<Way> list(MAX_WAYS);
+    std::vector<Candidate> list(MAX_CANDIDATES);
     int changes = 0, without = 0;
     for (int n = 0; n < count; n++) {
         const Text base =
@@ -123,7 +123,7 @@ TEST(suggestions, FLOAT) {
         budget.host = draw(0, 3) ? SIZE_MAX : run.plan.device_bytes / 3;
         const int found = suggestions_find(list.data(), &run.plan, &budget, &run.o);
         for (int i = 0; i < found; i++) {
-            const Way &w = list[(size_t)i], &before = list[(size_t)max_i64(i - 1, 0)];
+            const Candidate &w = list[(size_t)i], &before = list[(size_t)max_i64(i - 1, 0)];
             Settings again, changed = w.s;
             LevelsText levels;
             const Options o = options_of_settings(&run.o, &changed, &levels);
@@ -139,7 +139,7 @@ TEST(suggestions, FLOAT) {
                                 changed.split_master != s.split_master;
             expect(!numbers || w.effect == OTHER_NUMBERS, "%s, suggestion %d", base.c_str(), i);
             for (int k = 0; k < i; k++) {
-                const Way &other = list[(size_t)k];
+                const Candidate &other = list[(size_t)k];
                 expect(other.host > w.host || other.tokens_per_s < w.tokens_per_s ||
                            other.effect > w.effect, "%s: %d beats %d", base.c_str(), k, i);
             }
@@ -154,7 +154,7 @@ TEST(suggestions, FLOAT) {
             for (int i = 0; i < OFFLOAD_LEVELS * (q.last[BY_TYPE] + 1); i++) {
                 const int type = i / OFFLOAD_LEVELS, offload = i % OFFLOAD_LEVELS;
                 const int steps[AXES] = {RECOMPUTE_BLOCK, type, offload, 1, 1};
-                expect(!way_plan(&q, steps).fits, "%s: %d fits", base.c_str(), i);
+                expect(!candidate_plan(&q, steps).fits, "%s: %d fits", base.c_str(), i);
             }
         }
         changes += found;
@@ -308,8 +308,8 @@ TEST(forecast, HOST) {
 }
 
 // Returns the settings that --fit finds; *best receives those that it recommends.
-static std::vector<Way> fit_ways(const Text &options, Way *best = nullptr) {
-    std::vector<Way> list(MAX_WAYS);
+static std::vector<Candidate> fit_ways(const Text &options, Candidate *best = nullptr) {
+    std::vector<Candidate> list(MAX_CANDIDATES);
     Options o;
     Settings s;
     Model m;
@@ -319,8 +319,8 @@ static std::vector<Way> fit_ways(const Text &options, Way *best = nullptr) {
     settings_from_options(&s, &o, &m, 1);
     const MemoryBudget budget = budget_of_gpu(&o, &s);
     const Search q = fit_search(&o, &m, &budget);
-    list.resize((size_t)ways_find(list.data(), &q));
-    for (const Way &w : list) {
+    list.resize((size_t)candidates_find(list.data(), &q));
+    for (const Candidate &w : list) {
         expect(w.device <= budget.device && w.fits, "%s: -b %d", options.c_str(), w.s.B);
     }
     if (best) {
@@ -332,16 +332,16 @@ static std::vector<Way> fit_ways(const Text &options, Way *best = nullptr) {
 // --fit finds what the README and the out-of-memory messages promise for GPT-2 1558M in 15 GiB.
 TEST(fit_sizes, FLOAT) {
     auto chosen = [](const Text &options) {
-        Way best;
+        Candidate best;
         fit_ways(options, &best);
         return best;
     };
     // --fit all also considers mixed levels, so its best result is no worse than that of --fit any.
-    const Way any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
+    const Candidate any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
               all = chosen("--fit all -e d12 --gpu-mem 3GiB");
     expect(all.tokens_per_s >= any.tokens_per_s && all.offload <= any.offload,
            "%.0f tokens/s, any %.0f", all.tokens_per_s, any.tokens_per_s);
-    Way w = chosen("--fit any -e d48 --gpu-mem 15GiB");
+    Candidate w = chosen("--fit any -e d48 --gpu-mem 15GiB");
     expect(w.s.B >= 8 && w.s.moment_dtype == TYPE_BF16, "-b %d, offload %d", w.s.B, w.offload);
     w = chosen("--fit bits -e d48 --gpu-mem 15GiB");
     expect(w.s.B >= 24 && w.s.split_master && w.offload > 0, "-b %d, offload %d", w.s.B, w.offload);

@@ -360,7 +360,7 @@ TEST(gpu_wte_rounding, CUDA_ALL) {
                           fp32 ? "fp32" : "bf16"));
             n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
             dwte[fp32] = Reals((size_t)tensor_size(&m, WTE));
-            n.e.read(&n.e, STATE_GRADS, tensor_piece(&m, WTE, 0, 0, tensor_size(&m, WTE)),
+            n.e.read(&n.e, STATE_GRADS, tensor_range(&m, WTE, 0, 0, tensor_size(&m, WTE)),
                      dwte[fp32].data());
         }
         const double error =
@@ -438,7 +438,7 @@ TEST(gpu_host_read, EMULATED_ALL) {
         Net n(m, "-b 2 -t 7 --offload gradients");
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         grads[late].resize((size_t)count);
-        n.e.read(&n.e, STATE_GRADS, tensor_piece(&m, QKVW, 0, 0, count), grads[late].data());
+        n.e.read(&n.e, STATE_GRADS, tensor_range(&m, QKVW, 0, 0, count), grads[late].data());
     }
     emu::set.order = 0;
     expect(same_bits(grads[0], grads[1]) && grads[0][0] != 0, "read too early");

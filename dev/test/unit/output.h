@@ -6,7 +6,7 @@ TEST(sampling, ALL) {
     enum { V = 6, DRAWS = 20000 };
     static const double p[V] = {0.05, 0.4, 0.1, 0.25, 0.15, 0.05};
     real logits[V];
-    Candidate candidates[V];
+    ScoredToken candidates[V];
     for (int v = 0; v < V; v++) {
         logits[v] = (real)(log(p[v]) + 3);
     }
@@ -69,7 +69,7 @@ TEST(log, HOST) {
     Text line = read_file("text");
     Json j = {(const unsigned char *)line.data(), 0, line.size(), NULL};
     json_skip(&j);
-    expect(!j.fault && j.at == line.size() && has(line, "\"x\":null,\"y\":null,\"z\":0.1}"));
+    expect(!j.fault && j.offset == line.size() && has(line, "\"x\":null,\"y\":null,\"z\":0.1}"));
     expect(std::count_if(line.begin(), line.end(), [](char c) { return c < 32 || c > 126; }) == 0);
 }
 

@@ -17,7 +17,7 @@ static Model shape(const char *e, int V) {
 
 // Returns a tensor's offset in the full state of a single rank, where buckets are back to back.
 static int64_t tensor_offset(const Model *m, int tensor, int layer) {
-    const Piece p = tensor_piece(m, tensor, layer, 0, 0);
+    const Range p = tensor_range(m, tensor, layer, 0, 0);
     return bucket_at(m, 1, p.bucket).offset + p.first;
 }
 
@@ -43,7 +43,7 @@ TEST(model_sizes, HOST) {
     std::map<int, std::map<int64_t, int64_t>> tensors;  // for each bucket: begin -> end
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(&m, tensor); l++) {
-            const Piece p = tensor_piece(&m, tensor, l, 0, tensor_size(&m, tensor));
+            const Range p = tensor_range(&m, tensor, l, 0, tensor_size(&m, tensor));
             expect(p.first % TENSOR_ALIGN == 0 && !tensors[p.bucket].count(p.first), "%s of %d",
                    tensor_table[tensor].name, l);
             tensors[p.bucket][p.first] = p.first + round_up_i64(p.count, TENSOR_ALIGN);
@@ -241,33 +241,34 @@ static void check_placements(Settings s) {
     single_buffers(rows, &s);
     for (int bucket = 0; bucket < model_buckets(&m); bucket++) {
         const int64_t all = bucket_elements(&m, bucket), part = bucket_at(&m, s.ranks, bucket).part;
-        for (int own = 0; own < 2; own++) {
+        for (int local = 0; local < 2; local++) {
             int64_t next = 0;
             for (s.rank = 0; s.rank < s.ranks; s.rank++) {
-                const Piece p = bucket_piece(&s, bucket, own);
-                const int whole = p.count == all && s.ranks > 1 && !own;
+                const Range p = bucket_range(&s, bucket, local);
+                const int whole = p.count == all && s.ranks > 1 && !local;
                 expect(p.count >= 0 && p.first == (whole ? 0 : next), "%s: bucket %d", who.c_str(),
                        bucket);
                 next = whole ? all : next + p.count;
-                const Place at = piece_location(&s, BUF_M, p);
-                expect(own || !p.count || (at.count == p.count &&
-                                           (at.owner < 0 || at.owner == s.rank)),
+                const Location where = range_location(&s, BUF_M, p);
+                expect(local || !p.count || (where.count == p.count &&
+                                             (where.owner < 0 || where.owner == s.rank)),
                        "%s: moments of bucket %d", who.c_str(), bucket);
             }
             expect(next == all, "%s: bucket %d has %d, not %d", who.c_str(), bucket, (int)next,
                    (int)all);
         }
         for (int kind = KIND_WEIGHTS; kind <= KIND_MASTER; kind++) {
-            Piece p = {bucket, 0, all};
+            Range p = {bucket, 0, all};
             for (int64_t n; p.count > 0; p.first += n, p.count -= n) {
-                const Place at = piece_location(&s, buffers[kind], p);
-                n = at.count;
-                const int64_t room = rows[at.buffer].count;
-                expect(n > 0 && at.offset >= 0 && (at.offset + n <= room || kind == KIND_MASTER),
+                const Location where = range_location(&s, buffers[kind], p);
+                n = where.count;
+                const int64_t room = rows[where.buffer].count;
+                expect(n > 0 && where.offset >= 0 &&
+                           (where.offset + n <= room || kind == KIND_MASTER),
                        "%s: kind %d of bucket %d: %d + %d of %d", who.c_str(), kind, bucket,
-                       (int)at.offset, (int)n, (int)room);
-                expect(at.owner < 0 || at.owner == p.first / part, "%s", who.c_str());
-                taken[{at.buffer, at.owner}].push_back({at.offset, at.offset + n});
+                       (int)where.offset, (int)n, (int)room);
+                expect(where.owner < 0 || where.owner == p.first / part, "%s", who.c_str());
+                taken[{where.buffer, where.owner}].push_back({where.offset, where.offset + n});
             }
         }
     }
@@ -507,9 +508,10 @@ TEST(stages, HOST) {
         for (int stage = 0; stage < BLOCK_STAGES; stage++) {
             const Tick there = tick_at(&s, tick_forward(l, stage % F_STAGES)),
                        back = tick_at(&s, tick_backward(&s.model, l, stage));
-            expect(there.layer == l && there.stage == stage % F_STAGES && !there.again);
+            expect(there.layer == l && there.stage == stage % F_STAGES && !there.repeated);
             expect(stage == F_FCPROJ || (back.layer == l && back.stage == stage &&
-                                         back.again == (stage < F_FCPROJ)), "%d of %d", stage, l);
+                                         back.repeated == (stage < F_FCPROJ)),
+                   "%d of %d", stage, l);
         }
     }
     expect(tick_at(&s, 74).stage == JOIN && tick_at(&s, 75).stage == UPDATE);
@@ -644,7 +646,7 @@ struct Net {
                 for (real &x : w) {
                     x += (real)(tensor_table[tensor].init == INIT_ONE);
                 }
-                e.write(&e, STATE_WEIGHTS, tensor_piece(&m, tensor, l, 0, (int64_t)size), w.data());
+                e.write(&e, STATE_WEIGHTS, tensor_range(&m, tensor, l, 0, (int64_t)size), w.data());
             }
         }
     }
