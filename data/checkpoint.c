@@ -301,7 +301,7 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
     int count;
     StateRange *ranges =
-        state_ranges(&s->model, s->rank, s->ranks, s->split_master, s->muon, &count);
+        state_ranges(&s->model, this_rank.rank, s->ranks, s->split_master, s->muon, &count);
     HeaderText header;
     header_start(&header);
     fprintf(header.file, ",\"run\":\"%s\",\"matmul\":\"", snapshot->identity);

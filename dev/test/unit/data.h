@@ -24,12 +24,13 @@ TEST(rank_positions, HOST) {
             std::vector<int> read(sequences);
             s.ranks = ranks;
             for (int k = 0; sequences % (s.B * ranks) == 0 && k < sequences / s.B / ranks; k++) {
-                for (s.rank = 0; s.rank < ranks; s.rank++) {
+                for (int &rank = this_rank.rank = 0; rank < ranks; rank++) {
                     for (int b = 0; b < s.B; b++) {
                         read.at((size_t)(batch_position(&s, 100, k) - 100 + b))++;
                     }
                 }
             }
+            this_rank.rank = 0;
             const int once = sequences % (s.B * ranks) == 0;
             expect(std::count(read.begin(), read.end(), once) == sequences, "%d ranks of %d", ranks,
                    s.B);

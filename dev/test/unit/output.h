@@ -235,8 +235,8 @@ static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int 
     }
 }
 
-static void faulty_open(Engine *e, Plan *p) {
-    cpu_open(e, p);
+static void faulty_open(Engine *e, Plan *p, const Options *o) {
+    cpu_open(e, p, o);
     healthy_micro_step = e->micro_step;
     e->micro_step = faulty_micro_step;
 }

