@@ -265,11 +265,7 @@ static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, in
     for (int i = low ? 0 : buckets; i < all; i++) {
         StateRange *r = &ranges[*count];
         r->state = i / buckets;
-        r->range.bucket = i % buckets;
-        const int64_t part = bucket_at(m, ranks, r->range.bucket).part;
-        const int64_t end = bucket_at(m, 1, r->range.bucket).count;
-        r->range.first = min_i64(rank * part, end);
-        r->range.count = min_i64(part, end - r->range.first);
+        r->range = shard_range(m, ranks, rank, i % buckets);
         *count += r->range.count > 0;
     }
     return ranges;

@@ -350,6 +350,12 @@ static uint16_t master_high(float value) {
     return value != value ? (uint16_t)MASTER_NAN : (uint16_t)((u + 0x8000) >> 16);
 }
 
+static uint16_t master_low(float value) {
+    uint32_t u;
+    memcpy(&u, &value, 4);
+    return (uint16_t)u;
+}
+
 static float master_join(float high, uint16_t low) {
     uint32_t u;
     memcpy(&u, &high, 4);
@@ -398,12 +404,10 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
         return;
     }
     for (int64_t i = 0; i < count; i++) {
-        float value = (float)values[i];
-        uint32_t u;
-        memcpy(&u, &value, 4);
-        uint16_t half = type == FILE_BF16 ? master_high(value) : (uint16_t)u;
+        const float value = (float)values[i];
+        const uint16_t half = type == FILE_BF16 ? master_high(value) : master_low(value);
         if (type == FILE_F32) {
-            memcpy(out + 4 * i, &u, 4);
+            memcpy(out + 4 * i, &value, 4);
         } else {
             memcpy(out + 2 * i, &half, 2);
         }

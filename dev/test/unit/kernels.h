@@ -921,16 +921,16 @@ TEST(gpu_exchange, CUDA_ALL) {
     for (int fault : {0, 1}) {
         Array<char> d_words(words);
         Array<UpdateState> update(std::vector<UpdateState>(1));
-        Array<StepStatus> total(std::vector<StepStatus>(1));
+        Array<RankStatus> total(std::vector<RankStatus>(1));
         for (int r = 0; r < RANKS; r++) {
             Array<float> loss(Reals{losses[r]});
             Array<UpdateState> mine(std::vector<UpdateState>{{(float)(r + 1), 0, 0, 0, 0}});
             launch(step_status_kernel, 1, 1, 0, 0,
-                   (StepStatus *)(void *)(d_words.p + r * RANK_STATUS_BYTES), mine.p, loss.p,
+                   (RankStatus *)(void *)(d_words.p + r * RANK_STATUS_BYTES), mine.p, loss.p,
                    r == 2, fault && r % 2 ? r + 1 : 0);
         }
         launch(step_statuses_kernel, 1, 1, 0, 0, total.p, update.p, d_words.p, (int)RANKS);
-        const StepStatus all = total.raw()[0];
+        const RankStatus all = total.raw()[0];
         const float norm = update.raw()[0].square_sum;
         expect(all.loss_sum == 1 && all.square_sum == 10 && all.stop == 1, "%g, %g, %d",
                (double)all.loss_sum, (double)all.square_sum, all.stop);
