@@ -91,6 +91,13 @@ def test_gpu_build(machine, gpu, arguments, expected, absent):
         "No GPU found: train_gpt2cu is built for sm_80 .* ARCH=75 a T4", said.replace("\n", " "))
 
 
+def test_line_ends():
+    """A clone made by Git for Windows has LF in its scripts."""
+    said = subprocess.run(["git", "-C", TOP, "check-attr", "eol", "dev/train.sh", "data/prepare.sh"],
+                          text=True, stdout=subprocess.PIPE).stdout
+    assert said.count("eol: lf") == 2 or not (TOP / ".git").exists()
+
+
 def test_old_gpu(machine):
     """If the only card is too old, the CPU program is built."""
     said = machine.make("-n", "train", GPU="6.1")[1]
