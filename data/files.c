@@ -233,10 +233,12 @@ static int write_all(int fd, const void *data, size_t bytes) {
     return 0;
 }
 
-// Syncs `folder`, so that a rename or a new file in it survives a power failure.
+// Syncs `folder`, so that a rename or a new file in it survives a power failure. Some file systems
+// (CIFS, drvfs, FUSE) cannot sync or open a folder; there, its entries are synced when they can be.
 static void fsync_folder(const char *folder) {
-    int fd = open(folder, O_RDONLY | O_DIRECTORY);
-    if (fd < 0 || fsync(fd) != 0) {
+    const int fd = open(folder, O_RDONLY | O_DIRECTORY);
+    if ((fd < 0 || fsync(fd) != 0) && errno != EINVAL && errno != EBADF && errno != ENOTSUP &&
+        errno != ENOSYS && errno != EACCES && errno != EPERM) {
         die("cannot sync folder %s: %s", folder, strerror(errno));
     }
     close(fd);
