@@ -633,29 +633,35 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
     return fault;
 }
 
-// Copies the value of an option in a checkpoint's first state file to `out`. Returns 0 if it cannot
-// be read; whether the checkpoint is complete is verified elsewhere.
-static int checkpoint_option(char out[PATH_BYTES], const char *folder, const char *name) {
-    static Manifest manifest;
-    char path[PATH_BYTES], key[64], file[FILE_NAME];
-    Mapping map;
+// Copies the text of `key` in the metadata of a state file to `out`. Returns 0 if there is none.
+static int state_text(char out[PATH_BYTES], const unsigned char *bytes, size_t size,
+                      const char *key) {
+    char quoted[64];
     uint64_t header = 0;
-    int found = 0;
+    memcpy(&header, bytes, size < sizeof header ? 0 : sizeof header);
+    const size_t end = size >= 8 && header <= size - 8 ? (size_t)header + 8 : 0;
+    const int length = snprintf(quoted, sizeof quoted, "\"%s\":", key);
+    const unsigned char *at = (const unsigned char *)memmem(bytes, end, quoted, (size_t)length);
+    Json j = {bytes, at ? (size_t)(at - bytes) + (size_t)length : 0, end, NULL};
+    if (at) {
+        json_string(&j, out, PATH_BYTES);
+    }
+    return at && !j.fault;
+}
+
+// Copies the text of `key` in a checkpoint's first state file to `out`. Returns 0 if it cannot be
+// read; whether the checkpoint is complete is verified elsewhere.
+static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char *key) {
+    static Manifest manifest;
+    char path[PATH_BYTES], file[FILE_NAME];
+    Mapping map;
     path_print(path, "%s/manifest.json", folder);
     file_name(file, FILE_STATE, manifest_open(&manifest, path) ? 1 : manifest.ranks);
     path_print(path, "%s/%s", folder, file);
     if (mapping_open(&map, path) != 0) {
         return 0;
     }
-    memcpy(&header, map.bytes, map.size < sizeof header ? 0 : sizeof header);
-    const size_t end = header < map.size - sizeof header ? (size_t)header + sizeof header : 0;
-    const int length = snprintf(key, sizeof key, "\"--%s\":", name);
-    const unsigned char *value = (const unsigned char *)memmem(map.bytes, end, key, (size_t)length);
-    if (value) {
-        Json j = {map.bytes, (size_t)(value - map.bytes) + (size_t)length, end, NULL};
-        json_string(&j, out, PATH_BYTES);
-        found = !j.fault;
-    }
+    const int found = state_text(out, map.bytes, map.size, key);
     mapping_close(&map);
     return found;
 }

@@ -314,6 +314,15 @@ static void target_state(const unsigned char *bytes, size_t size) {
     FACT(strlen(f.identity) < sizeof f.identity);
 }
 
+// The options that a resumed run takes from a state file that nothing has verified yet.
+static void target_state_text(const unsigned char *bytes, size_t size) {
+    char text[PATH_BYTES] = "";
+    for (int i = 0; i < COUNTERS; i++) {
+        state_text(text, bytes, size, counter_rows[i].name);
+    }
+    FACT(!state_text(text, bytes, size, "--lr") || strlen(text) < sizeof text);
+}
+
 // -------------------------------------------------------------------------------------------------
 // Tokenizer
 // Merges files are read, and texts must survive encoding and decoding.
@@ -558,6 +567,7 @@ static const struct {
     {"safetensors", target_safetensors},
     {"manifest", target_manifest},
     {"state", target_state},
+    {"state_text", target_state_text},
     {"eval", target_eval},
     {"bpe_merges", target_bpe_merges},
     {"bpe_encode", target_bpe_encode},
