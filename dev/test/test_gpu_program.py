@@ -152,6 +152,12 @@ def test_check(options):
     assert succeeds("-i train.bin -e l2h2c32t16 -b 2 --check " + options).count("  ok\n") == 17
 
 
+def test_check_scale():
+    """The scaled fp16 gradients of a single token overflow at first; the scale is then halved."""
+    options = "-i train.bin -e l2h2c64t64 -t 1 -b 1 --check --dtype fp16"
+    assert succeeds(options).count("  ok\n") == 17
+
+
 def test_compare():
     succeeds(TINY + "--compare --offload weights,moments", "  -r none\n", "  -r block\n")
     found = query(TINY + "--compare -r mlp")
