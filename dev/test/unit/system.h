@@ -36,6 +36,26 @@ TEST(host_memory, HOST) {
     put("v2/sys/fs/cgroup/memory.stat", "inactive_file 0\n");
     found("v2", 100, "memory.max");
     found("none", 8192, "free memory of this machine");
+    // Version 1: limits of the group and of its parents; the largest number means none.
+    const Text memory = "v1/sys/fs/cgroup/memory/";
+    put("v1/proc/meminfo", "MemAvailable: 8388608 kB\n");
+    put("v1/proc/self/cgroup", "12:cpuset:/\n11:memory:/docker/abc\n1:name=systemd:/\n0::/x\n");
+    put(memory + "memory.limit_in_bytes", "9223372036854771712\n");
+    put(memory + "memory.usage_in_bytes", "0\n");
+    put(memory + "memory.stat", "total_inactive_file 0\n");
+    found("v1", 8192, "free memory of this machine");
+    put(memory + "docker/memory.limit_in_bytes", "1073741824\n");
+    put(memory + "docker/memory.usage_in_bytes", "524288000\n");
+    put(memory + "docker/memory.stat", "inactive_file 5\ntotal_inactive_file 209715200\n");
+    found("v1", 1024 - 300, "memory.limit_in_bytes");
+    put(memory + "docker/abc/memory.limit_in_bytes", "104857600\n");
+    put(memory + "docker/abc/memory.usage_in_bytes", "0\n");
+    put(memory + "docker/abc/memory.stat", "total_inactive_file 0\n");
+    found("v1", 100, "memory.limit_in_bytes");
+    put("v1/sys/fs/cgroup/unified/x/memory.max", "52428800\n");  // systemd's hybrid layout
+    put("v1/sys/fs/cgroup/unified/x/memory.current", "0\n");
+    put("v1/sys/fs/cgroup/unified/x/memory.stat", "inactive_file 0\n");
+    found("v1", 50, "memory.max");
     const HostMemory unknown = host_memory("absent");  // no limit if nothing is known
     expect(unknown.bytes == INT64_MAX && !unknown.limit[0], "%" PRId64 " bytes, %s", unknown.bytes,
            unknown.limit);
@@ -55,4 +75,12 @@ TEST(host_cores, HOST) {
     found("q2", 3);
     put("q2/sys/fs/cgroup/slurm/job_7/cpu.max", "50000 100000\n");
     found("q2", 1);
+    put("q1/proc/self/cgroup", "3:cpuset:/a\n2:cpuacct,cpu:/a/b\n0::/\n");  // version 1
+    put("q1/sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us", "-1\n");
+    found("q1", 16);
+    put("q1/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "250000\n");
+    found("q1", 3);
+    put("q1/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "10000\n");
+    put("q1/sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "5000\n");
+    found("q1", 2);
 }
