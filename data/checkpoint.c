@@ -229,6 +229,7 @@ typedef struct {
     const RunState *state;
     const Bpe *bpe;  // the vocabulary; NULL: tokens are bytes, or GPT-2's was not found
     const Dataset *data[2];  // training and validation data, with their fingerprints
+    int64_t previous;        // step of the last checkpoint that the run has saved; -1: none
 } Snapshot;
 
 // Keys of the fingerprints of a checkpoint's data, and the options that name the data.
@@ -416,8 +417,8 @@ static void save_file(Saving *save, int file) {
     row->bytes = w.bytes;
     memcpy(row->sha256, w.hash, SHA256_TEXT);
     if (w.error) {
-        save_problem(save, "cannot write %s: %s; the previous checkpoint is intact", w.file,
-                     strerror(w.error));
+        save_problem(save, "cannot write %s: %s%s", w.file, strerror(w.error),
+                     snapshot->previous < 0 ? "" : "; the previous checkpoint is intact");
     }
 }
 

@@ -183,6 +183,13 @@ static ShortText count_text(int64_t n) {
     return text;
 }
 
+// Formats a number of things: "1 shard", "1,030 shards".
+static ShortText count_of(int64_t n, const char *thing) {
+    ShortText text = count_text(n);
+    text_add(text.s, sizeof text.s, (int)strlen(text.s), " %s%s", thing, n == 1 ? "" : "s");
+    return text;
+}
+
 // Formats a duration in whole seconds: "0:59", "12:03", "1:02:05". From two days on: "7 d".
 static ShortText duration_text(double seconds) {
     ShortText text;

@@ -807,16 +807,16 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
         return;
     }
     if (merges < wanted) {
-        die("--train-bpe %d: this text yields only %d merges, a vocabulary of %d",
-            a->train_bpe, merges, merges + MIN_VOCABULARY);
+        die("--train-bpe %d: this text yields only %s, a vocabulary of %d", a->train_bpe,
+            count_of(merges, "merge").s, merges + MIN_VOCABULARY);
     }
     if (!bpe_add(&coder->bpe, marker, MARKER_BYTES)) {
         die("--train-bpe %d: the tokens exceed %d bytes in total", a->train_bpe,
             BPE_TEXT);
     }
     merges_write(&coder->bpe, a->prefix);
-    printf("%s_merges.txt  %s merges from %s distinct pre-tokens\n", a->prefix,
-           count_text(merges).s, count_text(count).s);
+    printf("%s_merges.txt  %s from %s\n", a->prefix, count_of(merges, "merge").s,
+           count_of(count, "distinct pre-token").s);
 }
 
 // Sets the tokenizer: bytes, the one learned by --train-bpe, that of --tokenizer, or GPT-2's.
@@ -873,8 +873,8 @@ int main(int argc, char **argv) {
     }
     outputs_end(1);
     for (int i = 0; i < 2 && sinks[i].shards > 0; i++) {
-        printf("%s%s  %s tokens\n", sinks[i].shards > 1 ? "... " : "", sinks[i].path,
-               count_text(sinks[i].tokens).s);
+        printf("%s%s  %s\n", sinks[i].shards > 1 ? "... " : "", sinks[i].path,
+               count_of(sinks[i].tokens, "token").s);
     }
     return 0;
 }

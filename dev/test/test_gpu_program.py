@@ -47,7 +47,7 @@ def total(options, **more):
     ("--dtype fp64", "--dtype: invalid value 'fp64'"), ("-r block:3", "0 to 2 (the blocks left)"),
     ("-e l2h2c20t16", "20 channels in 2 heads are not supported; on a GPU, channels must be a "
                       "multiple of 8"),
-    ("-e l2h4c16t16", "16 channels in 4 heads"), ("-e l1h1c136t16", "136 channels in 1 heads"),
+    ("-e l2h4c16t16", "16 channels in 4 heads"), ("-e l1h1c136t16", "136 channels in 1 head "),
     ("-e l1h64c8192t4", "up to 4096"), ("-e l2h3c16t16", "expected 1-400 layers")])
 def test_refused(arguments, expected):
     shape = "" if "-e " in arguments else "-e l2h2c16t16 "

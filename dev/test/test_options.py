@@ -375,6 +375,29 @@ def test_fit_given(options, part):
     same_plan(best, "--gpu 4090")
 
 
+def test_fit_listed():
+    """--fit recommends a setting that it lists, and `slower` compares with the fastest listed. If
+    speeds are unknown, it does not call a setting the fastest."""
+    for card in "t4", "4090", "h200":
+        found = query("--fit bits -e d12 --gpu " + card)
+        rates = [way["tokens_per_s"] for way in found["ways"]]
+        assert found["best"][0]["options"] in [way["options"] for way in found["ways"]]
+        for way, rate in zip(found["ways"], rates):
+            assert way["slower"] == pytest.approx(max(rates) / rate - 1, abs=2e-4)
+    out = succeeds("--fit bits -e d12")
+    assert "\nsuggested: " in out and "fastest" not in out
+
+
+def test_words():
+    """Singular and plural; no line about nothing; no advice for what fits."""
+    assert "shrink" not in succeeds("--plan -e d12 --generate --gpu t4", "; fits, ")
+    out = succeeds(TINY + "-x 1") + succeeds("--plan " + TINY) + succeeds("--fit any -e d12")
+    assert " in 1 shard; " in out and "; 1 step; " in out
+    for words in "1 shards", "1 GPU", "1 steps", " 0 B", "-0 %":
+        assert words not in out, words
+    assert "--gpu-mem: 512.0 MiB; DOES NOT FIT, " in run("--plan -e d12 --gpu-mem 512MiB").out
+
+
 def test_fit_data():
     """Only batches that the data and the step allow are suggested, on all GPUs together."""
     Path("few.bin").write_bytes(shard([99] * 400, BYTES))  # 24 sequences
