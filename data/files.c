@@ -251,19 +251,23 @@ static void fsync_folder(const char *folder) {
     close(fd);
 }
 
-// Creates `path` and its missing parent folders.
+// Creates `path` and its missing parent folders, and syncs them.
 static void make_folders(const char *path) {
-    char part[PATH_BYTES];
+    char part[PATH_BYTES], parent[PATH_BYTES];
     struct stat st;
+    path_print(parent, path[0] == '/' ? "/" : ".");
     if (stat(path, &st) == 0 && !S_ISDIR(st.st_mode)) {
         die("--output (-o): %s is a file, not a folder", path);
     }
     for (size_t n = 1; n <= strlen(path); n++) {
         if (path[n] == '/' || path[n] == 0) {
             path_print(part, "%.*s", (int)n, path);
-            if (mkdir(part, 0755) != 0 && errno != EEXIST) {
+            if (mkdir(part, 0755) == 0) {
+                fsync_folder(parent);
+            } else if (errno != EEXIST) {
                 die("cannot create folder %s: %s", part, strerror(errno));
             }
+            path_print(parent, "%s", part);
         }
     }
 }
