@@ -217,10 +217,42 @@ def test_gpu_check(tmp_path):
     assert "FAILED" not in said
     listed = shell(["tar", "-tzf", tmp_path / "logs.tar.gz"])
     assert "summary.md" in listed and "gpus" in listed
+    page = (tmp_path / "logs/summary.md").read_text()  # with planned MiB and the card's row
+    assert re.search(r"^\| \S+ \| l2h2c64t64 \| 1 \| 1 \| \S+ \| \d+ \| - \| \d+ \| - \|$", page,
+                     re.M), page
+    assert re.search(r"^\| no GPU seen; .* \| l2h2c64t64 -r 0 B 1: .* \| - \| \d+ ok, 0 failed, ",
+                     page, re.M), page
     said = shell([TOP / "dev/gpu_check.sh"], 1, env={**check, "TEST": "false", "STAGES": "test"})
     assert re.search(r"^test .*FAILED", said, re.M)
     said = shell([TOP / "dev/gpu_check.sh"], 1, env={**check, "STAGES": "speed tests"})
     assert "STAGES has no stage 'tests'" in said
+
+
+SANITIZER = """#!/bin/sh
+echo "$*" >> "$CALLS"
+case "$*" in
+*/injected) echo "Error: at injected_kernel(int *)"; exit 9 ;;
+*racecheck*bf16*) echo "Internal Sanitizer Error: the tool encountered an error"; exit 1 ;;
+*memcheck*fp32*) echo "Invalid write at adamw_kernel(float)"; exit 9 ;;
+esac
+"""
+
+
+def test_gpu_check_sanitizer(tmp_path):
+    """A tool that itself fails is skipped; an error in a kernel of ours fails. racecheck leaves out
+    16-bit attention, initcheck 16-bit runs."""
+    for name, text in ("compute-sanitizer", SANITIZER), ("nvcc", "#!/bin/sh\n"):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    said = shell([TOP / "dev/gpu_check.sh"], 1, env={
+        **os.environ, "PATH": "%s:%s" % (tmp_path, os.environ["PATH"]), "GPT2CU": words("")[0],
+        "LOGS": str(tmp_path / "logs"), "STAGES": "sanitizer", "CALLS": str(tmp_path / "calls")})
+    found = dict(re.findall(r"^sanitizer +(\S+ \S+) +(\S+)", said, re.M))
+    assert found == {"memcheck bf16": "ok", "memcheck fp32": "FAILED", "racecheck bf16": "skipped",
+                     "racecheck fp32": "ok", "initcheck fp32": "ok"}, said
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert ["racecheck" in c and "bf16" in c for c in calls] == [
+        "--kernel-name-exclude kns=attention" in c for c in calls]
 
 
 @pytest.mark.full
