@@ -330,6 +330,14 @@ def test_late_for_handshake():
     ends(zero, "rank 1 exited before all ranks were connected")
 
 
+def test_default_type():
+    """Ranks whose GPUs have different default types say so."""
+    both = start_ranks(ODD + "-x 1 --quiet", [port_of(0), port_of(1, EMU_CC="75")])
+    zero, one = outcomes(both)
+    assert zero.status == one.status == 1
+    assert "rank 1 has a GPU with another default --dtype than rank 0\n" in zero.err
+
+
 @pytest.mark.parametrize("change,expected", [
     ("--seed 7", "rank 1 was given different options than rank 0"),
     ("-l 1e-5", "rank 1 was given different options than rank 0"),
@@ -395,6 +403,17 @@ def test_refused(arguments, env, expected):
 
 
 # Choices and memory.
+
+def test_matmul_sms():
+    """With several ranks, matmuls of the backward pass leave two SMs to NCCL over PCIe."""
+    line = ODD + "-d 48 -x 1 --quiet -o "
+    for ranks, sms in (1, set()), (2, {"130"}):
+        succeeds(line + "out%d --gpus %d" % (ranks, ranks), env={"EMU_SMS": "132"})
+        state = files.step(1, "out%d" % ranks) / ("state-0-of-%d.safetensors" % ranks)
+        matmuls = files.tensors(state.read_bytes())[0]["matmul"]
+        assert set(re.findall(r":\d{5}:\d+>\d+:(\d+)=", matmuls)) == sms, matmuls
+        assert re.search(r":10\d{3}:\d+>\d+=", matmuls), matmuls  # forward
+
 
 def test_choices():
     """All ranks compute with rank 0's choice, here the third algorithm, and say nothing if the

@@ -343,9 +343,17 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     Nums want_dw = nums(dw), zero(dw.size()), no_bias(OC);
     naive_matmul_backward(&want_dinp, &want_dw, &no_bias, dout, inp, w, N, C, OC);
     naive_matmul_backward(&none, &zero, &no_bias, dout, inp, w, N, C, OC);
-    for (int i = 0; i < N * OC; i++) {  // the library may start from the addend
+    // The library may start from the addend or, in place in 16 bits, round the product before it
+    // adds.
+    auto rounding = [](const Num &product, double once) { return once * fabs((double)product.v); };
+    const double e_unit = is_fp32<E> ? 0 : traits<E>.unit, g_unit = is_fp32<G> ? 0 : traits<G>.unit;
+    for (int i = 0; i < N * OC; i++) {
         want_sum[i] = want_sum[i] + b[i % OC];
-        want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
+        want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i])) +
+                         rounding(want[i] + b[i % OC], e_unit);
+    }
+    for (int i = 0; i < OC * C; i++) {
+        want_dw[i].e += rounding(zero[i], g_unit);
     }
     compare_as(E, got[0], want, who + " matmul");
     compare_as(E, got[1], want_sum, who + " with bias, in place");
@@ -353,6 +361,64 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     compare_as(G, got[3], want_dw, who + " dweight");
     compare_as(G, got[4], zero, who + " dweight, written");
 }
+
+#if CUDA_CPU
+// In bf16, a product that is added in place is rounded before the sum, as on Hopper; out of place,
+// and in place in fp32, only the sum is rounded. The product is 1 + 2^-8 + 2^-12, which rounds to
+// 1 + 2^-7, and is added to -1.
+TEST(gpu_matmul_rounding, EMULATED_ALL) {
+    enum { N = 8 };
+    Reals terms(N * N), ones(N * N, 1), old(N * N, -1);
+    for (int i = 0; i < N; i++) {
+        terms[i * N] = 1, terms[i * N + 1] = (real)0x1p-8, terms[i * N + 2] = (real)0x1p-12;
+    }
+    Array<char> workspace(4 << 20);
+    gpu_matmul_open(workspace.p, workspace.n);
+    Array<bf16> inp(terms), weight(ones), minus(old), out(N * N), dinp(N * N), columns(N * N);
+    Array<bf16> in_place(old), gradient(old);
+    Array<float> gradient_fp32(old);
+    const Reals once(N * N, (real)(0x1p-8 + 0x1p-12)), twice(N * N, (real)0x1p-7);
+    gpu_matmul_forward<bf16>(out.p, inp.p, weight.p, nullptr, minus.p, N, N, N, 0);
+    expect(same_bits(out.get(), once), "out of place: %a", (double)out.get()[0]);
+    gpu_matmul_forward<bf16>(in_place.p, inp.p, weight.p, nullptr, in_place.p, N, N, N, 0);
+    expect(same_bits(in_place.get(), twice), "in place: %a", (double)in_place.get()[0]);
+    Reals transposed(N * N);
+    for (int i = 0; i < N * N; i++) {
+        transposed[i] = terms[i % N * N + i / N];
+    }
+    Array<bf16> dout(transposed);
+    gpu_matmul_backward<bf16, bf16>(dinp.p, gradient.p, dout.p, weight.p, weight.p, N, N, N, false,
+                                    0);
+    gpu_matmul_backward<bf16, float>(dinp.p, gradient_fp32.p, dout.p, weight.p, weight.p, N, N, N,
+                                     false, 0);
+    expect(same_bits(gradient.get(), twice), "gradient: %a", (double)gradient.get()[0]);
+    expect(same_bits(gradient_fp32.get(), once), "fp32: %a", (double)gradient_fp32.get()[0]);
+    gpu_matmul_close();
+}
+
+// Matmuls of the backward pass are scheduled for backward_sms SMs, which is part of their names in
+// caches and checkpoints; those of the forward pass, for all.
+TEST(gpu_matmul_sms, EMULATED_ALL) {
+    enum { N = 8 };
+    Array<float> x(N * N), y(N * N), z(N * N), w(N * N);
+    Array<char> workspace(4 << 20);
+    gpu_matmul_open(workspace.p, workspace.n);
+    for (const int sms : {0, 1}) {
+        matmul_library.backward_sms = sms;
+        gpu_matmul_forward<float>(x.p, y.p, w.p, nullptr, nullptr, N, N, N, 0);
+        gpu_matmul_backward<float, float>(x.p, z.p, y.p, x.p, w.p, N, N, N, true, 0);
+    }
+    const char *const names[] = {"8x8x8:10000:0>0", "8x8x8:01000:0>0", "8x8x8:00000:0>0",
+                                 "8x8x8:01000:0>0:1", "8x8x8:00000:0>0:1"};
+    expect(matmul_library.plans == 5, "%d plans", matmul_library.plans);
+    for (int i = 0; i < matmul_library.plans; i++) {
+        const MatmulPlan &plan = matmul_library.plan[i];
+        expect(matmul_key_text(&plan.key).s == Text(names[i]), "%s", matmul_key_text(&plan.key).s);
+        expect(emu::matmul(plan.description).sms == i / 3, "%s", names[i]);
+    }
+    gpu_matmul_close();
+}
+#endif
 
 // Tests matmuls with widths of C, 3 C and 4 C, with few and with many rows.
 TEST(gpu_matmul, CUDA_ALL) {
@@ -500,6 +566,7 @@ static __global__ void wgmma_kernel(float *out, const bf16 *a, const bf16 *b) {
         memcpy(&p[i / 4][i % 4], a + row * 64 + k, 4);
     }
     const uint64_t at_a = tile_descriptor(tile_a, 0), at_b = tile_descriptor(tile_b, 0);
+    settle(d);  // otherwise nvcc may zero d after the fence, which PTX ISA 9.7.15.7.1 forbids
     wgmma_fence();
     if constexpr (FORM == 0) {
         wgmma_abt(d, at_a, at_b);
