@@ -254,11 +254,7 @@ static void fsync_folder(const char *folder) {
 // Creates `path` and its missing parent folders, and syncs them.
 static void make_folders(const char *path) {
     char part[PATH_BYTES], parent[PATH_BYTES];
-    struct stat st;
     path_print(parent, path[0] == '/' ? "/" : ".");
-    if (stat(path, &st) == 0 && !S_ISDIR(st.st_mode)) {
-        die("--output (-o): %s is a file, not a folder", path);
-    }
     for (size_t n = 1; n <= strlen(path); n++) {
         if (path[n] == '/' || path[n] == 0) {
             path_print(part, "%.*s", (int)n, path);

@@ -670,7 +670,7 @@ static size_t block_begin(const Part *part, size_t offset) {
     return last == part->size ? last : split_at(part, offset, 0);
 }
 
-// Encodes n bytes to at most n tokens, or counts their pre-tokens. Returns the number of tokens.
+// Encodes n bytes to at most n tokens and returns their number, or counts pre-tokens and returns 0.
 static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *words,
                             const char *text, size_t n, uint16_t *tokens) {
     if (coder->words) {

@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def built(request, tmp_path_factory):
-    """Copies of both programs, because the originals would use a data/ folder next to them."""
+    """Copies of both programs, which a build during the tests does not replace."""
     folder = tmp_path_factory.mktemp("programs")
 
     def copy(option):
