@@ -9,6 +9,7 @@ options=(-e d12 -i 'data/fineweb_train_*.bin' -j 'data/fineweb_val_*.bin'
          -o runs/gpt2_4090 -y 1)
 says="6.4 billion tokens with learning rate 1.5e-3 and 262,144 tokens per step reached 3.28 on two
 RTX 4090 (Romero), where llm.c's 124M run (scripts/run_gpt2_124M.sh, discussion 481: 6e-4,
-524,288) needs 10.3 billion; warm-up and decay are llm.c's. GPT-2's weights score 29.4 % on
-HellaSwag: ./train_gpt2cu -e runs/gpt2_4090 --eval data/hellaswag_val.bin. Not run yet."
+524,288) needs 10.3 billion; warm-up and decay are llm.c's. The rate is for this batch: with 65,536
+tokens per step, 6e-4 was better than 1.5e-3 on an H100 (dev/notes/muon.md). GPT-2's weights score
+29.4 % on HellaSwag: ./train_gpt2cu -e runs/gpt2_4090 --eval data/hellaswag_val.bin. Not run yet."
 . dev/recipes/start.sh

@@ -280,8 +280,8 @@ TEST(norm, ALL) {
                 (int)n.size());
 }
 
-// By default, a new run of a preset uses GPT-3's learning rate, a warm-up of 1 % of the steps and
-// weight decay 0.1. Resumed runs and other models keep their options.
+// By default, a new run of a preset uses GPT-3's learning rate or Muon's, a warm-up of 1 % of the
+// steps and weight decay 0.1. Resumed runs and other models keep their options.
 TEST(preset_options, HOST) {
     static const struct {
         const char *options;
@@ -290,6 +290,7 @@ TEST(preset_options, HOST) {
         int warmup;
         double decay;
     } rows[] = {{"-e d12", -1, 6e-4, 5, 0.1},          {"-e gpt2-medium", -1, 3e-4, 5, 0.1},
+                {"-e d12 --optimizer muon", -1, 4e-3, 5, 0.1},
                 {"-e d36", -1, 2.5e-4, 5, 0.1},        {"-e gpt2-xl", -1, 2e-4, 5, 0.1},
                 {"-e d12 -l 3e-4 -c 0", -1, 3e-4, 5, 0}, {"-e d12 -u 0", -1, 6e-4, 0, 0.1},
                 {"-e d12", 3, 3e-4, 0, 0},             {"-e l12h12c768t1024", -1, 3e-4, 0, 0}};
