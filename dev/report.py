@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Draws a run, a memory plan or the settings that fit, as one HTML page or as an SVG file.
+"""Draws runs, a memory plan or the settings that fit, as one HTML page or as an SVG file.
 
     dev/report.py runs/one                        writes runs/one/report.html
+    dev/report.py runs/one runs/two               compares them in compare.html
     dev/report.py runs/one --svg run.svg          only the charts; also with --plan and --fit
     ./train_gpt2 --plan -e d12 --json | dev/report.py --plan - -o plan.html
     ./train_gpt2 --fit all -e gpt2-xl --gpu 4090 --json | dev/report.py --fit - -o fit.html
@@ -132,13 +133,13 @@ def picture(figure):
     return out.getvalue().split("?>", 1)[1].split(".dtd\">", 1)[1].strip() + "\n"
 
 
-def curve(axes, steps, values):
+def curve(axes, steps, values, **style):
     """Draws a curve; a long one as the means of PIECES pieces of equal length."""
     import numpy as np
     if len(steps) > PIECES:
         steps, values = ([np.nanmean(piece) for piece in np.array_split(np.array(row), PIECES)]
                          for row in (steps, values))
-    axes.plot(steps, values, color="#3567a8", label="training")
+    axes.plot(steps, values, **style)
 
 
 def run_svg(run):
@@ -148,7 +149,7 @@ def run_svg(run):
                               ("Loss, nats per token", "Learning rate", "Throughput, tokens/s",
                                "Gradient norm")):
         at.set_yscale("log" if key == "grad_norm" else "linear")
-        curve(at, *run.points(key))
+        curve(at, *run.points(key), color="#3567a8", label="training")
         at.set_title(title, loc="left", fontweight="bold", fontsize=10)
         at.set_xlabel("step")
         if key in ("lr", "tokens_per_s"):
@@ -165,6 +166,23 @@ def run_svg(run):
         if key == "loss":
             names = dict(zip(*reversed(at.get_legend_handles_labels())))
             at.legend(names.values(), names.keys(), frameon=False)
+    return picture(figure)
+
+
+def compare_svg(runs):
+    """The losses of several runs over the steps: on validation data or, for a run without
+    validations, on training data. The legend has each run's last value."""
+    figure, at = pyplot().subplots(figsize=(8, 3.4))
+    for run, color in zip(runs, itertools.cycle(GROUPS.values())):
+        steps, values = sorted(run.checks), [number(run.checks[s]) for s in sorted(run.checks)]
+        kind = "" if steps else ", training"
+        if not steps:
+            steps, values = run.points("loss")
+        curve(at, steps, values, color=color, marker="" if kind else "o", markersize=3,
+              label=f"{run.name}{kind}: {values[-1] if values else math.nan:.3f}")
+    at.set(xlabel="step", ylabel="nats per token")
+    at.set_title("Validation loss", loc="left", fontweight="bold", fontsize=10)
+    at.legend(frameon=False)
     return picture(figure)
 
 
@@ -304,13 +322,13 @@ def fit_html(answers):
     return body
 
 
-def run_html(run, plan):
-    """The page's body: numbers, charts, memory, samples, options."""
+def run_figures(run):
+    """What the page's table shows of a run, by name."""
     last = max(run.steps, default=0)
     loss = number(run.steps.get(last, {}).get("loss"))
     checks = [(number(value), step) for step, value in run.checks.items() if number(value) > 0]
     speeds = [value for value in run.points("tokens_per_s")[1] if value > 0]
-    figures = {
+    return {
         "model": run.options.get("model"),
         "parameters": f'{run.start["model"]["parameters"]:,}',
         "steps": f"{last:,} of {run.options.get('steps') or 'one epoch'}",
@@ -322,7 +340,21 @@ def run_html(run, plan):
         "resumed after step": ", ".join(f"{step:,}" for step in run.resumes),
         "newest checkpoint": run.checkpoints and run.checkpoints[max(run.checkpoints)],
         "ended": run.end}
-    body = table(["", ""], [pair for pair in figures.items() if pair[1]]) + run_svg(run)
+
+
+def compare_html(runs):
+    """The page's body for several runs: losses, numbers, and the options that differ."""
+    figures = [run_figures(run) for run in runs]
+    rows = [(name, *(each[name] or "" for each in figures)) for name in figures[0]]
+    options = [(f"--{name}", *(run.options.get(name, "") for run in runs))
+               for name in dict.fromkeys(name for run in runs for name in run.options)
+               if len({str(run.options.get(name, "")) for run in runs}) > 1]
+    return compare_svg(runs) + table(["", *(run.name for run in runs)], rows + options)
+
+
+def run_html(run, plan):
+    """The page's body: numbers, charts, memory, samples, options."""
+    body = table(["", ""], [pair for pair in run_figures(run).items() if pair[1]]) + run_svg(run)
     if plan:
         body += "<h2>Memory</h2>\n" + plan_svg(plan)
     for i, step in enumerate(sorted(run.samples, reverse=True)[:SAMPLES_SHOWN]):
@@ -335,24 +367,31 @@ def run_html(run, plan):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", help="a run's folder, or its log.jsonl")
+    parser.add_argument("run", nargs="*", help="a run's folder, or its log.jsonl; several: compare")
     parser.add_argument("--plan", metavar="FILE", help="output of --plan --json; -: stdin")
     parser.add_argument("--fit", metavar="FILE", nargs="+",
                         help="output of --fit --json and of --plan --gpu all --json; -: stdin")
     parser.add_argument("-o", "--output", metavar="FILE",
-                        help="the page; default: report.html in the run's folder, else plan.html")
+                        help="the page; default: report.html in the run's folder, compare.html, "
+                        "plan.html or fit.html")
     parser.add_argument("--svg", metavar="FILE", help="write only the picture, to FILE")
     given = parser.parse_args()
     if not (given.run or given.plan or given.fit):
         parser.error("name the folder of a run, or give --plan FILE or --fit FILE")
+    if given.plan and len(given.run) > 1:
+        parser.error("--plan: only with one run, or without one")
     plan = given.plan and parse(given.plan, ("ticks",), "--plan --json")
     if given.fit:
         answers = [parse(path, ("ways", "cards"), "--fit --json or of --plan --gpu all --json")
                    for path in given.fit]
         output, title, body = "fit.html", "What fits", lambda: fit_html(answers)
         draw = lambda: fit_svg(answers[0])
+    elif len(given.run) > 1:
+        runs = [Run(path) for path in given.run]
+        output, title = "compare.html", f"{len(runs)} runs"
+        body, draw = lambda: compare_html(runs), lambda: compare_svg(runs)
     elif given.run:
-        run = Run(given.run)
+        run = Run(given.run[0])
         output, title = os.path.join(os.path.dirname(run.path), "report.html"), f"Run {run.name}"
         body, draw = lambda: run_html(run, plan), lambda: run_svg(run)
     else:

@@ -148,6 +148,20 @@ def test_report_run(reported):
     xml.etree.ElementTree.parse("run.svg")
 
 
+def test_report_compare(reported):
+    """Several runs share one picture; the page has each run's numbers and the options that differ."""
+    succeeds("-i train.bin -e l2h2c32t32 -b 2 -x 4 -l 1e-2 --quiet -o other")
+    report("run other")
+    page = Path("compare.html").read_text()
+    losses = [[e[key] for e in log(name) if key in e][-1]
+              for name, key in (("run", "val_loss"), ("other", "loss"))]
+    assert "run: %.3f" % losses[0] in page and "other, training: %.3f" % losses[1] in page
+    assert re.search("--lr</td><td>.*</td><td>0.01<", page)
+    assert "--seq-len" not in page  # equal
+    report("run other run --svg three.svg")
+    xml.etree.ElementTree.parse("three.svg")
+
+
 def test_report_plans(reported):
     """Pictures of plans and of fitting settings are valid SVG; the tables list all settings."""
     ways = {name: succeeds(query + " --json") for name, query in {
@@ -172,7 +186,8 @@ def test_report_plans(reported):
 @pytest.mark.parametrize("arguments, expected", [
     ("--fit plan.json", "plan.json is not the output of --fit --json or of"),
     ("absent", "cannot read absent: No such file"), ("broken.jsonl", "broken.jsonl:1: not a JSON"),
-    ("--plan train.bin", "train.bin is not the output of --plan")])
+    ("--plan train.bin", "train.bin is not the output of --plan"),
+    ("run absent", "cannot read absent: No such file")])
 def test_report_refused(reported, arguments, expected):
     Path("plan.json").write_text('{"plan":[]}')
     Path("broken.jsonl").write_text("\n" + Path("run/log.jsonl").read_text())
