@@ -117,6 +117,7 @@ typedef struct {
     int64_t pending_validation;  // 1: a signal interrupted the validation after `step`
     int64_t loss_scale_log2, loss_scale_steps;  // fp16: loss scale, and steps since it changed
     int64_t best_loss;  // lowest validation loss of a checkpoint, in 1e-9 nats; 0: none has one
+    int64_t lowest_loss, stale;  // of any validation, and validations since then, for --patience
     NormWindow norms;
 } RunState;
 
@@ -133,7 +134,9 @@ static const struct {
                     {"pending_validation", offsetof(RunState, pending_validation), 1},
                     {"loss_scale_log2", offsetof(RunState, loss_scale_log2), 1},
                     {"loss_scale_steps", offsetof(RunState, loss_scale_steps), 1},
-                    {"best_loss", offsetof(RunState, best_loss), 1}};
+                    {"best_loss", offsetof(RunState, best_loss), 1},
+                    {"lowest_loss", offsetof(RunState, lowest_loss), 1},
+                    {"stale", offsetof(RunState, stale), 1}};
 enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
@@ -270,6 +273,19 @@ static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, in
         *count += r->range.count > 0;
     }
     return ranges;
+}
+
+// Returns the bytes of a checkpoint, without headers and vocabulary.
+static double checkpoint_bytes(const Settings *s) {
+    const double moment = s->moment_dtype == TYPE_BF16 ? 2 : 4;
+    double bytes = (s->dtype == TYPE_BF16 ? 2 : 4) * (double)model_parameters(&s->model);
+    int count;
+    StateRange *ranges = state_ranges(&s->model, 0, 1, s->split_master, s->muon, &count);
+    for (int i = 0; i < count; i++) {
+        bytes += (ranges[i].state == STATE_WEIGHTS ? 2 : moment) * (double)ranges[i].range.count;
+    }
+    free(ranges);
+    return bytes;
 }
 
 // Writes a range. Buffers: values and out hold IO_ELEMENTS elements, those of out of 4 bytes.
@@ -543,32 +559,9 @@ static void checkpoint_mark_best(const char *output, const char *path) {
     path_print(next, "%s/best.tmp", output);
     unlink(next);
     if (symlink(strrchr(path, '/') + 1, next) != 0 || rename(next, link) != 0) {
-        fprintf(stderr, "%s: cannot link %s: %s\n", program_name, link, strerror(errno));
+        fprintf(stderr, "%s: cannot link %s to %s: %s\n", program_name, link, path,
+                strerror(errno));
     }
-}
-
-// Of the checkpoints up to `newest`, the run's current step, removes all but the best and the
-// newest `keep`. Later checkpoints were damaged and skipped when the run resumed; they do not
-// count, so that they never displace a verified one. A checkpoint is renamed before it is removed:
-// a process killed in between leaves an unfinished checkpoint, not a damaged one.
-static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
-    CheckpointList list = checkpoint_list(output, "");
-    char path[PATH_BYTES], gone[PATH_BYTES], best[32] = "";
-    path_print(path, "%s/best", output);
-    if (readlink(path, best, sizeof best - 1) < 0) {
-        best[0] = 0;
-    }
-    for (int i = 0, kept = 0; i < list.count; i++) {
-        if (list.steps[i] > newest || kept++ < keep || list.steps[i] == step_of_name(best, "")) {
-            continue;
-        }
-        path_print(path, "%s/step-%08" PRId64, output, list.steps[i]);
-        path_print(gone, "%s.tmp", path);
-        if (rename(path, gone) == 0) {
-            checkpoint_remove(gone);
-        }
-    }
-    free(list.steps);
 }
 
 // Parses the manifest's object "files". Returns NULL on success, otherwise an error message.
@@ -665,6 +658,37 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
     const int found = state_text(out, map.bytes, map.size, key);
     mapping_close(&map);
     return found;
+}
+
+// Of the checkpoints up to `newest`, the run's current step, removes all but the best and the
+// newest `keep`. Later checkpoints were damaged and skipped when the run resumed; they do not
+// count, so that they never displace a verified one. The best is the oldest with the lowest loss
+// that the newest records; the link is not used, because some file systems have none. A checkpoint
+// is renamed before it is removed: a process killed in between leaves an unfinished checkpoint, not
+// a damaged one.
+static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
+    CheckpointList list = checkpoint_list(output, "");
+    char path[PATH_BYTES], gone[PATH_BYTES], lowest[PATH_BYTES] = "0", loss[PATH_BYTES];
+    int64_t best = -1;
+    path_print(path, "%s/step-%08" PRId64, output, newest);
+    checkpoint_text(lowest, path, "best_loss");
+    for (int i = 0; i < list.count && strcmp(lowest, "0") != 0; i++) {
+        path_print(path, "%s/step-%08" PRId64, output, list.steps[i]);
+        const int same = list.steps[i] <= newest && checkpoint_text(loss, path, "best_loss") &&
+                         strcmp(loss, lowest) == 0;
+        best = same ? list.steps[i] : best;
+    }
+    for (int i = 0, kept = 0; i < list.count; i++) {
+        if (list.steps[i] > newest || kept++ < keep || list.steps[i] == best) {
+            continue;
+        }
+        path_print(path, "%s/step-%08" PRId64, output, list.steps[i]);
+        path_print(gone, "%s.tmp", path);
+        if (rename(path, gone) == 0) {
+            checkpoint_remove(gone);
+        }
+    }
+    free(list.steps);
 }
 
 // Returns the step of the checkpoint that a weight file belongs to, from its folder's name, or 0.
