@@ -98,7 +98,7 @@ rank_add                    bf16               -        256      0   24      6  
 loss_sum                                       -          256      0   33      6
 has_wgmma                                      -            1      0   16     24
 step_status                                    -            1      0   16     24
-step_statuses                                  -            1      0   24     24
+step_statuses                                  -            1      0   32     24
 """
 
 Budget = namedtuple("Budget", "kernel arguments sm threads shared regs blocks each elements loop "
