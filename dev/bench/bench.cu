@@ -223,7 +223,7 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
 template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     const int N = s->B * s->T, C = s->model.C, L = s->model.L;
     const size_t n = (size_t)N * C * sizeof(E), stat = N * sizeof(float);
-    const size_t partials = gpu_bias_backward_bytes(N, 4 * C) + gpu_layernorm_backward_bytes(N, C);
+    const size_t partials = 4 * partial_count(s->B, s->T, C, s->model.NH, 0);
     const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
     const Array in4 = {4 * n, READ, NOISE, nullptr}, out4 = {4 * n, WRITE, NOISE, nullptr};
     const Array weight = {C * sizeof(E), READ, NOISE, nullptr};
@@ -274,7 +274,7 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
         {"attention_backward", L, 2.5 * attention,
          {out3, {3 * C * sizeof(float), READ_WRITE, NOISE, nullptr},
           {lse, SCRATCH, NOISE, nullptr}, in, in3, in, {lse, READ, POSITIVE, nullptr},
-          {gpu_attention_backward_bytes<E>(B, T, C, NH), SCRATCH, NOISE, nullptr}},
+          {4 * (size_t)partial_count(B, T, C, NH, s->dtype == TYPE_FP16), SCRATCH, NOISE, nullptr}},
          [=](const Buffers &p) {
              gpu_attention_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
                                     as<E>(p[4]), as<E>(p[5]), as<float>(p[6]), as<float>(p[7]),
@@ -306,7 +306,7 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     static const UpdateState state = {1, 1, 1, 0, 0};
     const Array decided = {sizeof state, READ, INTS, (const int *)(const void *)&state};
     const Array grads = {count * sizeof(G), READ, NOISE, nullptr};
-    const Array partials = {gpu_grad_square_sum_bytes(), SCRATCH, NOISE, nullptr};
+    const Array partials = {NORM_BLOCKS * sizeof(float), SCRATCH, NOISE, nullptr};
     const Array weights = {count * sizeof(E), READ_WRITE, NOISE, nullptr};
     const Array low = {SPLIT ? count * sizeof(Master<E>) : 256, READ_WRITE, NOISE, nullptr};
     const Array moment = {count * sizeof(float), READ_WRITE, POSITIVE, nullptr};

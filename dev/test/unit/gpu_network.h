@@ -471,6 +471,32 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
     detail = text("%d settings", all);
 }
 
+// Backward waits for a fetched slot at the first stage that uses it, after those that backward
+// repeats. In every order of streams, the stages before it and the wait change no bit.
+TEST(gpu_offload_later_wait, EMULATED_ALL) {
+    const Model m = shape("l5h1c16t8", 257);
+    for (const char *level : {"none", "norm"}) {
+        const Text options = text("-b 1 -t 8 --dtype fp32 -r %s", level);
+        const Reals want = offloaded(m, options, 2, 0);
+        for (const long order : stream_orders) {
+            emu::set.order = order;
+            Net n(m, options + " --offload weights,residuals");
+            int later = 0;
+            for (int i = 0; i < n.plan.transfer_count; i++) {
+                const Transfer &v = n.plan.transfers[i];
+                const Tick first = tick_at(&n.s, v.first);
+                later |= (v.in && !first.repeated && first.stage > F_STAGES - 1) << v.kind;
+            }
+            const int repeats = Text(level) == "norm";  // its first stage, ln1, reads the residual
+            expect(later == (1 << KIND_WEIGHTS | !repeats << KIND_RESIDUALS), "-r %s: kinds %d",
+                   level, later);
+            expect(same_bits(busy_trace(&n, 2), want), "-r %s, %s", level,
+                   order_switches().c_str());
+        }
+    }
+    emu::set.order = 0;
+}
+
 // Using a buffer outside its lifetime is an error that names it. A kernel that keeps its address is
 // stopped by ASan, or else reads NaN. ASan also detects accesses to the gap after a buffer.
 TEST(gpu_lifetimes, EMULATED_ALL) {

@@ -217,7 +217,7 @@ template <class E> static void check_layernorm(int N, int C) {
     Outputs got = every_order(
         [&] {
             Array<E> d_x(x), d_w(w), d_b(b), out(n), dinp(n), d_dout(dout), d_addend(addend);
-            Array<float> mean(N), rstd(N), scratch(gpu_layernorm_backward_bytes(N, C) / 4);
+            Array<float> mean(N), rstd(N), scratch((size_t)partial_count(1, N, C, 1, 0));
             Outputs all;
             gpu_layernorm_forward(out.p, mean.p, rstd.p, d_x.p, d_w.p, d_b.p, N, C, 0);
             auto backward = [&](Array<E> &to, const E *add) {
@@ -277,7 +277,7 @@ template <class E> static void check_gelu(int N, int OC) {
         [&] {
             Array<E> d_x(x), d_dout(dout), out(n);
             Array<float> of_dinp(dbias), of_dout(dbias),
-                scratch(gpu_bias_backward_bytes(N, OC) / 4);
+                scratch((size_t)partial_count(1, N, OC, 1, 0));
             gpu_gelu_forward(out.p, d_x.p, n, 0);
             if constexpr (is_fp32<E>) {  // other kernels compute it in 16 bits
                 gpu_gelu_backward<float, false>(nullptr, of_dout.p, d_dout.p, nullptr, scratch.p, N,
@@ -463,7 +463,7 @@ template <class E> static Outputs check_attention(int B, int T, int HS, int NH, 
         [&] {
             Array<E> d_qkv(qkv), d_dout(dout), out(n), dqkv(3 * n);
             Array<float> lse(B * NH * T), drow(B * NH * T), d_dbias(dbias);
-            Array<float> scratch(gpu_attention_backward_bytes<E>(B, T, C, NH) / 4);
+            Array<float> scratch((size_t)partial_count(B, T, C, NH, std::is_same_v<E, __half>));
             gpu_attention_forward<E>(out.p, lse.p, d_qkv.p, B, T, C, NH, 0);
             gpu_attention_backward<E>(dqkv.p, d_dbias.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p,
                                       scratch.p, B, T, C, NH, 0);
@@ -752,7 +752,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     }
     Weights<E, SPLIT> weights(p);
     Array<M> d_m(m), d_v(v);
-    Array<float> scratch(gpu_grad_square_sum_bytes() / 4);
+    Array<float> scratch((size_t)NORM_BLOCKS);
     Array<UpdateState> state(std::vector<UpdateState>(1));
     for (int step = 1; step <= (exact_p && exact_m ? 3 : 1); step++) {
         const Reals g = noise_in<G>(EVERY, 0.01, 10 + (uint64_t)step);
@@ -918,7 +918,7 @@ TEST(gpu_norm, CUDA_ALL) {
     for (real bad : {(real)2, (real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
         Reals g(N, 1);
         g[N - 1] = bad;
-        Array<float> d_g(g), scratch(gpu_grad_square_sum_bytes() / 4);
+        Array<float> d_g(g), scratch((size_t)NORM_BLOCKS);
         Array<UpdateState> state(std::vector<UpdateState>(1));
         gpu_grad_square_sum(&state.p->square_sum, scratch.p, d_g.p, 0, true, 0);
         expect(state.raw()[0].square_sum == 0, "no gradients");
@@ -1201,7 +1201,7 @@ static void check_huge_rows() {
              Huge<bf16> out(rows * C), inp(rows * C, x), weight(C, w), bias(C, w);
              Huge<bf16> dinp(rows * C), dout(rows * C, d);
              Huge<float> mean(rows), rstd(rows), dw(C), db(C);
-             Huge<float> scratch(gpu_layernorm_backward_bytes((int)rows, C) / 4);
+             Huge<float> scratch((size_t)partial_count(1, (int)rows, C, 1, 0));
              gpu_layernorm_forward(out.p, mean.p, rstd.p, inp.p, weight.p, bias.p, (int)rows, C, 0);
              gpu_layernorm_backward(dinp.p, dw.p, db.p, (float *)nullptr, dout.p, inp.p, weight.p,
                                     mean.p, rstd.p, dout.p, scratch.p, (int)rows, C, 0);
@@ -1218,7 +1218,7 @@ static void check_huge_rows() {
     same("gelu_backward",
          [&](size_t rows) {
              Huge<bf16> dinp(rows * C), dout(rows * C, d), inp(rows * C, x);
-             Huge<float> scratch(gpu_bias_backward_bytes((int)rows, C) / 4), db(C);
+             Huge<float> scratch((size_t)partial_count(1, (int)rows, C, 1, 0)), db(C);
              gpu_gelu_backward(dinp.p, db.p, dout.p, inp.p, scratch.p, (int)rows, C, 0);
              return Outputs{dinp.last(256), db.last(32)};
          },
@@ -1242,7 +1242,7 @@ static void check_huge_attention() {
              Huge<__half> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
              Huge<__half> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
              Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
-             Huge<float> scratch(gpu_attention_backward_bytes<__half>((int)B, T, row, NH) / 4);
+             Huge<float> scratch((size_t)partial_count((int)B, T, row, NH, 1));
              gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
              gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
                                     (int)B, T, row, NH, 0);
@@ -1255,7 +1255,7 @@ static void check_huge_attention() {
              Huge<float> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
              Huge<float> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
              Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
-             Huge<float> scratch(gpu_attention_backward_bytes<float>((int)B, T, row, NH) / 4);
+             Huge<float> scratch((size_t)partial_count((int)B, T, row, NH, 0));
              gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
              gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
                                     (int)B, T, row, NH, 0);
@@ -1271,7 +1271,7 @@ static void check_huge_update() {
              const size_t count = chunks * UPDATE_CHUNK;
              Huge<bf16> p(count, x), g(count, d);
              Huge<uint16_t> low(count);
-             Huge<float> m(count), v(count), scratch(gpu_grad_square_sum_bytes() / 4);
+             Huge<float> m(count), v(count), scratch((size_t)NORM_BLOCKS);
              Huge<UpdateState> state(1);
              gpu_grad_square_sum(&state.p->square_sum, scratch.p, g.p, count, true, 0);
              gpu_update_decide(state.p, 1, INFINITY, 0);
