@@ -176,49 +176,28 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     }
 }
 
-// Writes config.json. `bpe` is the vocabulary, or NULL if tokens are bytes or GPT-2's vocabulary
-// was not found.
-static void config_save(const Model *m, const Bpe *bpe, Writer *w) {
-    char text[1024];
-    const int end = bpe ? bpe->count - 1 : min_int(m->V - 1, GPT2_END_OF_TEXT);
+// Writes config.json. transformers keeps `train_gpt2_tokenizer`, the hash of the data's tokenizer.
+static void config_save(const Model *m, const Tokenizer *t, Writer *w) {
+    char text[1024], end[16] = "null";
+    if (t->end >= 0) {
+        snprintf(end, sizeof end, "%d", t->end);
+    }
     int n = snprintf(text, sizeof text,
                      "{\"architectures\": [\"GPT2LMHeadModel\"], \"model_type\": \"gpt2\",\n"
                      "\"n_layer\": %d, \"n_head\": %d, \"n_embd\": %d, \"n_positions\": %d,\n"
                      "\"vocab_size\": %d, \"activation_function\": \"gelu_new\",\n"
                      "\"layer_norm_epsilon\": 1e-05, \"tie_word_embeddings\": true,\n"
                      "\"resid_pdrop\": 0.0, \"embd_pdrop\": 0.0, \"attn_pdrop\": 0.0,\n"
-                     "\"bos_token_id\": %d, \"eos_token_id\": %d}\n",
-                     m->L, m->NH, m->C, m->maxT, m->V, end, end);
+                     "\"bos_token_id\": %s, \"eos_token_id\": %s,\n"
+                     "\"train_gpt2_tokenizer\": \"%016" PRIx64 "\"}\n",
+                     m->L, m->NH, m->C, m->maxT, m->V, end, end, t->hash);
     writer_put(w, text, (size_t)n);
 }
 
-// Writes merges.txt, vocab.json or tokenizer_config.json (special tokens), as transformers expects
-// them next to the weights.
-static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
-    char *text, word[2 * BPE_LONGEST];
-    const char *bytes;
+// Writes one of the files that transformers expects next to the weights (tokenizer_files).
+static void tokenizer_save(const Bpe *bpe, int length, int file, Writer *w) {
     size_t size;
-    FILE *f = open_memstream(&text, &size);
-    check(f, "no memory for a vocabulary");
-    fputs("{", f);
-    for (int id = 0; file == FILE_VOCABULARY && id < bpe->count; id++) {
-        const int n = bpe_bytes(bpe, id, &bytes);
-        fputs(id ? ", \"" : "\"", f);
-        json_text(f, word, token_characters(word, bytes, n));
-        fprintf(f, "\": %d", id);
-    }
-    if (file == FILE_TOKENIZER) {
-        fprintf(f, "\"tokenizer_class\": \"GPT2Tokenizer\", \"model_max_length\": %d, "
-                   "\"add_prefix_space\": false,\n\"bos_token\": \"<|endoftext|>\", "
-                   "\"eos_token\": \"<|endoftext|>\", \"unk_token\": \"<|endoftext|>\"",
-                m->maxT);
-    }
-    fputs("}\n", f);
-    check(fclose(f) == 0, "no memory for a vocabulary");
-    if (file == FILE_MERGES) {
-        free(text);
-        text = bpe_merges_text(bpe, &size);
-    }
+    char *text = tokenizer_file_text(bpe, file, length, &size);
     writer_put(w, text, size);
     free(text);
 }
@@ -422,9 +401,9 @@ static void save_file(Saving *save, int file) {
             model_file_save(snapshot->engine, &s->model,
                             s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, &w);
             break;
-        case FILE_CONFIG: config_save(&s->model, snapshot->bpe, &w); break;
+        case FILE_CONFIG: config_save(&s->model, &snapshot->data[0]->tokenizer, &w); break;
         case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
-            tokenizer_save(snapshot->bpe, &s->model, file, &w);
+            tokenizer_save(snapshot->bpe, s->model.maxT, file - FILE_MERGES, &w);
             break;
         case FILE_MANIFEST: manifest_save(&save->manifest, snapshot->state->step, &w); break;
         default: state_save(snapshot, &w);

@@ -154,6 +154,20 @@ __attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, 
     return added < 0 ? n : min_int(n + added, size - 1);
 }
 
+// Returns the number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
+static int choice_find(const char *choices, const char *word, size_t n) {
+    int number = 1;
+    for (const char *c = choices; *c; c += *c != 0) {
+        const size_t length = strcspn(c, "=|");
+        if (length == n && memcmp(c, word, n) == 0) {
+            return number;
+        }
+        c += length;
+        number += *c == '|';
+    }
+    return 0;
+}
+
 // Formats a number of bytes: "512 B", "1.8 MiB", "11.61 GiB".
 static ShortText bytes_text(double bytes) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
@@ -368,22 +382,28 @@ static void mapping_close(Mapping *m) {
 }
 
 // Header of all llm.c files: 256 int32, starting with a magic number and a version.
-enum { LLMC_TOKENS, LLMC_MODEL, LLMC_EVALUATION, LLMC_HEADER_BYTES = 1024 };
+enum { LLMC_TOKENS, LLMC_MODEL, LLMC_EVALUATION, LLMC_FILES = 7, LLMC_HEADER_BYTES = 1024 };
 static const struct {
     const char *name;
-    int32_t magic, versions[2];
-} llmc_files[] = {{"a token file", 20240520, {1, 1}},
-                  {"an llm.c model", 20240326, {3, 5}},
-                  {"an evaluation file", 20240522, {1, 1}}};
+    int32_t magic, versions[2];  // no versions: only recognized
+} llmc_files[LLMC_FILES] = {
+    {"a token file", 20240520, {1, 1}}, {"an llm.c model", 20240326, {3, 5}},
+    {"an evaluation file", 20240522, {1, 1}}, {"llm.c's debug state", 20240327, {0, 0}},
+    {"llm.c's tokenizer", 20240328, {0, 0}}, {"a token file of Llama 3", 20240801, {0, 0}},
+    {"llm.c's Llama 3 model", 20240803, {0, 0}}};
 typedef struct {
     int32_t words[8];  // magic number, version, then fields that depend on the kind of file
 } LlmcHeader;
 
-// Returns 1 if the first four bytes are the magic number of `kind` (LLMC_*).
-static int llmc_is(int kind, const unsigned char *bytes, size_t size) {
+// Returns the kind (LLMC_*) of a file by its magic number, or -1.
+static int llmc_kind(const unsigned char *bytes, size_t size) {
     int32_t magic = 0;
+    int kind = LLMC_FILES - 1;
     memcpy(&magic, bytes, size < sizeof magic ? size : sizeof magic);
-    return magic == llmc_files[kind].magic;
+    while (kind >= 0 && magic != llmc_files[kind].magic) {
+        kind--;
+    }
+    return kind;
 }
 
 // Returns the header of a file of `kind`. Ends the run if the file is too short, of a different
@@ -397,9 +417,11 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
             LLMC_HEADER_BYTES);
     }
     memcpy(h.words, bytes, sizeof h.words);
-    if (h.words[0] != llmc_files[kind].magic) {
-        die("%s: not %s: the first word is %d; expected %d", name, what, h.words[0],
-            llmc_files[kind].magic);
+    const int found = llmc_kind(bytes, size);
+    if (found != kind) {
+        die("%s: not %s: the first word is %d; expected %d%s%s", name, what, h.words[0],
+            llmc_files[kind].magic, found < 0 ? "" : "; it is ",
+            found < 0 ? "" : llmc_files[found].name);
     }
     if (h.words[1] != versions[0] && h.words[1] != versions[1]) {
         die("%s: %s of version %d; supported: version %d%s", name, what, h.words[1],
@@ -594,7 +616,7 @@ typedef struct {
     size_t offset, end;
     const char *fault;
 } Json;
-enum { JSON_DEPTH = 64 };
+enum { JSON_DEPTH = 64, JSON_SCALAR = 64 };
 
 static int json_fail(Json *j, const char *fault) {
     j->fault = j->fault ? j->fault : fault;
@@ -620,8 +642,8 @@ static int hex_digit(int c) {
     return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 87 : -1;
 }
 
-// Reads an escape after its backslash: one of `letters`, or uXXXX. Returns the character or code
-// point. Anything else is an error and returns 0.
+// Reads an escape after its backslash: one of `letters`, or uXXXX, or two of these that are a
+// surrogate pair. Returns the character or code point. Anything else is an error and returns 0.
 static int json_escape(Json *j) {
     static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
     int c = j->offset < j->end ? j->bytes[j->offset++] : 0, code = 0;
@@ -633,11 +655,19 @@ static int json_escape(Json *j) {
     if (letter) {
         return values[letter - letters];
     }
+    char next[7] = "";
+    int low;
+    memcpy(next, j->bytes + j->offset, j->end - j->offset < 6 ? 0 : 6);
+    if (code >> 10 == 0xD800 >> 10 && sscanf(next, "\\u%4x", (unsigned *)&low) == 1 &&
+        low >> 10 == 0xDC00 >> 10) {
+        j->offset += 6;
+        return 0x10000 + ((code & 0x3FF) << 10 | (low & 0x3FF));
+    }
     return code > 0 ? code : json_fail(j, "invalid escape sequence in string");
 }
 
-// Reads a string into `out`, truncated to capacity - 1 bytes. \uXXXX is converted to UTF-8, each
-// half of a surrogate pair separately; \u0000 is an error.
+// Reads a string into `out`, truncated to capacity - 1 bytes. \uXXXX is converted to UTF-8; \u0000
+// is an error.
 static void json_string(Json *j, char *out, size_t capacity) {
     size_t n = 0;
     if (!json_take(j, '"')) {
@@ -653,10 +683,10 @@ static void json_string(Json *j, char *out, size_t capacity) {
         }
         if (c == '\\') {
             c = json_escape(j);
-            length = c < 0x80 ? 1 : c < 0x800 ? 2 : 3;
+            length = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
         }
         for (int i = 0; i < length && n + 1 < capacity; i++) {
-            int bits = c >> 6 * (length - 1 - i), lead = length == 2 ? 192 : 224;
+            int bits = c >> 6 * (length - 1 - i), lead = 0xF00 >> length & 0xFF;
             out[n++] = (char)(length == 1 ? c : i ? (bits & 63) | 128 : bits | lead);
         }
     }
@@ -666,23 +696,23 @@ static void json_string(Json *j, char *out, size_t capacity) {
 }
 
 // Reads a number or a literal (true, false, null) into `out` without validating it.
-static void json_scalar(Json *j, char out[32]) {
+static void json_scalar(Json *j, char out[JSON_SCALAR]) {
     int n = 0, c = json_peek(j);
     while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&
-           (c | 32) <= 'z' && n < 31) {
+           (c | 32) <= 'z' && n < JSON_SCALAR - 1) {
         out[n++] = (char)c;
         j->offset++;
         c = j->offset < j->end ? j->bytes[j->offset] : -1;
     }
     out[n] = 0;
-    if (n == 0 || n == 31) {
+    if (n == 0 || n == JSON_SCALAR - 1) {
         json_fail(j, "expected a value");
     }
 }
 
 // Reads an integer from 0 to 2^53.
 static int64_t json_count(Json *j) {
-    char text[32];
+    char text[JSON_SCALAR];
     json_scalar(j, text);
     int64_t value = strtoll(text, NULL, 10);
     if (text[strspn(text, "0123456789")] != 0 || value > (int64_t)1 << 53) {
@@ -716,7 +746,7 @@ static int json_next(Json *j, int *count, char kind, char *key, size_t capacity)
 // Skips one value of any kind, with arrays and objects nested at most `depth` deep.
 static void json_skip_to(Json *j, int depth) {
     int c = json_peek(j), n = 0;
-    char text[32];
+    char text[JSON_SCALAR];
     if (c == '"') {
         json_string(j, NULL, 0);
     } else if (c != '{' && c != '[') {
@@ -732,14 +762,64 @@ static void json_skip_to(Json *j, int depth) {
 
 static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
+// Reads a value of any kind as text, truncated to capacity - 1 bytes: a string without its quotes,
+// anything else as in the file.
+static void json_value(Json *j, char *out, size_t capacity) {
+    const int is_string = json_peek(j) == '"';
+    const size_t begin = j->offset;
+    if (is_string) {
+        json_string(j, out, capacity);
+    } else {
+        json_skip(j);
+        const int n = (int)min_i64((int64_t)(j->offset - begin), (int64_t)capacity);
+        snprintf(out, capacity, "%.*s", n, (const char *)j->bytes + begin);
+    }
+}
+
+// Finds the value at a path of keys, such as "model.vocab"; of equal keys, the last one counts, as
+// in Python. Returns 0 if there is none.
+static int json_find(Json *j, const char *path) {
+    char key[64];
+    Json found = {NULL, 0, 0, NULL};
+    const size_t length = strcspn(path, ".");
+    for (int n = 0; json_next(j, &n, '{', key, sizeof key); json_skip(j)) {
+        found = strlen(key) == length && memcmp(key, path, length) == 0 ? *j : found;
+    }
+    *j = found.bytes ? found : *j;
+    return found.bytes && (!path[length] || json_find(j, path + length + 1));
+}
+
+// Ends the run if a value is not one of those allowed, "a|b", which are compared as numbers if the
+// first is a number. A key may be missing. rows: (count, 2).
+static void json_require(Json text, const char *name, const char *const (*rows)[2], int count) {
+    for (int i = 0; i < count; i++) {
+        char value[64], *end;
+        const char *allowed = rows[i][1];
+        Json j = text;
+        if (json_find(&j, rows[i][0])) {
+            json_value(&j, value, sizeof value);
+            const int is_number = strtof(value, &end) == strtof(allowed, NULL) && end > value &&
+                                  *end == 0 && strchr("0123456789", allowed[0]);
+            if (!is_number && !choice_find(allowed, value, strlen(value))) {
+                die("%s: unsupported %s '%.40s'; expected %s", name, rows[i][0], value, allowed);
+            }
+        }
+    }
+}
+
+// Ends the run on an error.
+static void json_check(const Json *j, const char *name) {
+    if (j->fault) {
+        die("%s: invalid JSON: %s at byte %zu", name, j->fault, j->offset);
+    }
+}
+
 // Ends the run on an error, or if more text follows the JSON value.
 static void json_end(Json *j, const char *name) {
     if (json_peek(j) >= 0) {
         json_fail(j, "trailing characters");
     }
-    if (j->fault) {
-        die("%s: invalid JSON: %s at byte %zu", name, j->fault, j->offset);
-    }
+    json_check(j, name);
 }
 
 // Writes text as the contents of a JSON string. A byte that is not valid UTF-8 becomes \u00XX.
@@ -911,12 +991,10 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
 // returned 0.
 static void safetensors_text(const Safetensors *f, const char *key, char *out, size_t capacity) {
     Json j = f->json;
-    char found[32];
     out[0] = 0;
     j.offset = f->metadata;
-    for (int n = 0; f->metadata && json_next(&j, &n, '{', found, sizeof found);) {
-        int ours = strcmp(found, key) == 0;
-        json_string(&j, ours ? out : NULL, ours ? capacity : 0);
+    if (f->metadata && json_find(&j, key)) {
+        json_string(&j, out, capacity);
     }
 }
 

@@ -21,10 +21,8 @@
 
 enum {
     BLOCK_BYTES = 1 << 20,     // normal size of a block of text
-    CUT_BYTES = 4 << 20,     // a text with no safe cut in this many bytes is cut unsafely
-    MARKER_BYTES = 13
+    CUT_BYTES = 4 << 20      // a text with no safe cut in this many bytes is cut unsafely
 };
-static const char marker[] = "<|endoftext|>";
 
 static const char *const usage_text =
     "usage: data/tokenize --bpe|--bytes|--train-bpe N [options] -o PREFIX FILE...|-\n\n"
@@ -42,8 +40,9 @@ static const char *const usage_text =
     "                      whole documents with --documents; default: 0.1; 0: no validation\n"
     "  --val-file FILE     validate on this file instead; train on all the others\n"
     "  --shard-tokens N    split into shards of N tokens: PREFIX_train_000000.bin, ...\n"
-    "  --tokenizer FILE    GPT-2's vocab.bpe or a merges.txt, which is copied to\n"
-    "                      PREFIX_merges.txt; default: GPT-2's in data/\n";
+    "  --tokenizer FILE    a vocab.bpe, merges.txt, tokenizer.json or a folder with one; unless\n"
+    "                      it is GPT-2's, it is copied to PREFIX_merges.txt; default: GPT-2's\n"
+    "                      in data/\n";
 
 typedef struct {
     char **files;
@@ -430,7 +429,7 @@ static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
         const Word *w = &t->words[i];
         l->lengths[i] = w->bytes;
         for (uint32_t k = 0; k < w->bytes; k++) {
-            l->symbols[w->offset + k] = (uint16_t)bpe_id(bpe, t->text + w->offset + k, 1);
+            l->symbols[w->offset + k] = (uint16_t)bpe_rank(bpe, t->text + w->offset + k, 1);
             if (k > 0) {
                 pair_change(l, l->symbols[w->offset + k - 1], l->symbols[w->offset + k], i,
                             w->count);
@@ -484,6 +483,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
             die("--train-bpe: after %d merges the tokens take %u bytes in total; at most %d fit",
                 done, bpe->start[id], BPE_TEXT);
         }
+        bpe->splits[id] = (uint16_t)n;
         l->bytes[id] = (uint16_t)(n + m);
         const uint32_t first = l->pair_count;
         for (uint32_t i = 0; i < pair.word_count; i++) {
@@ -588,11 +588,12 @@ static void sink_finish(Sink *s) {
         return;
     }
     const Tokenizer *t = &s->tokenizer;
+    const uint64_t named = t->kind == TOKENIZER_MERGES ? t->hash : 0;
     char hash[SHA256_TEXT];
     int32_t header[LLMC_HEADER_BYTES / 4] = {
         llmc_files[LLMC_TOKENS].magic, 1, (int32_t)s->shard_tokens, t->vocabulary, t->kind,
-        (int32_t)__builtin_bswap32((uint32_t)(t->hash >> 32)),
-        (int32_t)__builtin_bswap32((uint32_t)t->hash)};
+        (int32_t)__builtin_bswap32((uint32_t)(named >> 32)),
+        (int32_t)__builtin_bswap32((uint32_t)named)};
     sha256_add(&s->sha, header, sizeof header);
     sha256_end(&s->sha, hash);
     memcpy(header + SHARD_SHA256, s->sha.h, sizeof s->sha.h);
@@ -705,7 +706,7 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
             until--;
         }
         if (starts && text < until) {
-            tokens[count++] = (uint16_t)end_of_text(&coder->tokenizer);
+            tokens[count++] = (uint16_t)coder->tokenizer.end;
             starts = 0;
         }
         count += coder_encode(coder, encoder, words, text, (size_t)(until - text), tokens + count);
@@ -778,16 +779,18 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
 // -------------------------------------------------------------------------------------------------
 // Main
 
-// Writes the merges of the vocabulary as PREFIX_merges.txt, and sets its tokenizer.
-static void merges_write(Bpe *bpe, const char *prefix) {
-    size_t size;
-    char path[PATH_BYTES], *text = bpe_merges_text(bpe, &size);
-    path_print(path, "%s_merges.txt", prefix);
-    bpe_identify(bpe, text, size, path);
-    const int fd = output_open(path);
-    output_write(fd, text, size);
-    output_close(fd);
-    free(text);
+// Writes the tokenizer as PREFIX_merges.txt and, if its ids differ from the ranks, two more files.
+static void tokenizer_write(const Bpe *bpe, const char *prefix) {
+    for (int file = 0; file < (bpe->plain ? 1 : TOKENIZER_FILES); file++) {
+        char path[PATH_BYTES];
+        size_t size;
+        path_print(path, "%s_%s", prefix, tokenizer_files[file]);
+        char *text = tokenizer_file_text(bpe, file, 0, &size);
+        const int fd = output_open(path);
+        output_write(fd, text, size);
+        output_close(fd);
+        free(text);
+    }
 }
 
 // Learns the vocabulary of --train-bpe from the training part of the text.
@@ -810,11 +813,12 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
         die("--train-bpe %d: this text yields only %s, a vocabulary of %d", a->train_bpe,
             count_of(merges, "merge").s, merges + MIN_VOCABULARY);
     }
-    if (!bpe_add(&coder->bpe, marker, MARKER_BYTES)) {
+    if (!bpe_number_plainly(&coder->bpe)) {
         die("--train-bpe %d: the tokens exceed %d bytes in total", a->train_bpe,
             BPE_TEXT);
     }
-    merges_write(&coder->bpe, a->prefix);
+    bpe_identify(&coder->bpe, "--train-bpe");
+    tokenizer_write(&coder->bpe, a->prefix);
     printf("%s_merges.txt  %s from %s\n", a->prefix, count_of(merges, "merge").s,
            count_of(count, "distinct pre-token").s);
 }
@@ -830,10 +834,13 @@ static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train
         }
         bpe_open(&coder->bpe, path, a->tokenizer ? NULL : &gpt2_tokenizer, "--bpe");
         if (coder->bpe.tokenizer.kind == TOKENIZER_MERGES) {
-            merges_write(&coder->bpe, a->prefix);
+            tokenizer_write(&coder->bpe, a->prefix);
         }
     }
     coder->tokenizer = a->bytes ? byte_tokenizer : coder->bpe.tokenizer;
+    if (a->documents && coder->tokenizer.end < 0) {
+        die("--documents: %s has no end-of-text token", a->tokenizer);
+    }
 }
 
 int main(int argc, char **argv) {

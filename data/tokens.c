@@ -17,13 +17,15 @@
 // Token files name their tokenizer, so that a model is never given another tokenizer's ids. In the
 // byte tokenizer, token b is byte b (0 <= b < 256), and 256 is <|endoftext|>. All others are
 // byte-level BPEs: GPT-2's, which on valid UTF-8 gives the same tokens as tiktoken's
-// encode_ordinary, and those that `data/tokenize --train-bpe` learns. The last token of every
-// vocabulary is <|endoftext|>.
+// encode_ordinary, those that `data/tokenize --train-bpe` learns, and Hugging Face's.
 // 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). A byte that is not valid UTF-8
 //    counts as a character that is not a letter, number or space.
-// 2. Within a pre-token, the adjacent pair of tokens whose concatenation has the lowest id is
+// 2. Within a pre-token, the adjacent pair of tokens whose concatenation has the lowest rank is
 //    merged, the leftmost such pair first, until no pair can be merged (bpe_merge).
-// 3. A Bpe has no pointers and is read-only once it is open, so threads share it. Each thread
+// 3. The ranks are the 256 bytes, in the order of their characters, the merges, and the special
+//    tokens, which no text is encoded to. Ids, the numbers in data and models, are the ranks unless
+//    a vocab.json or tokenizer.json gives others.
+// 4. A Bpe has no pointers and is read-only once it is open, so threads share it. Each thread
 //    writes only to its own BpeEncoder.
 
 typedef int32_t Token;
@@ -32,34 +34,45 @@ enum { BYTE_VOCABULARY = 257, GPT2_VOCABULARY = 50257, GPT2_END_OF_TEXT = GPT2_V
 enum { GPT2_PADDED = 50304 };  // GPT-2's vocabulary rounded up to a multiple of 64 (nanoGPT)
 enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of BPEs; 257: bytes, <|endoftext|>
 
-// The identity of a tokenizer, as stored in token shards. Tokenizers of the same size are
-// distinguished by the hash of their merges.
+// Token files, weights and merges name their tokenizer by a hash. It covers the bytes of every id
+// but no special token, because a model with added tokens still reads the same data.
 enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1, TOKENIZER_MERGES = 2 };
 typedef struct {
-    int kind, vocabulary;
-    uint64_t hash;  // TOKENIZER_MERGES: first 8 bytes of the SHA-256 of the merges file; else 0
+    int kind, vocabulary;  // vocabulary: the highest id, including `end`, plus 1; 0: unknown
+    Token end;             // end of text; -1: none
+    uint64_t hash;         // first 8 bytes of a SHA-256 (bpe_identify); 0: unknown
 } Tokenizer;
-static const uint64_t gpt2_hash = 0x1CE1664773C50F3Eu;  // of GPT-2's merges file, vocab.bpe
-static const Tokenizer gpt2_tokenizer = {TOKENIZER_GPT2, GPT2_VOCABULARY, 0};
-static const Tokenizer byte_tokenizer = {TOKENIZER_BYTES, BYTE_VOCABULARY, 0};
+static const Tokenizer gpt2_tokenizer = {TOKENIZER_GPT2, GPT2_VOCABULARY, GPT2_END_OF_TEXT,
+                                         0x1CE1664773C50F3Eu};
+static const Tokenizer byte_tokenizer = {TOKENIZER_BYTES, BYTE_VOCABULARY, BYTE_VOCABULARY - 1, 1};
 
-static Token end_of_text(const Tokenizer *t) { return t->vocabulary - 1; }
-
-static int tokenizers_equal(const Tokenizer *a, const Tokenizer *b) {
-    return a->kind == b->kind && a->vocabulary == b->vocabulary && a->hash == b->hash;
+// Returns whether data of one tokenizer can be used with the other. Asked wherever two files that
+// name a tokenizer meet. One that is unknown agrees with every tokenizer of its size.
+static int tokenizers_agree(const Tokenizer *a, const Tokenizer *b) {
+    return a->hash && b->hash ? a->hash == b->hash
+                              : !a->vocabulary || !b->vocabulary || a->vocabulary == b->vocabulary;
 }
 
 // Describes a tokenizer for error messages.
 static ShortText tokenizer_text(const Tokenizer *t) {
     ShortText text;
-    if (t->kind == TOKENIZER_MERGES) {
-        snprintf(text.s, sizeof text.s, "%d custom tokens (%08x)", t->vocabulary,
-                 (unsigned)(t->hash >> 32));
-    } else {
-        snprintf(text.s, sizeof text.s, "%s",
-                 t->kind == TOKENIZER_BYTES ? "bytes" : "GPT-2's tokens");
-    }
+    const int n = t->kind == TOKENIZER_MERGES && t->vocabulary
+                      ? snprintf(text.s, sizeof text.s, "%d ", t->vocabulary) : 0;
+    snprintf(text.s + n, sizeof text.s - (size_t)n,
+             t->hash == byte_tokenizer.hash   ? "bytes"
+             : t->hash == gpt2_tokenizer.hash ? "GPT-2's tokens"
+                                              : "custom tokens (%08x)",
+             (unsigned)(t->hash >> 32));
     return text;
+}
+
+// Ends the run unless two tokenizers agree. `of_a` and `of_b` are the files that name them.
+static void tokenizers_require(const char *option, const Tokenizer *a, const char *of_a,
+                               const Tokenizer *b, const char *of_b, const char *advice) {
+    if (!tokenizers_agree(a, b)) {
+        die("%s: %s has %s, but %s has %s%s", option, of_a, tokenizer_text(a).s, of_b,
+            tokenizer_text(b).s, advice);
+    }
 }
 
 // Tables of the code points in Unicode's categories L (letters) and N (numbers): the lengths of
@@ -115,15 +128,19 @@ static int is_space(uint32_t c) {
            c == 0x205F || c == 0x3000;
 }
 
-// A vocabulary: maps ids to bytes and bytes to ids, and holds the class of every character. A Bpe
+// A vocabulary: maps ids and bytes to each other, and holds the class of every character. A Bpe
 // takes 5 MiB, too large for a stack; most of it is never accessed.
 // BPE_TEXT limits the total bytes of all tokens, and BPE_LONGEST the bytes of one token.
-enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512 };
+enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512, NO_ID = 65535 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
-    int count;                             // tokens so far
+    int count, ordinary;                   // tokens so far; those that are bytes or merges
+    int plain;                             // 1: ids are the ranks, and the last is end of text
     uint32_t start[MAX_VOCABULARY + 1];    // offset of each token's bytes in `text`
-    uint32_t slots[BPE_SLOTS];             // hash table: 16 bits of the hash, id + 1; 0: free
+    uint32_t slots[BPE_SLOTS];             // hash table: 16 bits of the hash, rank + 1; 0: free
+    uint16_t splits[MAX_VOCABULARY];       // bytes of the left token of each merge
+    uint16_t ids[MAX_VOCABULARY];          // of each rank; NO_ID: none
+    uint16_t ranks[MAX_VOCABULARY + 1];    // of each id, + 1; 0: none
     unsigned char classes[CLASSES];
     char text[BPE_TEXT];
 } Bpe;
@@ -152,8 +169,8 @@ static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *
     return slot;
 }
 
-// Returns the id of the token that consists of these n bytes, or -1.
-static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
+// Returns the rank of the byte or merge that consists of these n bytes, or -1.
+static int bpe_rank(const Bpe *bpe, const char *bytes, size_t n) {
     uint32_t tag;
     if (n == 0 || n > BPE_LONGEST) {
         return -1;
@@ -161,20 +178,52 @@ static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
     return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
 }
 
-// Appends a token. Returns 0 if it is too long or a duplicate, or if the vocabulary is full.
-static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
-    uint32_t begin = bpe->start[bpe->count], tag;
+// Appends a special token, which bpe_rank() does not find. Returns 0 if it is too long or if the
+// vocabulary is full.
+static int bpe_add_special(Bpe *bpe, const char *bytes, size_t n) {
+    const uint32_t begin = bpe->start[bpe->count];
     if (n == 0 || n > BPE_LONGEST || bpe->count == MAX_VOCABULARY || n > BPE_TEXT - begin) {
         return 0;
     }
-    uint32_t *slot = &bpe->slots[bpe_slot(bpe, bytes, n, &tag)];
-    if (*slot) {
+    memcpy(bpe->text + begin, bytes, n);
+    bpe->ids[bpe->count] = NO_ID;
+    bpe->start[++bpe->count] = begin + (uint32_t)n;
+    return 1;
+}
+
+// Appends a byte or merge. Returns 0 also if it is a duplicate.
+static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
+    uint32_t tag;
+    if (bpe_rank(bpe, bytes, n) >= 0 || !bpe_add_special(bpe, bytes, n)) {
         return 0;
     }
-    memcpy(bpe->text + begin, bytes, n);
-    *slot = tag | (uint32_t)++bpe->count;
-    bpe->start[bpe->count] = begin + (uint32_t)n;
+    const uint32_t slot = bpe_slot(bpe, bytes, n, &tag);
+    bpe->slots[slot] = tag | (uint32_t)bpe->count;
+    bpe->ordinary = bpe->count;
     return 1;
+}
+
+// Gives a token an id. Returns 0 if the token has one, or if another token has this one.
+static int bpe_number(Bpe *bpe, int rank, int64_t id) {
+    if (rank < 0 || id >= NO_ID || bpe->ranks[id] || bpe->ids[rank] != NO_ID) {
+        return 0;
+    }
+    bpe->ids[rank] = (uint16_t)id;
+    bpe->ranks[id] = (uint16_t)(rank + 1);
+    return 1;
+}
+
+// Completes a vocabulary of bytes and merges: adds <|endoftext|> and makes the ranks the ids.
+// Returns 0 if there is no space for it.
+static const char marker[] = "<|endoftext|>";
+enum { MARKER_BYTES = sizeof marker - 1 };
+static int bpe_number_plainly(Bpe *bpe) {
+    bpe->plain = bpe_add_special(bpe, marker, MARKER_BYTES);
+    bpe->tokenizer.end = bpe->ordinary;
+    for (int rank = 0; rank < bpe->count; rank++) {
+        bpe_number(bpe, rank, rank);
+    }
+    return bpe->plain;
 }
 
 // Clears the vocabulary and fills in the character classes.
@@ -210,45 +259,7 @@ static void bpe_begin_bytes(Bpe *bpe, int byte_of[BYTE_CHARACTERS]) {
     }
 }
 
-// Parses a vocab.bpe or merges.txt: a first line `#version`, then one merge per line, its two
-// tokens written as characters (byte_character). Ids 0 to 255 are the bytes, 256 + i is merge i,
-// and the last id is <|endoftext|>.
 static const char merges_first_line[] = "#version: 0.2\n";
-static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
-    int byte_of[BYTE_CHARACTERS], line = 2;
-    bpe_begin_bytes(bpe, byte_of);
-    size_t offset = sizeof merges_first_line - 1;
-    if (n < offset || memcmp(bytes, merges_first_line, offset) != 0) {
-        die("%s: not a vocab.bpe file: the first line must be '#version: 0.2'", name);
-    }
-    for (; offset < n; offset++, line++) {
-        char both[BPE_LONGEST];
-        size_t left = 0, length = 0;
-        while (offset < n && bytes[offset] != '\n') {
-            uint32_t c;
-            offset += (size_t)utf8_decode(&c, bytes + offset, n - offset);
-            if (c == ' ' && left == 0) {
-                left = length;
-            } else if (length == BPE_LONGEST || c >= BYTE_CHARACTERS || byte_of[c] < 0) {
-                die("%s:%d: expected two tokens in GPT-2's byte alphabet, at most %d bytes long",
-                    name, line, BPE_LONGEST);
-            } else {
-                both[length++] = (char)byte_of[c];
-            }
-        }
-        if (bpe->count == MAX_VOCABULARY - 1) {
-            die("%s:%d: too many merges, at most %d are supported", name, line,
-                MAX_VOCABULARY - MIN_VOCABULARY);
-        }
-        if (bpe_id(bpe, both, left) < 0 || bpe_id(bpe, both + left, length - left) < 0 ||
-            !bpe_add(bpe, both, length)) {
-            die("%s:%d: a merge must join two earlier tokens into a new one", name, line);
-        }
-    }
-    if (!bpe_add(bpe, "<|endoftext|>", 13)) {
-        die("%s: a merge produces <|endoftext|>, which is reserved", name);
-    }
-}
 
 // Finds the path of GPT-2's vocabulary: `asked` (--tokenizer) if given, even if the file does not
 // exist, otherwise data/vocab.bpe. Returns 0 if there is none.
@@ -354,15 +365,15 @@ typedef struct {
 } BpeWord;
 typedef struct {
     uint32_t next, previous;  // offsets at which the adjacent tokens begin
-    int32_t merged;           // id of the token that this and the next one merge into; -1: none
+    int32_t merged;           // rank of the token that this and the next one merge into; -1: none
 } BpeNode;
 typedef struct {
     const Bpe *bpe;
     BpeWord *words;
     BpeNode *nodes;  // indexed by the offset at which a token begins
     size_t capacity;
-    Heap heap;       // merged id << 32 | offset; outdated entries are skipped when popped
-    int limit;       // only merges into tokens with lower ids are applied
+    Heap heap;       // merged rank << 32 | offset; outdated entries are skipped when popped
+    int limit;       // only merges into tokens with lower ranks are applied
 } BpeEncoder;
 
 static void bpe_encoder_open(BpeEncoder *e, const Bpe *bpe) {
@@ -381,17 +392,17 @@ static void bpe_encoder_close(BpeEncoder *e) {
 // Looks up the merge of the token at offset `i` with the next token, and pushes it onto the heap.
 static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     uint32_t next = e->nodes[i].next;
-    int id = next < n ? bpe_id(e->bpe, text + i, e->nodes[next].next - i) : -1;
-    id = id < e->limit ? id : -1;
-    e->nodes[i].merged = id;
-    if (id >= 0) {
-        heap_push(&e->heap, (uint64_t)id << 32 | i);
+    int rank = next < n ? bpe_rank(e->bpe, text + i, e->nodes[next].next - i) : -1;
+    rank = rank < e->limit ? rank : -1;
+    e->nodes[i].merged = rank;
+    if (rank >= 0) {
+        heap_push(&e->heap, (uint64_t)rank << 32 | i);
     }
 }
 
-// Encodes one pre-token of n bytes into `out`, using only ids below `limit`, and returns the number
-// of tokens. Every merge pops an entry, removes one token and pushes at most two entries, so the
-// total time is O(n log n) and the heap has at most 2 n entries.
+// Encodes one pre-token of n bytes into ranks below `limit`, or bytes, and returns their number.
+// Every merge pops an entry, removes one token and pushes at most two entries, so the total time is
+// O(n log n) and the heap has at most 2 n entries.
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, uint16_t *out) {
     check(n < UINT32_MAX, "a pre-token of %zu bytes", n);
     e->limit = limit;
@@ -425,7 +436,7 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, u
     }
     int64_t count = 0;
     for (uint32_t i = 0; i < n; i = e->nodes[i].next) {
-        out[count++] = (uint16_t)bpe_id(e->bpe, text + i, e->nodes[i].next - i);
+        out[count++] = (uint16_t)bpe_rank(e->bpe, text + i, e->nodes[i].next - i);
     }
     return count;
 }
@@ -450,6 +461,14 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
             continue;
         }
         int64_t count = bpe_merge(e, (const char *)p, length, MAX_VOCABULARY, to);
+        for (int64_t i = 0; i < count; i++) {
+            const uint16_t rank = to[i];
+            to[i] = e->bpe->ids[rank];
+            if (to[i] == NO_ID) {  // a byte: see tokenizer_numbers
+                die("the tokenizer has no token for the byte %d of this text",
+                    (unsigned char)e->bpe->text[e->bpe->start[rank]]);
+            }
+        }
         if (key[3] && count <= WORD_TOKENS) {
             memcpy(word->key, key, sizeof key);
             memcpy(word->tokens, to, (size_t)count * sizeof(uint16_t));
@@ -473,68 +492,353 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
     return length;
 }
 
-// Returns the text of a vocabulary's merges file, *size bytes, which the caller frees. The two
-// tokens of merge `id` are found by encoding its bytes with the tokens before it.
-static char *bpe_merges_text(const Bpe *bpe, size_t *size) {
+// The files that keep a tokenizer. One that is plain needs only the first.
+enum { FILE_OF_MERGES, FILE_OF_IDS, FILE_OF_ROLES, TOKENIZER_FILES };
+static const char *const tokenizer_files[TOKENIZER_FILES] = {"merges.txt", "vocab.json",
+                                                             "tokenizer_config.json"};
+
+// Returns the text of a tokenizer's file, *size bytes, which the caller frees. `length`: the
+// model's longest sequence, or 0.
+static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
-    uint16_t two[BPE_LONGEST] = {0};
-    BpeEncoder e;
     FILE *f = open_memstream(&text, size);
     check(f, "no memory for a vocabulary");
-    bpe_encoder_open(&e, bpe);
-    fputs(merges_first_line, f);
-    for (int id = 256; id < bpe->count - 1; id++) {
-        const int n = bpe_bytes(bpe, id, &bytes);
-        bpe_merge(&e, bytes, (size_t)n, id, two);
-        const char *left;
-        const int length = bpe_bytes(bpe, two[0], &left);
-        fwrite(word, 1, token_characters(word, bytes, length), f);
+    fputs(file == FILE_OF_MERGES ? merges_first_line : "{", f);
+    for (int rank = 256; file == FILE_OF_MERGES && rank < bpe->ordinary; rank++) {
+        const int n = bpe_bytes(bpe, rank, &bytes), split = bpe->splits[rank];
+        fwrite(word, 1, token_characters(word, bytes, split), f);
         fputc(' ', f);
-        fwrite(word, 1, token_characters(word, bytes + length, n - length), f);
+        fwrite(word, 1, token_characters(word, bytes + split, n - split), f);
         fputc('\n', f);
     }
-    bpe_encoder_close(&e);
+    for (int rank = 0, some = 0; file == FILE_OF_IDS && rank < bpe->count; rank++) {
+        const int n = bpe_bytes(bpe, rank, &bytes), special = rank >= bpe->ordinary;
+        if (bpe->ids[rank] != NO_ID) {
+            fputs(some++ ? ", \"" : "\"", f);
+            json_text(f, special ? bytes : word,
+                      special ? (size_t)n : token_characters(word, bytes, n));
+            fprintf(f, "\": %d", bpe->ids[rank]);
+        }
+    }
+    if (file == FILE_OF_ROLES) {
+        fputs("\"tokenizer_class\": \"GPT2Tokenizer\", \"add_prefix_space\": false", f);
+        if (length) {
+            fprintf(f, ", \"model_max_length\": %d", length);
+        }
+        for (int i = 0; bpe->tokenizer.end >= 0 && i < 3; i++) {
+            static const char *const roles[] = {"bos", "eos", "unk"};
+            const int n = bpe_bytes(bpe, bpe->ranks[bpe->tokenizer.end] - 1, &bytes);
+            fprintf(f, ",%s\"%s_token\": \"", i ? " " : "\n", roles[i]);
+            json_text(f, bytes, (size_t)n);
+            fputc('"', f);
+        }
+    }
+    fputs(file == FILE_OF_MERGES ? "" : "}\n", f);
     check(fclose(f) == 0, "no memory for a vocabulary");
     return text;
 }
 
-// Sets bpe->tokenizer. Ends the run unless the merges file `bytes` is the one that
-// bpe_merges_text() would write, which a checkpoint stores. The two differ if earlier merges keep
-// a merge from ever being applied; with such a file, other programs would give different tokens.
-static void bpe_identify(Bpe *bpe, const char *bytes, size_t n, const char *name) {
-    size_t size, at = 0;
-    int line = 1;
-    char *text = bpe_merges_text(bpe, &size), digits[SHA256_TEXT];
-    for (; at < size && at < n && text[at] == bytes[at]; at++) {
-        line += text[at] == '\n';
+// Sets bpe->tokenizer except for its end of text. The hash is of merges.txt and, unless they are
+// the ranks, of the ids of bytes and merges.
+static void bpe_identify(Bpe *bpe, const char *name) {
+    size_t size;
+    char digits[SHA256_TEXT];
+    Tokenizer *t = &bpe->tokenizer;
+    int plain = 1;
+    t->vocabulary = t->end + 1;
+    for (int rank = 0; rank < bpe->ordinary; rank++) {
+        const int id = bpe->ids[rank];
+        if (id == NO_ID && rank > 255) {  // a byte without an id may never occur
+            die("%s: merge %d produces a token that has no id", name, rank - 255);
+        }
+        plain &= id == rank;
+        t->vocabulary = id != NO_ID && id >= t->vocabulary ? id + 1 : t->vocabulary;
     }
+    char *text = tokenizer_file_text(bpe, FILE_OF_MERGES, 0, &size);
     Sha256 sha;
     sha256_start(&sha);
     sha256_add(&sha, text, size);
+    sha256_add(&sha, bpe->ids, plain ? 0 : sizeof *bpe->ids * (size_t)bpe->ordinary);
     sha256_end(&sha, digits);
     digits[16] = 0;
     free(text);
-    const Tokenizer own = {TOKENIZER_MERGES, bpe->count, strtoull(digits, NULL, 16)};
-    bpe->tokenizer = own.hash == gpt2_hash ? gpt2_tokenizer : own;
-    if (size - at > (bytes[n - 1] != '\n')) {  // the last newline may be missing
-        die("%s:%d: this merge can never apply: earlier merges take precedence", name, line);
+    t->hash = strtoull(digits, NULL, 16);
+    const int gpt2 = t->hash == gpt2_tokenizer.hash && t->end == GPT2_END_OF_TEXT;
+    t->kind = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_MERGES;
+}
+
+// A tokenizer's files being read. Errors name the file.
+typedef struct {
+    Bpe *bpe;
+    BpeEncoder encoder;
+    int byte_of[BYTE_CHARACTERS];
+    const char *name;
+} BpeReader;
+
+static void reader_open(BpeReader *r, Bpe *bpe, const char *name) {
+    r->bpe = bpe;
+    r->name = name;
+    bpe_begin_bytes(bpe, r->byte_of);
+    bpe_encoder_open(&r->encoder, bpe);
+}
+
+// Decodes a token, written as characters (byte_character). Returns its number of bytes, or -1 if a
+// character stands for no byte or if there are more than `most` bytes.
+static int word_bytes(const BpeReader *r, char *out, int most, const char *text, size_t length) {
+    int n = 0;
+    for (size_t i = 0; i < length; n++) {
+        uint32_t c;
+        i += (size_t)utf8_decode(&c, (const unsigned char *)text + i, length - i);
+        if (n == most || c >= BYTE_CHARACTERS || r->byte_of[c] < 0) {
+            return -1;
+        }
+        out[n] = (char)r->byte_of[c];
+    }
+    return n;
+}
+
+// Adds the merge "left right", which is at `line` of the file. Ends the run if earlier merges keep
+// it from ever being applied: other programs would then give different tokens.
+static void merge_read(BpeReader *r, const char *text, size_t length, int line) {
+    Bpe *bpe = r->bpe;
+    char both[BPE_LONGEST];
+    const char *bytes, *space = (const char *)memchr(text, ' ', length);
+    uint16_t two[BPE_LONGEST] = {0};
+    const size_t first = space ? (size_t)(space - text) : 0, second = first + (space != NULL);
+    const int left = word_bytes(r, both, BPE_LONGEST, text, first);
+    const int right = left < 0 ? -1 : word_bytes(r, both + left, BPE_LONGEST - left, text + second,
+                                                 length - second);
+    if (right < 0) {
+        die("%s:%d: expected two tokens in GPT-2's byte alphabet, at most %d bytes long", r->name,
+            line, BPE_LONGEST);
+    }
+    const size_t n = (size_t)left + (size_t)right;
+    if (bpe_rank(bpe, both, (size_t)left) < 0 || bpe_rank(bpe, both + left, (size_t)right) < 0 ||
+        bpe_rank(bpe, both, n) >= 0) {
+        die("%s:%d: a merge must join two earlier tokens into a new one", r->name, line);
+    }
+    if (bpe_merge(&r->encoder, both, n, bpe->count, two) != 2 ||
+        bpe_bytes(bpe, two[0], &bytes) != left) {
+        die("%s:%d: this merge can never apply: earlier merges take precedence", r->name, line);
+    }
+    bpe->splits[bpe->count] = (uint16_t)left;
+    if (bpe->count == MAX_VOCABULARY - 1 || !bpe_add(bpe, both, n)) {
+        die("%s:%d: too many merges, at most %d and %d bytes in total are supported", r->name,
+            line, MAX_VOCABULARY - MIN_VOCABULARY, BPE_TEXT);
     }
 }
 
-// Reads a vocabulary. Ends the run unless it is `want`, the tokenizer of the data named `of`; if
-// `want` is NULL, any vocabulary is allowed.
-static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
-    Mapping file;
-    if (mapping_open(&file, path) != 0) {
-        die("cannot read vocabulary %s: %s", path, file_error());
+// Reads a vocab.bpe or merges.txt: one merge per line after a first line `#version`, which old
+// files lack.
+static void merges_read(BpeReader *r, Mapping map) {
+    const char *text = (const char *)map.bytes, *end = text + map.size;
+    text += map.size > 2 && memcmp(text, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;  // a byte order mark
+    for (int line = 1; text < end || line == 1; line++) {
+        const char *newline = (const char *)memchr(text, '\n', (size_t)(end - text));
+        size_t n = (size_t)((newline ? newline : end) - text);
+        n -= n && text[n - 1] == '\r';
+        const int version = line == 1 && n > 7 && memcmp(text, "#version", 8) == 0;
+        if (line == 1 && !version && (n > 5 || !memchr(text, ' ', n))) {  // not of two bytes
+            die("%s: not a vocab.bpe file: the first line must be '#version: 0.2' or a merge",
+                r->name);
+        }
+        if (n && !version) {
+            merge_read(r, text, n, line);
+        }
+        text = newline ? newline + 1 : end;
     }
-    bpe_parse_merges(bpe, file.bytes, file.size, path);
-    bpe_identify(bpe, (const char *)file.bytes, file.size, path);
-    mapping_close(&file);
-    if (want && !tokenizers_equal(want, &bpe->tokenizer)) {
-        die("--tokenizer: %s has %s, but %s has %s", path, tokenizer_text(&bpe->tokenizer).s, of,
-            tokenizer_text(want).s);
+}
+
+// Gives the token that a file writes as `text` an id. A token that no merge makes is special.
+static void token_read(const BpeReader *r, const char *text, int64_t id) {
+    Bpe *bpe = r->bpe;
+    char decoded[BPE_LONGEST];
+    const char *found;
+    const int n = word_bytes(r, decoded, BPE_LONGEST, text, strlen(text));
+    const char *bytes = n > 0 ? decoded : text;  // special tokens may have other characters
+    const size_t length = n > 0 ? (size_t)n : strlen(text);
+    const int other = id < NO_ID ? bpe->ranks[id] - 1 : -1;
+    if (other >= 0 && bpe_bytes(bpe, other, &found) == (int)length &&
+        memcmp(found, bytes, length) == 0) {
+        return;  // added_tokens repeats it
+    }
+    int rank = bpe_rank(bpe, bytes, length);
+    rank = rank < 0 && bpe_add_special(bpe, bytes, length) ? bpe->count - 1 : rank;
+    if (!bpe_number(bpe, rank, id)) {
+        die("%s: cannot give '%.40s' the id %" PRId64 ": expected tokens of 1 to %d bytes and "
+            "different ids below %d", r->name, text, id, BPE_LONGEST, NO_ID);
+    }
+}
+
+// Reads {"token": id, ...}: vocab.json, added_tokens.json or a part of a tokenizer.json.
+static void tokens_read(const BpeReader *r, Json j) {
+    char text[2 * BPE_LONGEST + 2];
+    for (int n = 0; json_next(&j, &n, '{', text, sizeof text);) {
+        const int64_t id = json_count(&j);
+        if (!j.fault) {
+            token_read(r, text, id);
+        }
+    }
+    json_check(&j, r->name);
+}
+
+// Writes the path of `name` beside a tokenizer's file: FOLDER/name, or PREFIX_name beside
+// PREFIX_merges.txt. Returns whether it exists.
+static int file_beside(char path[PATH_BYTES], const char *file, const char *name) {
+    static const char *const ends[] = {"merges.txt", "vocab.bpe", "tokenizer.json"};
+    for (int i = 0; i < 3; i++) {
+        const size_t n = strlen(file), length = strlen(ends[i]);
+        if (n >= length && strcmp(file + n - length, ends[i]) == 0) {
+            path_print(path, "%.*s%s", (int)(n - length), file, name);
+            return access(path, F_OK) == 0;
+        }
+    }
+    return 0;
+}
+
+// Reads a tokenizer.json, whose text is `j`.
+static void tokenizer_json_read(BpeReader *r, Json j) {
+    static const char *const settings[][2] = {
+        {"model.type", "BPE"}, {"model.dropout", "0|null"}, {"model.byte_fallback", "false"},
+        {"model.continuing_subword_prefix", "|null"}, {"model.end_of_word_suffix", "|null"},
+        {"model.ignore_merges", "false"}, {"normalizer", "null"},
+        {"pre_tokenizer.type", "ByteLevel"}, {"pre_tokenizer.add_prefix_space", "false"},
+        {"pre_tokenizer.use_regex", "true"}, {"post_processor.special_tokens", "{}"},
+        {"post_processor.type", "ByteLevel|TemplateProcessing"}};
+    enum { WORD = 2 * BPE_LONGEST + 2 };
+    char text[2 * WORD];
+    Json vocab = j, merges = j, added = j, split = j;
+    json_skip(&j);
+    json_end(&j, r->name);
+    json_require(added, r->name, settings, sizeof settings / sizeof *settings);
+    if (!json_find(&vocab, "model.vocab") || !json_find(&merges, "model.merges") ||
+        !json_find(&split, "pre_tokenizer.type")) {
+        die("%s: not the tokenizer.json of a byte-level BPE", r->name);
+    }
+    for (int n = 0; json_next(&merges, &n, '[', NULL, 0);) {
+        const int is_pair = json_take(&merges, '[');  // ["a", "b"]; older files have "a b"
+        json_string(&merges, text, WORD);
+        if (is_pair) {
+            const size_t length = strlen(text);
+            text[length] = ' ';
+            json_take(&merges, ',');
+            json_string(&merges, text + length + 1, WORD);
+            if (!json_take(&merges, ']')) {
+                json_fail(&merges, "expected two tokens");
+            }
+        }
+        if (!merges.fault) {
+            merge_read(r, text, strlen(text), n);
+        }
+    }
+    json_check(&merges, r->name);
+    tokens_read(r, vocab);
+    const int some = json_find(&added, "added_tokens");
+    for (int n = 0; some && json_next(&added, &n, '[', NULL, 0); json_skip(&added)) {
+        Json id = added, content = added, special = added;
+        if (json_find(&id, "id") && json_find(&content, "content")) {
+            json_string(&content, text, WORD);
+            if (json_find(&special, "special") && json_peek(&special) != 't') {
+                die("%s: unsupported added token '%.40s': it is not special", r->name, text);
+            }
+            token_read(r, text, json_count(&id));
+        }
+    }
+}
+
+// Finds the tokenizer's file in the folder of FOLDER/merges.txt. Returns 0 if there is none.
+static int tokenizer_find(char path[PATH_BYTES], const char *merges) {
+    return file_beside(path, merges, "tokenizer.json") || file_beside(path, merges, "merges.txt") ||
+           file_beside(path, merges, "vocab.bpe");
+}
+
+static int token_exists(const Bpe *bpe, int64_t id) {
+    return id >= 0 && id < NO_ID && bpe->ranks[id];
+}
+
+// Returns the id of the end of text: eos_token_id in config.json, else eos_token in
+// tokenizer_config.json, else <|endoftext|>; -1 if the tokenizer has none of them. Ends the run if
+// the settings would give other tokens than this program does.
+static Token end_of_text(const Bpe *bpe, const char *file) {
+    static const char *const settings[2][2] = {{"add_prefix_space", "false"},
+                                               {"add_bos_token", "false"}};
+    char path[PATH_BYTES], names[2][BPE_LONGEST] = {"", "<|endoftext|>"};
+    const char *bytes;
+    int64_t end = -1;
+    for (int i = 0; i < 2; i++) {
+        Mapping map;
+        if (file_beside(path, file, i ? tokenizer_files[FILE_OF_ROLES] : "config.json") &&
+            mapping_open(&map, path) == 0) {
+            const Json all = {map.bytes, 0, map.size, NULL};
+            Json j = all, inner;
+            if (i == 0 && json_find(&j, "eos_token_id")) {
+                json_take(&j, '[');  // the first of a list
+                end = json_count(&j);
+                end = j.fault ? -1 : end;
+            } else if (i) {
+                json_require(all, path, settings, 2);
+                if (json_find(&j, "eos_token")) {
+                    inner = j;
+                    json_string(json_find(&inner, "content") ? &inner : &j, names[0], BPE_LONGEST);
+                }
+            }
+            mapping_close(&map);
+        }
+    }
+    for (int i = 0; i < 2 && !token_exists(bpe, end); i++) {
+        for (int rank = 0; rank < bpe->count; rank++) {
+            const size_t n = (size_t)bpe_bytes(bpe, rank, &bytes);
+            end = n == strlen(names[i]) && memcmp(bytes, names[i], n) == 0 ? bpe->ids[rank] : end;
+        }
+    }
+    return token_exists(bpe, end) ? (Token)end : -1;
+}
+
+// Reads a tokenizer: a folder with a tokenizer.json or merges.txt, or one of these files. Ends the
+// run unless it agrees with `want`, the tokenizer of the data named `of`; if `want` is NULL, any
+// tokenizer is allowed.
+static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
+    static const char *const names[] = {"", "vocab.json", "added_tokens.json"};
+    char file[PATH_BYTES], beside[PATH_BYTES];
+    BpeReader r;
+    Mapping map;
+    path_print(beside, "%s/merges.txt", path);
+    if (!tokenizer_find(file, beside)) {
+        path_print(file, "%s", path);
+    }
+    if (!file_beside(beside, file, names[1]) && file_beside(beside, file, "tokenizer.json")) {
+        path_print(file, "%s", beside);
+    }
+    reader_open(&r, bpe, file);
+    for (int i = 0, is_json = 0; i < 3 && !is_json; i++) {
+        if (i == 0 || file_beside(beside, file, names[i])) {
+            r.name = i ? beside : file;
+            if (mapping_open(&map, r.name) != 0) {
+                die("cannot read vocabulary %s: %s", r.name, file_error());
+            }
+            Json j = {map.bytes, 0, map.size, NULL};
+            is_json = i == 0 && json_peek(&j) == '{';
+            if (i == 0) {
+                is_json ? tokenizer_json_read(&r, j) : merges_read(&r, map);
+            } else {
+                tokens_read(&r, j);
+            }
+            mapping_close(&map);
+        } else if (i == 1) {
+            bpe_number_plainly(bpe);
+        }
+    }
+    bpe_encoder_close(&r.encoder);
+    bpe->tokenizer.end = end_of_text(bpe, file);
+    if (bpe->plain && bpe->tokenizer.end < bpe->ordinary) {
+        die("%s: config.json says that the end of text is %d; without vocab.json it is %d", file,
+            bpe->tokenizer.end, bpe->ordinary);
+    }
+    bpe->plain &= bpe->count == bpe->ordinary + 1;
+    bpe_identify(bpe, file);
+    if (want) {
+        tokenizers_require("--tokenizer", &bpe->tokenizer, path, want, of, "");
     }
 }
 
@@ -563,13 +867,13 @@ static int merges_find(char path[PATH_BYTES], const char *asked, const char *sha
 static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe, Token token) {
     if (t->kind == TOKENIZER_BYTES) {
         out[0] = (char)token;
-        return token < end_of_text(t) ? 1 : 0;
+        return token < t->end ? 1 : 0;
     }
     if (!bpe) {
         return snprintf(out, BPE_LONGEST, "%d ", token);
     }
     const char *bytes = "";
-    int n = token < bpe->count ? bpe_bytes(bpe, token, &bytes) : 0;  // padding has no text
+    int n = bpe->ranks[token] ? bpe_bytes(bpe, bpe->ranks[token] - 1, &bytes) : 0;
     memcpy(out, bytes, (size_t)n);
     return n;
 }
@@ -599,6 +903,20 @@ static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, 
     return file_read(shard->fd, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
 }
 
+// Returns the tokenizer that the header of a token or evaluation file names, with this vocabulary.
+// llm.c's files name none: their tokens are GPT-2's.
+static Tokenizer tokenizer_of_header(const LlmcHeader *h, int vocabulary) {
+    const uint32_t first = (uint32_t)h->words[5], second = (uint32_t)h->words[6];
+    Tokenizer t = h->words[4] == TOKENIZER_BYTES ? byte_tokenizer : gpt2_tokenizer;
+    if (h->words[4] == TOKENIZER_MERGES) {
+        t.hash = (uint64_t)__builtin_bswap32(first) << 32 | __builtin_bswap32(second);
+    }
+    t.kind = h->words[4];
+    t.vocabulary = vocabulary ? vocabulary : t.vocabulary;
+    t.end = t.vocabulary - 1;
+    return t;
+}
+
 // Opens one shard and checks its header against the file size.
 static void shard_open(Shard *shard, const char *path) {
     unsigned char header[LLMC_HEADER_BYTES] = {0};
@@ -616,11 +934,7 @@ static void shard_open(Shard *shard, const char *path) {
     }
     LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
     int count = h.words[2], kind = h.words[4];
-    const uint32_t first_hash = (uint32_t)h.words[5], second_hash = (uint32_t)h.words[6];
-    const uint64_t hash =
-        (uint64_t)__builtin_bswap32(first_hash) << 32 | __builtin_bswap32(second_hash);
-    const Tokenizer t = {kind, h.words[3] == 0 ? (int)GPT2_VOCABULARY : h.words[3],
-                         kind == TOKENIZER_MERGES ? hash : 0};
+    const Tokenizer t = tokenizer_of_header(&h, h.words[3]);
     int64_t bytes = LLMC_HEADER_BYTES + 2 * (int64_t)count;
     if (count < 0 || size != bytes) {
         die("%s: expected %" PRId64 " bytes for the %d tokens in the header, found %" PRId64,
@@ -689,6 +1003,7 @@ typedef struct {
     const unsigned char *bytes;
     size_t size, longest_bytes;
     int examples, vocabulary;
+    Tokenizer tokenizer;
     int longest_row, longest_completion, longest_at;  // tokens; tokens; its example's index
 } EvalFile;
 
@@ -760,8 +1075,13 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
     }
     const EvalFile file = {.name = name, .bytes = bytes, .size = size,
                            .longest_bytes = (size_t)longest_bytes, .examples = examples,
-                           .vocabulary = vocabulary};
+                           .vocabulary = vocabulary,
+                           .tokenizer = tokenizer_of_header(&h, h.words[7])};
+    static const Tokenizer unknown = {0, 0, 0, 0};
     *f = file;
+    if (f->tokenizer.kind == TOKENIZER_GPT2 && vocabulary < GPT2_VOCABULARY) {
+        f->tokenizer = unknown;  // ids this low are not from llm.c's files
+    }
     size_t offset = LLMC_HEADER_BYTES;
     for (int i = 0; i < f->examples; i++) {
         EvalExample x;

@@ -37,6 +37,7 @@ typedef struct {
     Mapping maps[MODEL_FILES];
     int files;       // number of parts
     Model model;
+    Tokenizer tokenizer;  // that config.json names, or of the files beside it (weights_tokenizer)
     int transposed;  // 1: Hugging Face's layout: matrices (in, out), wte without padding
     Span *spans;     // [layer][FILE_TENSORS]
 } ModelFile;
@@ -138,9 +139,10 @@ static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, c
 }
 
 // Ends the run if a tensor is missing, or if the file has an lm_head.weight that differs from
-// wte.weight.
-static void spans_complete(const Span *spans, const Model *m, const char *name) {
+// wte.weight. One of these two may be missing, because they are the same tensor.
+static void spans_complete(Span *spans, const Model *m, const char *name) {
     char tensor_name[80];
+    spans[WTE] = spans[WTE].data ? spans[WTE] : spans[FILE_HEAD];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             file_tensor_name(tensor_name, "", tensor, l);
@@ -160,52 +162,53 @@ static void spans_complete(const Span *spans, const Model *m, const char *name) 
     }
 }
 
-// Parses the sizes in a Hugging Face config.json. Rejects settings under which the same weights
-// would compute a different function; ignores those used only for training or generation.
-static void config_parse(Model *m, const unsigned char *bytes, size_t size, const char *name) {
-    static const char *const sizes[] = {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"};
-    static const struct {
-        const char *key, *allowed;  // a|b|c
-    } facts[] = {{"model_type", "gpt2"},
-                 {"activation_function", "gelu_new|gelu_pytorch_tanh"},
-                 {"layer_norm_epsilon", "1e-05|1e-5|0.00001"},
-                 {"tie_word_embeddings", "true"},
-                 {"scale_attn_weights", "true"},
-                 {"scale_attn_by_inverse_layer_idx", "false"},
-                 {"add_cross_attention", "false"}};
+// Parses the sizes in a Hugging Face config.json, and the tokenizer that config_save() names.
+// Rejects settings under which the same weights would compute a different function; ignores those
+// used only for training or generation.
+static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, size_t size,
+                         const char *name) {
     enum { SIZES = 5 };
-    const int fact_count = (int)(sizeof facts / sizeof *facts);
-    Json j = {bytes, 0, size, NULL};
+    static const char *const sizes[SIZES][2] = {
+        {"n_layer", "num_hidden_layers"}, {"n_head", "num_attention_heads"},
+        {"n_embd", "hidden_size"}, {"n_positions", "max_position_embeddings"},
+        {"vocab_size", "vocab_size"}};
+    static const char *const facts[][2] = {
+        {"model_type", "gpt2"}, {"activation_function", "gelu_new|gelu_pytorch_tanh"},
+        {"layer_norm_epsilon", "1e-05"}, {"tie_word_embeddings", "true"},
+        {"scale_attn_weights", "true"}, {"scale_attn_by_inverse_layer_idx", "false"},
+        {"add_cross_attention", "false"}};
+    const Json all = {bytes, 0, size, NULL};
+    Json j = all;
     int64_t value[SIZES] = {0}, inner = 0;
-    char key[40], text[64];
+    char text[64];
     memset(m, 0, sizeof *m);
-    for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
-        int s = 0, f = 0;
-        for (; s < SIZES && strcmp(key, sizes[s]) != 0; s++) {
-        }
-        for (; f < fact_count && strcmp(key, facts[f].key) != 0; f++) {
-        }
-        if (s < SIZES) {
-            if (value[s]) {
-                json_fail(&j, "duplicate key");
-            }
-            value[s] = json_count(&j);
-        } else if (f < fact_count) {
-            json_peek(&j) == '"' ? json_string(&j, text, sizeof text) : json_scalar(&j, text);
-            if (!j.fault && !choice_find(facts[f].allowed, text, strlen(text))) {
-                die("%s: unsupported %s '%.40s'; expected %s", name, key, text,
-                    facts[f].allowed);
-            }
-        } else if (strcmp(key, "n_inner") == 0 && json_peek(&j) != 'n') {
-            inner = json_count(&j);
-        } else {
-            json_skip(&j);
-        }
-    }
+    memset(t, 0, sizeof *t);
+    json_skip(&j);
     json_end(&j, name);
+    json_require(all, name, facts, sizeof facts / sizeof *facts);
+    for (int i = 0; i < 2 * SIZES; i++) {
+        j = all;
+        const int64_t before = value[i / 2], count = json_find(&j, sizes[i / 2][i % 2]) ?
+                                                         json_count(&j) : before;
+        if (before && count != before) {
+            json_fail(&j, "different values under two names");
+        }
+        json_check(&j, name);
+        value[i / 2] = count;
+    }
+    j = all;
+    if (json_find(&j, "n_inner") && json_peek(&j) != 'n') {
+        inner = json_count(&j);
+        json_check(&j, name);
+    }
+    j = all;
+    if (json_find(&j, "train_gpt2_tokenizer")) {
+        json_string(&j, text, sizeof text);
+        t->hash = strtoull(text, NULL, 16);
+    }
     for (int s = 0; s < SIZES; s++) {
         if (value[s] < 1 || value[s] > 1 << 20) {
-            die("%s: %s is %s", name, sizes[s], value[s] ? "too large" : "missing or zero");
+            die("%s: %s is %s", name, sizes[s][0], value[s] ? "too large" : "missing or zero");
         }
     }
     if (inner && inner != 4 * value[2]) {
@@ -217,6 +220,12 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
     m->maxT = (int)value[3];
     model_set_vocabulary(m, (int)value[4]);
     model_require(m, name);
+    if (t->hash) {
+        const Tokenizer own = {TOKENIZER_MERGES, 0, -1, t->hash};
+        *t = t->hash == byte_tokenizer.hash   ? byte_tokenizer
+             : t->hash == gpt2_tokenizer.hash ? gpt2_tokenizer
+                                              : own;
+    }
 }
 
 // llm.c's model files have a header with the sizes, then each tensor of all layers, in the order of
@@ -259,34 +268,103 @@ static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const c
     path_print(path, "%.*s%s", slash ? (int)(slash + 1 - f->name) : 0, f->name, name);
 }
 
-// Opens the weights that -e names: a folder with config.json and model.safetensors or its parts,
-// model-N-of-M.safetensors; the path of such a model.safetensors; or an llm.c file. Ends the run on
-// any error.
-static void model_file_open(ModelFile *f, const char *path) {
-    char config[PATH_BYTES], pattern[PATH_BYTES];
-    struct stat status;
-    Mapping map;
-    glob_t parts;
-    const int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    memset(f, 0, sizeof *f);
-    path_print(pattern, is_folder ? "%s/model.safetensors" : "%s", path);
-    if (is_folder && access(pattern, F_OK) != 0) {
-        path_print(pattern, "%s/model-*-of-*.safetensors", path);
-    }
-    if (glob(pattern, GLOB_NOCHECK, NULL, &parts) != 0 || parts.gl_pathc > MODEL_FILES) {
-        die("--model (-e): %s: too many parts, at most %d are supported", pattern, MODEL_FILES);
-    }
-    for (; f->files < (int)parts.gl_pathc; f->files++) {
-        path_print(f->name, "%s", parts.gl_pathv[f->files]);
-        if (mapping_open(&f->maps[f->files], f->name) != 0) {
-            die("--model (-e): cannot open %s: %s", f->name, file_error());
+// Names of the files with the weights, in their folder.
+typedef char PartNames[MODEL_FILES][256];
+
+// Reads the names of the parts from model.safetensors.index.json. Returns their number.
+static int index_parse(PartNames names, const unsigned char *bytes, size_t size,
+                       const char *path) {
+    Json j = {bytes, 0, size, NULL};
+    char name[256];
+    int count = 0;
+    json_skip(&j);
+    json_end(&j, path);
+    j.offset = 0;
+    const int found = json_find(&j, "weight_map");
+    for (int n = 0, i; found && json_next(&j, &n, '{', NULL, 0);) {
+        json_string(&j, name, sizeof name);
+        for (i = 0; i < count && strcmp(names[i], name) != 0; i++) {
+        }
+        if (i == MODEL_FILES || !name[0] || strchr(name, '/')) {
+            json_fail(&j, "expected the names of at most 64 files beside it");
+        } else if (i == count) {
+            memcpy(names[count++], name, sizeof name);
         }
     }
-    globfree(&parts);
-    if (llmc_is(LLMC_MODEL, f->maps[0].bytes, f->maps[0].size)) {
+    json_check(&j, path);
+    return count;
+}
+
+// Lists parts model-N-of-M.safetensors that have no index, for the lowest M of which the first or
+// last exists. Ends the run if there are none, and names what the folder has instead.
+static int parts_list(PartNames names, const char *folder) {
+    static const char *const others[][2] = {
+        {"adapter_config.json", ", only a LoRA adapter; merge it into its base model "
+                                "(merge_and_unload() of PEFT) and save the result"},
+        {"pytorch_model.bin", ", only pytorch_model.bin; to convert it: from transformers import "
+                              "AutoModelForCausalLM as M; M.from_pretrained(FOLDER)"
+                              ".save_pretrained(FOLDER)"}};
+    char path[PATH_BYTES];
+    for (int count = 1; count <= MODEL_FILES; count++) {
+        int found = 0;
+        for (int i = 0; i < count; i++) {
+            snprintf(names[i], sizeof names[i], "model-%05d-of-%05d.safetensors", i + 1, count);
+            path_print(path, "%s/%s", folder, names[i]);
+            found |= (i == 0 || i == count - 1) && access(path, F_OK) == 0;
+        }
+        if (found) {
+            return count;
+        }
+    }
+    int i = 0;
+    for (; i < 2; i++) {
+        path_print(path, "%s/%s", folder, others[i][0]);
+        if (access(path, F_OK) == 0) {
+            break;
+        }
+    }
+    die("--model (-e): %s has no model.safetensors%s", folder, i < 2 ? others[i][1] : "");
+}
+
+// Opens the file or files with the weights that `path` names; see model_file_open.
+static void weights_map(ModelFile *f, const char *path) {
+    static PartNames names;
+    char whole[PATH_BYTES], index[PATH_BYTES];
+    struct stat status;
+    Mapping map;
+    const int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    int count = 1;
+    path_print(whole, "%s/model.safetensors", path);
+    path_print(index, "%s.index.json", whole);
+    snprintf(names[0], sizeof names[0], "model.safetensors");
+    const int has_index = is_folder && access(whole, F_OK) != 0 && mapping_open(&map, index) == 0;
+    if (has_index) {
+        count = index_parse(names, map.bytes, map.size, index);
+        mapping_close(&map);
+    } else if (is_folder && access(whole, F_OK) != 0) {
+        count = parts_list(names, path);
+    }
+    for (; f->files < count; f->files++) {
+        path_print(f->name, "%s%s%s", path, is_folder ? "/" : "", is_folder ? names[f->files] : "");
+        if (mapping_open(&f->maps[f->files], f->name) != 0) {
+            die("--model (-e): cannot open %s%s%s: %s", f->name, has_index ? ", listed in " : "",
+                has_index ? index : "", file_error());
+        }
+    }
+}
+
+// Opens the weights that -e names: a folder with config.json and model.safetensors or its parts;
+// the path of such a model.safetensors; or an llm.c file. Ends the run on any error.
+static void model_file_open(ModelFile *f, const char *path) {
+    char config[PATH_BYTES];
+    Mapping map;
+    memset(f, 0, sizeof *f);
+    weights_map(f, path);
+    if (llmc_kind(f->maps[0].bytes, f->maps[0].size) >= 0) {
         int type = llmc_model(&f->model, f->maps[0].bytes, f->maps[0].size, f->name);
         f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
         llmc_spans(f->spans, &f->model, f->maps[0].bytes, type);
+        f->tokenizer = f->model.V == GPT2_VOCABULARY ? gpt2_tokenizer : f->tokenizer;
         return;
     }
     model_file_beside(config, f, "config.json");
@@ -294,7 +372,7 @@ static void model_file_open(ModelFile *f, const char *path) {
         die("--model (-e): cannot open %s: %s; it must be next to the weights",
             config, file_error());
     }
-    config_parse(&f->model, map.bytes, map.size, config);
+    config_parse(&f->model, &f->tokenizer, map.bytes, map.size, config);
     mapping_close(&map);
     f->transposed = 1;
     f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));

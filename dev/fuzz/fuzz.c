@@ -105,8 +105,8 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     shard_open(&fuzz_shard, path);
     d.tokenizer = fuzz_shard.tokenizer;
     const int vocabulary = d.tokenizer.vocabulary;
-    FACT(tokenizers_equal(&d.tokenizer, &gpt2_tokenizer) ||
-         tokenizers_equal(&d.tokenizer, &byte_tokenizer) ||
+    FACT(memcmp(&d.tokenizer, &gpt2_tokenizer, sizeof d.tokenizer) == 0 ||
+         memcmp(&d.tokenizer, &byte_tokenizer, sizeof d.tokenizer) == 0 ||
          (d.tokenizer.kind == TOKENIZER_MERGES && vocabulary >= 257 && vocabulary <= 65535));
     FACT(fuzz_shard.count >= 0 && (size_t)fuzz_shard.count == (size - LLMC_HEADER_BYTES) / 2);
     d.windows = fuzz_shard.count > 0 ? (fuzz_shard.count - 1) / d.T : 0;
@@ -180,8 +180,18 @@ static void target_weights(const unsigned char *bytes, size_t size) {
 
 static void target_config(const unsigned char *bytes, size_t size) {
     Model m;
-    config_parse(&m, bytes, size, "config.json");
+    Tokenizer t;
+    config_parse(&m, &t, bytes, size, "config.json");
     require_allowed(&m);
+}
+
+static void target_index(const unsigned char *bytes, size_t size) {
+    static PartNames names;
+    const int count = index_parse(names, bytes, size, "index.json");
+    FACT(count >= 0 && count <= MODEL_FILES);
+    for (int i = 0; i < count; i++) {
+        FACT(names[i][0] && memchr(names[i], 0, sizeof names[i]) && !strchr(names[i], '/'));
+    }
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -329,11 +339,45 @@ static void target_state_text(const unsigned char *bytes, size_t size) {
 
 static Bpe fuzz_bpe;
 
+// A tokenizer.json, or a merges.txt and, after the first 0, a vocab.json. What is written is read
+// as the same tokenizer.
 static void target_bpe_merges(const unsigned char *bytes, size_t size) {
-    bpe_parse_merges(&fuzz_bpe, bytes, size, "merges.txt");
-    bpe_identify(&fuzz_bpe, (const char *)bytes, size, "merges.txt");
-    FACT(fuzz_bpe.tokenizer.kind == TOKENIZER_GPT2 || fuzz_bpe.tokenizer.kind == TOKENIZER_MERGES);
-    FACT(fuzz_bpe.tokenizer.vocabulary == fuzz_bpe.count && fuzz_bpe.count >= MIN_VOCABULARY);
+    static BpeReader r;
+    const unsigned char *end = (const unsigned char *)memchr(bytes, 0, size);
+    const size_t first = end ? (size_t)(end - bytes) : size;
+    Mapping merges = {bytes, first};
+    Json j = {bytes, 0, size, NULL}, ids = {bytes, first + 1, size, NULL};
+    bpe_encoder_close(&r.encoder);
+    reader_open(&r, &fuzz_bpe, "merges.txt");
+    const int is_json = json_peek(&j) == '{';
+    is_json ? tokenizer_json_read(&r, j) : merges_read(&r, merges);
+    if (end && !is_json) {
+        tokens_read(&r, ids);
+    } else if (!is_json) {
+        bpe_number_plainly(&fuzz_bpe);
+    }
+    fuzz_bpe.tokenizer.end = end_of_text(&fuzz_bpe, "merges.txt");
+    bpe_identify(&fuzz_bpe, "merges.txt");
+    for (int rank = 0; rank < fuzz_bpe.count; rank++) {
+        const int id = fuzz_bpe.ids[rank];
+        FACT(id == NO_ID ? rank < 256 : fuzz_bpe.ranks[id] == rank + 1);
+    }
+    const uint64_t hash = fuzz_bpe.tokenizer.hash;
+    char *text[2];
+    size_t length[2];
+    for (int i = 0; i < 2; i++) {
+        text[i] = tokenizer_file_text(&fuzz_bpe, i, 0, &length[i]);
+    }
+    Json written = {(const unsigned char *)text[1], 0, length[1], NULL};
+    Mapping again = {(const unsigned char *)text[0], length[0]};
+    bpe_encoder_close(&r.encoder);
+    reader_open(&r, &fuzz_bpe, "merges.txt");
+    merges_read(&r, again);
+    tokens_read(&r, written);
+    bpe_identify(&fuzz_bpe, "merges.txt");
+    FACT(fuzz_bpe.tokenizer.hash == hash);
+    free(text[0]);
+    free(text[1]);
 }
 
 // Returns GPT-2's vocabulary if the tests find it, otherwise a small one encoded the same way.
@@ -536,9 +580,14 @@ static void target_bpe_train(const unsigned char *bytes, size_t size) {
     }
     FACT(all == (int64_t)(size - (size > 0)));
     const int learned = bpe_learn(&bpe, &words, size ? bytes[0] % 25 : 0);
-    FACT(learned < 25 && bpe.count == 256 + learned && bpe_add(&bpe, marker, MARKER_BYTES));
-    char *text = bpe_merges_text(&bpe, &length);
-    bpe_parse_merges(&again, (const unsigned char *)text, length, "merges.txt");
+    FACT(learned < 25 && bpe.count == 256 + learned && bpe_number_plainly(&bpe));
+    char *text = tokenizer_file_text(&bpe, FILE_OF_MERGES, 0, &length);
+    const Mapping merges = {(const unsigned char *)text, length};
+    BpeReader r;
+    reader_open(&r, &again, "merges.txt");
+    merges_read(&r, merges);
+    bpe_number_plainly(&again);
+    bpe_encoder_close(&r.encoder);
     free(text);
     FACT(again.count == bpe.count);
     for (int id = 0; id < again.count; id++) {
@@ -564,6 +613,7 @@ static const struct {
     {"llmc", target_llmc},
     {"weights", target_weights},
     {"config", target_config},
+    {"index", target_index},
     {"safetensors", target_safetensors},
     {"manifest", target_manifest},
     {"state", target_state},

@@ -248,7 +248,7 @@ CONFIGS = [
     ('"vocab_size"', '"vocab"', "vocab_size is missing or zero"),
     ('"n_layer": 2', '"n_layer": 0', "n_layer is missing or zero"),
     ('"n_layer": 2', '"n_layer": -2', "expected an integer"),
-    ('"n_layer": 2', '"n_layer": 2, "n_layer": 2', "duplicate key"),
+    ('"n_layer": 2', '"n_layer": 2, "n_layer": 3', "h.2.ln_1.weight: missing"),
     ('"n_layer": 2', '"n_layer": 401', "401 layers"),
     ('"n_layer": 2', '"n_layer": 1048577', "n_layer is too large"),
     ('"n_layer": 2', '"n_layer": 4294967298', "n_layer is too large"),
@@ -334,23 +334,85 @@ def test_parts():
     model_refused("parts", "ln_f.bias: missing")
     put([{**parts[0], name: members[name]}, parts[1]])
     model_refused("parts", name + ": appears twice")
+    put(parts)
+    left = Path("parts/model-00001-of-00099.safetensors")
+    left.write_bytes(Path("parts/model-00001-of-00002.safetensors").read_bytes())
+    loads("parts", members)
+    index = {"weight_map": {name: "model-0000%d-of-00002.safetensors" % (1 + (name in parts[1]))
+                            for name in members}}
+    Path("parts", MODEL + ".index.json").write_text(json.dumps(index))
+    left.rename("parts/model-00001-of-00001.safetensors")
+    loads("parts", members)
     Path("parts/model-00002-of-00002.safetensors").unlink()
-    model_refused("parts", "")
+    model_refused("parts", "cannot open parts/model-00002-of-00002.safetensors, listed in parts/")
+    for name in "../x", "", *range(65):
+        index["weight_map"][str(name)] = str(name)
+        Path("parts", MODEL + ".index.json").write_text(json.dumps(index))
+        if name not in range(62):
+            model_refused("parts", "index.json: invalid JSON: expected the names of at most 64")
+            del index["weight_map"][str(name)]
+
+
+def test_other_names():
+    """Only lm_head.weight, as save_model() of safetensors writes a tied model; transformers' other
+    names of the sizes, and another spelling of 1e-5."""
+    shape = 2, 2, 20, 7, 257
+    members = hugging_face(shape)
+    config = config_text(shape).replace("1e-05", "1.0e-5")
+    for name, other in ("n_embd", "hidden_size"), ("n_layer", "num_hidden_layers"), (
+            "n_head", "num_attention_heads"), ("n_positions", "max_position_embeddings"):
+        config = config.replace(name, other)
+    head = {"lm_head.weight" if name == "wte.weight" else name: t for name, t in members.items()}
+    write_model("model", safetensors({}, head), config)
+    loads("model", members)
+    config = config.replace("{", '{"n_layer": 2,', 1).replace("1.0e-5", "9.999999747378752e-06")
+    write_model("model", safetensors({}, members), config)
+    loads("model", members)
+    write_model("model", safetensors({}, members), config.replace('"n_layer": 2', '"n_layer": 3'))
+    model_refused("model", "config.json: invalid JSON: different values under two names")
+
+
+def test_other_files():
+    """Folders and files of another kind are refused with what they are."""
+    for name, expected in (("pytorch_model.bin", "only pytorch_model.bin; to convert it: from"),
+                           ("adapter_config.json", "only a LoRA adapter; merge it into its base")):
+        write_model("folder", b"", "")
+        Path("folder", MODEL).unlink()
+        Path("folder", name).touch()
+        model_refused("folder", "--model (-e): folder has no model.safetensors, " + expected)
+    for magic, what in ((20240327, "llm.c's debug state"), (20240328, "llm.c's tokenizer"),
+                        (20240803, "llm.c's Llama 3 model"), (20240520, "a token file")):
+        Path("x.bin").write_bytes(with_ints(bytes(HEADER), 0, magic))
+        model_refused("x.bin", "x.bin: not an llm.c model: the first word is %d; expected "
+                      "20240326; it is %s" % (magic, what))
+    for magic, what in (20240801, "a token file of Llama 3"), (20240326, "an llm.c model"):
+        Path("x.bin").write_bytes(with_ints(bytes(HEADER), 0, magic))
+        refused("-i x.bin", "x.bin: not a token file: the first word is %d; expected 20240520; it "
+                "is %s" % (magic, what))
+    write_model("gpt2", good(), config_text(SHAPE))
+    assert "note: -e gpt2 is a new model; for the folder of this name, use -e ./gpt2\n" in run(
+        "--plan -e gpt2").err
 
 
 def test_padded_vocabulary():
-    """A model whose vocabulary is padded to 50304 rows, like nanoGPT's, accepts GPT-2 tokens. The
-    rows without a token are part of the softmax and are kept. Other paddings are refused."""
+    """A model whose vocabulary is extended or padded to 50304 rows, like nanoGPT's, accepts GPT-2
+    tokens. The rows without a token are part of the softmax and are kept, but are never sampled.
+    Other paddings are refused, unless the folder names its tokenizer."""
     Path("train.bin").write_bytes(shard([7] * 400, GPT2))
     options = "-i train.bin -e model -b 2 "
-    for rows in 50305, 50304:
+    for rows in 50305, 50258, 50304:
         shape = 1, 1, 4, 8, rows
         members = {name: [dtype, sizes, bytes(len(values))]
                    for name, (dtype, sizes, values) in hugging_face(shape).items()}
         write_model("model", safetensors({}, members), config_text(shape))
         if rows == 50305:
             refused(options, "has a vocabulary of 50305 tokens, but the data")
-    succeeds(options + "-x 1 -s 1 -g 40 --temperature 100 -o out", "loss 10.8258 ")  # ln 50304
+        elif rows == 50258:
+            succeeds(options + "-x 1", "loss 10.8249 ")  # ln 50258
+    out = succeeds(options + "-x 1 -s 1 -g 4000 --temperature 100 -o out",
+                   "loss 10.8258 ")  # ln 50304
+    sampled = out.split("after step 1 ---\n")[1].split("\n")[0].split()
+    assert len(sampled) == 4000 and max(map(int, sampled)) < 50257
     config = json.loads((step(1) / CONFIG).read_text())
     assert config["vocab_size"] == 50304 and config["eos_token_id"] == 50256
     succeeds(options + "-o out -y 1 -x 2 --quiet")
