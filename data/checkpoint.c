@@ -878,8 +878,11 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
         const OptionRow *row = &option_rows[i];
         const char *now = option_text(text, run->options, row);
         option_was(was, f, row);
-        if (row->on_resume == NEW || !run->options->given[i] ||
-            strncmp(now, was, sizeof was - 1) == 0) {
+        // What this command did not give was taken from the checkpoint, unless the device lacks it.
+        // Older checkpoints do not record what the program chose.
+        const int given = run->options->given[i], chosen = strcmp(row->subject, "Memory") == 0;
+        if (row->on_resume == NEW || strncmp(now, was, sizeof was - 1) == 0 ||
+            (!given && (!was[0] || strcmp(was, "0") == 0 || row->letter == 'e'))) {
             continue;
         }
         if (row->on_resume == SAME) {
@@ -887,7 +890,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
                 folder, row->name, was, row->name, now);
         }
         if (saying) {
-            printf("  --%s is '%s', was '%s'\n", row->name, now, was);
+            printf("  --%s is '%s'%s, was '%s'\n", row->name, now,
+                   given || !chosen ? "" : " (this device's default)", was);
         }
     }
 }

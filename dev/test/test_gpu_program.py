@@ -207,6 +207,31 @@ def resume(folder, more, start=lambda arguments: arguments):
     assert log_steps(folder)[-3:] == [4, 5, 6]
 
 
+@emulated
+def test_resume_types():
+    """A resumed run keeps the types, logit rows and workspace that were chosen where it began; what
+    a device or program cannot do is named."""
+    options = "-i train.bin -e l1h1c16t16 -b 2 -v 0 --tune 0 "
+    t4, lacks = {"EMU_CC": "75"}, lambda out: re.findall(r"^  --(\S+) is '(\w+)' \(this device's "
+                                                        r"default\), was '(\w+)'$", out, re.M)
+    succeeds(options + "-x 8 -n 4 -o whole --workspace 1MiB --logit-rows 16", env=t4)
+    shutil.copytree("whole", "out")
+    shutil.rmtree(step(8))
+    assert not lacks(succeeds("-o out -y --tune 0"))  # on a card whose default is bf16
+    assert training_state(8) == training_state(8, "whole")
+    succeeds(options + "-x 4 -w none --moments bf16 -o bf16")
+    shutil.copytree("bf16", "cpu")
+    out = succeeds("-o bf16 -y -x 6 --tune 0", env=t4)
+    assert lacks(out) == [("dtype", "fp16", "bf16"), ("grad-dtype", "fp32", "bf16"),
+                          ("moments", "fp32", "bf16"), ("master", "split", "none")]
+    out = succeeds(on_cpu("-o cpu -y -x 6"))
+    assert lacks(out)[-3:] == [("dtype", "fp32", "bf16"), ("grad-dtype", "fp32", "bf16"),
+                               ("moments", "fp32", "bf16")]
+    command = re.search(r"\ncommand  (.*)\n", out)[1]
+    assert log_steps("cpu") == [1, 2, 3, 4, 5, 6] and "--dtype fp32" in command
+    refused("-o bf16 -y -x 8 --dtype bf16", "--dtype bf16 is not supported on", env=t4)
+
+
 @pytest.mark.parametrize("types", [" --dtype bf16", " --dtype fp32", " --moments bf16 -w none"])
 def test_resume(types):
     """A run resumed at another recompute level is bit-identical to an uninterrupted one."""
