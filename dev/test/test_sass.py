@@ -79,7 +79,7 @@ attention_backward_dq       fp16,64            75         128  32768  150      2
 attention_backward_dq       fp16,128           75         128  65536  188      1 33/16L
 attention_backward_dkv      bf16,64,true,false -          128  50176  252      2 16.8/32L   s2
 attention_backward_dkv      bf16,64,false      -          128  50176  255      2 17/32L
-attention_backward_dkv      bf16,64,true,true  90a      256  83456  194      1 12.5/32L   h16 o32 s2
+attention_backward_dkv      bf16,64,true,true  90a      128  50176  168      3 12.5/32L   h16 o32 s2
 attention_backward_dkv      bf16,128           -          128  66560  247      1 31.5/16L
 attention_backward_dkv      fp16,64            75         128  25600  128      2 35.5/8L
 attention_backward_dkv      fp16,128           75         128  50176  232      1 51.2/8L
