@@ -679,7 +679,9 @@ def test_gathers(options):
 def test_traffic(ranks, stage, optimizer):
     """A step sends exactly the shards of every bucket, once in the reduce-scatter and once in the
     all-gather; with k micro-steps, blocks' gradients are reduced in each from stage 2 on. Muon
-    gathers blocks if they are sharded, and broadcasts them. The plan prints the same number."""
+    gathers blocks if they are sharded. Of each block's two large and four square matrices, the
+    busiest of three ranks has one of each, and every rank's share is gathered with that size. The
+    plan prints the same number."""
     C, L, k = 96, 3, 3 if ranks == 2 and stage > 0 else 1
     padded = lambda count, to: -(-count // to) * to
     to = 64 * ranks
@@ -692,7 +694,7 @@ def test_traffic(ranks, stage, optimizer):
     # which forward keeps for backward, and the first two, which backward keeps for the next one.
     transfers = 2 * k * L - 4 * k + 2 if stage == 3 else L
     gathered = 2 * (stay + blocks // L * transfers) + 4 * vectors
-    gathered += 2 * blocks * (1 + (stage > 0)) * (optimizer == "muon")
+    gathered += 2 * (L * 3 * (4 + 1) * C * C + blocks * (stage > 0)) * (optimizer == "muon")
     want = (reduced + gathered) // ranks * (ranks - 1)
     line = ODD + "-d %d --gpus %d -z %d -k constant --quiet --optimizer %s " % (
         24 * ranks * k, ranks, stage, optimizer)
