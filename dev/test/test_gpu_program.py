@@ -308,7 +308,7 @@ def test_batch_resume():
 # has one digit per algorithm, and the first algorithm is the reference. EMU_LT_WRONG=n makes the
 # n-th one wrong, which shows whether a run uses it.
 CHOOSING = SMALL + "-x 4 -n 2 -y 1 -o out "
-TIMING = "benchmarking matmul algorithms and attention kernels (once per GPU model)\n"
+TIMING = "benchmarking matmul algorithms (once per GPU model)\n"
 
 
 def journal():
@@ -329,9 +329,8 @@ def test_choices(times, fastest):
     out = tuned(CHOOSING, EMU_LT_TIMES=times)
     assert out.count(TIMING) == 1
     end, kept = losses(), journal().read_text()
-    tried = [line.split("=") for line in kept.splitlines()]
-    assert all(word == "started" for _, word in tried[::2])
-    assert [name for name, _ in tried[::2]] == [name for name, _ in tried[1::2]]
+    tried = [line.split("=")[0] for line in kept.splitlines()]
+    assert len(tried) == len(set(tried)) > 10
     # The choices in the journal are used, not those that this start would make.
     for wrong in 2, 3:
         shutil.rmtree("out")
@@ -392,13 +391,10 @@ def test_choices_workspace():
     tuned(CHOOSING + "--workspace 1234567", " differ from those in out/step-00000002; losses")
 
 
-# The candidate attention kernels use wgmma and support heads of 64 channels in bf16. EMU_KERNELS
-# injects a mistake into them.
 ATTENTION = "-i train.bin -e l1h1c64t64 -b 2 -x 2 "
-FASTER = {"EMU_KERNEL_TIMES": "53"}
 
 
-def chosen(folder="out"):
+def chosen(folder):
     """The wgmma attention kernels recorded in a checkpoint."""
     text = tensors(checkpoint(2, folder)[STATE])[0]["matmul"]
     return [word for word in text.split(" ") if word in ("forward", "dq", "dkv")]
@@ -406,62 +402,36 @@ def chosen(folder="out"):
 
 @emulated
 def test_kernels():
-    """A candidate that is correct and faster is used; one that is wrong or slower is not."""
-    plain = tuned(ATTENTION + "-o plain --tune 0") and losses("plain")
-    tuned(ATTENTION + "-o out", **FASTER)
-    assert chosen() == ["forward", "dq", "dkv"] and losses() == pytest.approx(plain, rel=1e-3)
-    for name, env in {"slow": {"EMU_KERNEL_TIMES": "35"}, "same": {"EMU_KERNEL_TIMES": "55"},
-                      "wrong": {**FASTER, "EMU_KERNELS": "wrong"}}.items():
-        shutil.rmtree("cache")
-        tuned(ATTENTION + "-o " + name, **env)
-        assert chosen(name) == [], name
-        assert bool(re.search(r"\| forward .*=wrong: ", journal().read_text())) == (name == "wrong")
-    shutil.rmtree("cache")
-    for options in ATTENTION + "--dtype fp32 ", "-i train.bin -e l1h2c64t64 -b 2 -x 2 ":
-        tuned(options + "-o other", **FASTER)
-        assert chosen("other") == []
-        shutil.rmtree("other")
+    """Attention uses wgmma on Hopper, in bf16 with heads of 64 channels, unless --tune 0 is given
+    or the resumed checkpoint did not."""
+    for name, options, env in (
+            ("fast", ATTENTION, {}), ("plain", ATTENTION + "--tune 0", {}),
+            ("ampere", ATTENTION, {"EMU_CC": "80"}), ("fp32", ATTENTION + "--dtype fp32", {}),
+            ("small", ATTENTION.replace("h1", "h2"), {})):
+        succeeds(options + " -o " + name, env=env)
+        assert chosen(name) == (["forward", "dq", "dkv"] if name == "fast" else []), name
+    assert losses("plain") == losses("ampere") == pytest.approx(losses("fast"), rel=1e-3)
+    for name in "fast", "plain":
+        succeeds(ATTENTION + "-x 4 -y --tune %d -o %s" % (name == "plain", name))
+        assert chosen(name) == (["forward", "dq", "dkv"] if name == "fast" else []), name
 
 
 @emulated
-@pytest.mark.parametrize("injected", ["crash", "hang"])
-def test_kernels_end(injected):
-    """If a candidate crashes or hangs the process, the next start does not use it and says so."""
-    env = {**FASTER, "EMU_KERNELS": injected}
-    tuned(ATTENTION + "-o plain --tune 0")
-    for kernel in "forward", "dq", "dkv":
-        process = start(ATTENTION + "-o out", env=env)
-        if injected == "hang":
-            wait_until(lambda: journal().exists() and re.search(
-                r"\| %s [^\n]*=started\n$" % kernel, journal().read_text()))
-            process.kill()
-        process.communicate(timeout=60)
-        assert process.returncode and re.search(r"\| %s [^\n]*=started\n$" % kernel,
-                                                journal().read_text())
-    o = run(ATTENTION + "-o out", env=env)
-    assert o.status == 0 and losses() == losses("plain") and chosen() == []
-    assert o.err.count(" crashed an earlier start and is disabled; to retry, delete ") == 3
-    assert str(journal()) in o.err
-
-
-@emulated
-def test_kernels_stopped():
-    """A signal ends the start cleanly: no candidate is recorded as having crashed."""
+def test_stopped():
+    """A signal ends the start cleanly: what was measured is kept, nothing else is recorded."""
     with open("stdout", "w") as out:
-        process = start(ATTENTION + "-o out", stdout=out, env={"EMU_LT_TIMES": "951", **FASTER})
-    wait_until(lambda: journal().exists() and "started" in journal().read_text())
+        process = start(CHOOSING, stdout=out, env={"EMU_LT_TIMES": "951"})
+    wait_until(lambda: TIMING in Path("stdout").read_text())
     process.send_signal(signal.SIGTERM)
     process.wait(60)
-    text = journal().read_text()
-    last = dict(line.rsplit("=", 1) for line in text.splitlines())
-    assert "started" not in last.values()
+    assert all(re.search(r"=[\d.]+$", line) for line in journal().read_text().splitlines())
 
 
 @emulated
 def test_no_cache():
     """Without a folder for the journal, a run uses the default kernels and still succeeds."""
     for folder in "/proc/none", "/dev/null":
-        o = run(ATTENTION, env={**FASTER, "XDG_CACHE_HOME": folder})
+        o = run(ATTENTION, env={"EMU_LT_TIMES": "951", "XDG_CACHE_HOME": folder})
         assert o.status == 0 and TIMING not in o.out
 
 
