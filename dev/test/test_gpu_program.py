@@ -412,7 +412,7 @@ def test_kernels():
         assert chosen(name) == (["forward", "dq", "dkv"] if name == "fast" else []), name
     assert losses("plain") == losses("ampere") == pytest.approx(losses("fast"), rel=1e-3)
     for name in "fast", "plain":
-        succeeds(ATTENTION + "-x 4 -y --tune %d -o %s" % (name == "plain", name))
+        succeeds("-i train.bin -x 4 -n 2 -y --tune %d -o %s" % (name == "plain", name))
         assert chosen(name) == (["forward", "dq", "dkv"] if name == "fast" else []), name
 
 
