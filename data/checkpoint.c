@@ -432,18 +432,57 @@ static void save_agree(Saving *save) {
     engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
-        die("rank %d failed to save; see its error message", fault - 1);
+        die("rank %d failed; see its error message", fault - 1);
     }
     die("%s", save->problem);
 }
 
-// Performs the last phase of saving, on rank 0 only: writes the manifest and renames the folder to
-// its final name.
+// Ends the run unless every rank can create a file in a folder that rank 0 creates in `output`, an
+// unfinished checkpoint of step `word`. Otherwise, the first save would fail. All ranks call it.
+static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
+    static Snapshot snapshot;
+    static Saving save;
+    char path[PATH_BYTES], name[FILE_NAME];
+    int fd = -1;
+    snapshot.engine = e;
+    save.snapshot = &snapshot;
+    path_print(save.folder, "%s/step-%08" PRId64 ".tmp", output, word);
+    if (this_rank.rank == 0 && mkdir(save.folder, 0755) != 0) {
+        save_problem(&save, "cannot create %s: %s", save.folder, strerror(errno));
+    }
+    save_agree(&save);
+    file_name(name, FILE_STATE + this_rank.rank, this_rank.ranks);
+    path_print(path, "%s/%s", save.folder, name);
+    const double end = now_ms() + fmin(10e3, rank_timeout_ms);  // network file systems are late
+    while ((fd = open(path, O_WRONLY | O_CREAT, 0644)) < 0 && now_ms() < end) {
+        usleep(50000);
+    }
+    if (fd < 0) {
+        save_problem(&save, "--output (-o): cannot create %s: %s; all machines must share the "
+                     "folder %s, in which rank 0 writes", path, strerror(errno), output);
+    } else {
+        close(fd);
+    }
+    save_agree(&save);
+    if (this_rank.rank == 0) {
+        checkpoint_remove(save.folder);
+    }
+}
+
+static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]);
+
+// Performs the last phase of saving, on rank 0 only: writes the manifest, checks what other ranks
+// have written and renames the folder to its final name.
 static void save_finish(Saving *save, const char *output, const char *path) {
     char aside[PATH_BYTES];
     path_print(aside, "%s.damaged", path);
     save_file(save, FILE_MANIFEST);
     if (save->problem[0]) {
+        return;
+    }
+    char problem[PATH_BYTES];
+    if (save->manifest.ranks > 1 && !checkpoint_is_whole(save->folder, problem)) {
+        save_problem(save, "cannot save %s: %s", save->folder, problem);
         return;
     }
     fsync_folder(save->folder);

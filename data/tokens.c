@@ -888,7 +888,7 @@ enum { SHARD_SHA256 = 8, SHARD_EDGE = 1 << 20 };  // header word where the hash 
 
 typedef struct {
     char path[PATH_BYTES];
-    int fd;
+    int fd;                     // -1: opened for each read
     Tokenizer tokenizer;        // from the header
     int64_t count;              // tokens
     int64_t first_window;       // number of windows in all preceding shards
@@ -897,10 +897,23 @@ typedef struct {
 
 static int64_t shard_file_bytes(const Shard *shard) { return LLMC_HEADER_BYTES + 2 * shard->count; }
 
+// Reads bytes at an offset of a shard. Returns NULL on success, otherwise an error message.
+static const char *shard_bytes(const Shard *shard, void *out, int64_t bytes, int64_t offset) {
+    int64_t size = shard_file_bytes(shard);
+    const int fd = shard->fd < 0 ? file_open(shard->path, &size) : shard->fd;
+    const char *fault = fd < 0                            ? file_error()
+                        : size != shard_file_bytes(shard) ? "its size has changed"
+                                                          : file_read(fd, out, bytes, offset);
+    if (fd >= 0 && fd != shard->fd) {
+        close(fd);
+    }
+    return fault;
+}
+
 // Reads `count` tokens of a shard into `out`, from index `first` on. Returns NULL on success,
 // otherwise an error message.
 static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, int64_t count) {
-    return file_read(shard->fd, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
+    return shard_bytes(shard, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
 }
 
 // Returns the tokenizer that the header of a token or evaluation file names, with this vocabulary.
@@ -964,11 +977,11 @@ static const char *shard_hash_edges(Shard *shard) {
     unsigned char *edge = (unsigned char *)alloc_zero(SHARD_EDGE, 1);
     Sha256 sha;
     sha256_start(&sha);
-    const char *fault = file_read(shard->fd, edge, first, 0);
+    const char *fault = shard_bytes(shard, edge, first, 0);
     memset(edge + 4 * SHARD_SHA256, 0, sizeof sha.h);
     sha256_add(&sha, edge, (size_t)first);
     if (!fault) {
-        fault = file_read(shard->fd, edge, size - last, last);
+        fault = shard_bytes(shard, edge, size - last, last);
         sha256_add(&sha, edge, (size_t)(size - last));
     }
     sha256_end(&sha, shard->edges);

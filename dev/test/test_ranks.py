@@ -513,6 +513,43 @@ def test_full(name, rank):
     succeeds(line + "-x 4 -y 1")
 
 
+def two_machines(line):
+    """Starts two ranks with folders of their own, A and B."""
+    return [start(line, before=lambda r=r: os.chdir("AB"[r]), env=torchrun(
+        r, 2, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", EMU_MACHINE=str(r + 1), MASTER_ADDR="localhost",
+        MASTER_PORT=str(PORT + 7))) for r in range(2)]
+
+
+def test_unshared_output():
+    """Machines that do not share -o find out before the first step."""
+    for folder in "A", "B":
+        os.makedirs(folder + "/out/step-00000002.tmp")
+    line = "-i ../train.bin -e l2h2c16t16 -b 2 --tune 0 --timeout 1 -x 4 -o out "
+    zero, one = outcomes(two_machines(line))
+    assert zero.status == one.status == 1 and "\nstep    1/" not in zero.out
+    assert re.fullmatch(
+        r"train_gpt2cu_cpu: rank 1: --output \(-o\): cannot create out/step-\d+.tmp/"
+        r"state-1-of-2.safetensors: No such file or directory; all machines must share the folder "
+        r"out, in which rank 0 writes\n", one.err), one
+    assert names("A/out") == ["lock"]
+
+
+def test_lost_output():
+    """If a rank's file is not in the folder of rank 0, the checkpoint is not called saved."""
+    os.makedirs("A/out")
+    os.makedirs("B/lost/step-00000300.tmp")
+    os.symlink("../A/out", "B/out")
+    processes = two_machines("-i ../train.bin -e l1h1c16t16 -b 1 --tune 0 -x 300 -n 300 -o out")
+    wait_until(lambda: Path("A/out/log.jsonl").exists() and log_steps("A/out"))
+    os.rename("B/out", "B/was")
+    os.rename("B/lost", "B/out")
+    zero, one = outcomes(processes)
+    assert zero.status == one.status == 1 and "saved" not in zero.out
+    assert zero.err == ("train_gpt2cu_cpu: cannot save out/step-00000300.tmp: "
+                        "state-1-of-2.safetensors cannot be read\n")
+    assert names("A/out") == ["lock", "log.jsonl"]
+
+
 def test_slow_save():
     """Saving may take ten times --timeout, whichever rank is slow: here rank 0 of three."""
     if not shutil.which("strace"):

@@ -169,6 +169,19 @@ def test_data_cut(file):
 
 
 
+def test_many_shards():
+    """There may be more shards than a process may open files: the rest are opened for each read."""
+    tokens = Path("train.bin").read_bytes()
+    for i in range(60):
+        Path("many_train_%02d.bin" % i).write_bytes(tokens)
+    options = "-i many_train_*.bin -j val.bin -e l1h1c16t16 -b 8 -x 60 -n 30 -v 30 -m 1 -o "
+    succeeds(options + "whole")
+    low = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    succeeds(options + "out", before=low)
+    assert training_state(60) == training_state(60, "whole")
+    Path("many_train_59.bin").write_bytes(tokens[:-2])
+    refused("-o out -y -x 90", "expected", before=low)
+
 
 @pytest.mark.parametrize("chosen", [False, True])
 def test_waiting(chosen, monkeypatch):
