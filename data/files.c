@@ -421,7 +421,10 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
     if (found != kind) {
         die("%s: not %s: the first word is %d; expected %d%s%s", name, what, h.words[0],
             llmc_files[kind].magic, found < 0 ? "" : "; it is ",
-            found < 0 ? "" : llmc_files[found].name);
+            found >= 0            ? llmc_files[found].name
+            : kind == LLMC_TOKENS ? "; data/tokenize --tokens converts uint16 tokens without a "
+                                    "header, as nanoGPT writes them"
+                                  : "");
     }
     if (h.words[1] != versions[0] && h.words[1] != versions[1]) {
         die("%s: %s of version %d; supported: version %d%s", name, what, h.words[1],

@@ -25,11 +25,13 @@ enum {
 };
 
 static const char *const usage_text =
-    "usage: data/tokenize --bpe|--bytes|--train-bpe N [options] -o PREFIX FILE...|-\n\n"
+    "usage: data/tokenize --bpe|--bytes|--tokens|--train-bpe N [options] -o PREFIX FILE...|-\n\n"
     "Tokenizes the FILEs (-: standard input) into shards PREFIX_train.bin and\n"
     "PREFIX_val.bin.\n\n"
     "  --bpe               use GPT-2's tokenizer, or the one given by --tokenizer\n"
     "  --bytes             use one token per byte\n"
+    "  --tokens            FILEs are uint16 tokens without a header, as nanoGPT writes them, of\n"
+    "                      GPT-2's tokenizer or the one given by --tokenizer\n"
     "  --train-bpe N       learn a vocabulary of N tokens (257 to 65535) from the training text:\n"
     "                      256 bytes, N - 257 merges and end-of-text; writes PREFIX_merges.txt\n"
     "  -o PREFIX           path prefix of the output files, such as data/mine\n"
@@ -47,7 +49,7 @@ static const char *const usage_text =
 typedef struct {
     char **files;
     const char *prefix, *tokenizer, *val_file;
-    int file_count, bpe, bytes, documents;
+    int file_count, bpe, bytes, tokens, documents;
     int train_bpe;               // size of the vocabulary to learn; 0: none
     double val_fraction;         // negative: not given
     int64_t shard_tokens;        // 0: one shard
@@ -70,6 +72,7 @@ static Arguments parse_arguments(int argc, char **argv) {
     a.val_fraction = -1;
     const struct option options[] = {{"bpe", no_argument, &a.bpe, 1},
                                      {"bytes", no_argument, &a.bytes, 1},
+                                     {"tokens", no_argument, &a.tokens, 1},
                                      {"documents", no_argument, &a.documents, 1},
                                      {"train-bpe", required_argument, NULL, 'b'},
                                      {"shard-tokens", required_argument, NULL, 's'},
@@ -96,21 +99,23 @@ static Arguments parse_arguments(int argc, char **argv) {
     }
     a.files = argv + optind;
     a.file_count = argc - optind;
-    const int modes = a.bpe + a.bytes + (a.train_bpe > 0);
+    const int modes = a.bpe + a.bytes + a.tokens + (a.train_bpe > 0);
+    const int unused = a.tokenizer && !a.bpe && !a.tokens;  // --tokenizer
     if (!a.file_count || !a.prefix || modes == 0) {
         die("missing %s; see --help",
-            modes == 0 ? "--bpe, --bytes or --train-bpe"
+            modes == 0 ? "--bpe, --bytes, --tokens or --train-bpe"
                       : !a.prefix ? "-o PREFIX" : "input: FILE or -");
     }
     const char *slash = strrchr(a.prefix, '/'), *name = slash ? slash + 1 : a.prefix;
     if (name[0] == 0 || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) {
         die("-o '%s': PREFIX must end in a file name, such as data/mine", a.prefix);
     }
-    if (modes > 1 || (a.tokenizer && !a.bpe) || (a.val_fraction >= 0 && a.val_file)) {
+    if (modes > 1 || unused || (a.tokens && a.documents) || (a.val_fraction >= 0 && a.val_file)) {
         die("%s are mutually exclusive",
-            modes > 1                ? "--bpe, --bytes and --train-bpe"
-            : a.tokenizer && !a.bpe ? "--tokenizer and --bytes/--train-bpe"
-                                    : "--val-fraction and --val-file");
+            modes > 1                   ? "--bpe, --bytes, --tokens and --train-bpe"
+            : unused                    ? "--tokenizer and --bytes/--train-bpe"
+            : a.tokens && a.documents ? "--tokens and --documents"
+                                        : "--val-fraction and --val-file");
     }
     return a;
 }
@@ -125,36 +130,98 @@ static void on_signal(int number) { stop_signal = number; }
 // training and validation.
 
 typedef struct {
+    const char *name;            // of the file
     const char *bytes;
     size_t size;
 } Part;
+static Part *files;              // all that are mapped
+static int file_count;
 typedef struct {
     Part *parts;
     int count;
     int64_t size;                // bytes of all parts
 } Corpus;
 
-// Maps a file; standard input is first copied to an unlinked file next to the output.
-static Part file_map(const char *name, const char *prefix) {
+// Ends the run in one line, and with it its unfinished files, if a file is truncated while it is
+// read: accessing its mapping then raises SIGBUS, in one thread or several.
+static void on_bus_error(int number, siginfo_t *info, void *context) {
+    static int once;
+    const char *name = "an input file", *address = (const char *)info->si_addr;
+    (void)number;
+    (void)context;
+    while (__atomic_exchange_n(&once, 1, __ATOMIC_RELAXED)) {
+        pause();
+    }
+    for (int i = 0; i < file_count; i++) {
+        const int within = address >= files[i].bytes && address < files[i].bytes + files[i].size;
+        name = within ? files[i].name : name;
+    }
+    die("%s was truncated or cannot be read while in use", name);
+}
+
+// Ends the run if a file is not text, judging by its first bytes, or not uint16 tokens.
+static void file_refuse(const Part *file, int tokens) {
+    static const struct {
+        const char *mark, *format;
+    } formats[] = {{"\x1F\x8B", "gzip"}, {"PAR1", "Parquet"}, {"\xFF\xFE", "UTF-16"},
+                   {"\xFE\xFF", "UTF-16"}, {"\x28\xB5\x2F\xFD", "zstd"}, {"BZh", "bzip2"},
+                   {"\xFD\x37zXZ", "xz"}, {"PK\x03\x04", "zip"}, {"%PDF-", "PDF"},
+                   {"ARROW1", "Arrow"}, {"\x04\x22\x4D\x18", "lz4"}};
+    const char *name = file->name;
+    if (tokens && (llmc_kind((const unsigned char *)file->bytes, file->size) >= 0 ||
+                   file->size % 2)) {
+        die("--tokens: %s has %s", name, file->size % 2
+                ? "an odd number of bytes; expected uint16 tokens"
+                : "a header; use it as it is, with train_gpt2 -i");
+    }
+    for (size_t i = 0; !tokens && i < sizeof formats / sizeof formats[0]; i++) {
+        const size_t n = strlen(formats[i].mark);
+        if (file->size >= n && memcmp(file->bytes, formats[i].mark, n) == 0) {
+            const int wide = formats[i].format[0] == 'U';
+            die("%s is %s, not plain text; convert it first%s%s", name, formats[i].format,
+                wide ? ", with iconv -f UTF-16 -t UTF-8 " : "", wide ? name : "");
+        }
+    }
+    Json j = {(const unsigned char *)file->bytes, 0, (size_t)min_i64((int64_t)file->size, 1 << 24),
+              NULL};
+    const int list = file->size > 0 && file->bytes[0] == '[';
+    j.offset += (size_t)list;
+    if (tokens || file->size == 0 || (!list && file->bytes[0] != '{') || json_peek(&j) != '{') {
+        return;
+    }
+    json_skip(&j);  // the first object
+    if (!j.fault && (list || json_peek(&j) < 0 || json_peek(&j) == '{')) {
+        die("%s is JSON, not plain text; extract the text first, such as: jq -r .text %s | "
+            "data/tokenize ... -", name, name);
+    }
+}
+
+// Maps a file; standard input, also as a shell's <(command), is first copied to an unlinked file
+// next to the output.
+static Part file_map(const char *name, const Arguments *a) {
     Mapping map;
     char path[PATH_BYTES], buffer[1 << 16];
-    const int is_stdin = strcmp(name, "-") == 0;
+    struct stat status;
+    const int is_pipe = (strncmp(name, "/dev/fd/", 8) == 0 || strncmp(name, "/proc/", 6) == 0) &&
+                        stat(name, &status) == 0 && S_ISFIFO(status.st_mode);
+    const int is_stdin = strcmp(name, "-") == 0 || is_pipe;
+    const int from = is_pipe ? open(name, O_RDONLY) : STDIN_FILENO;
     int fd = -1;
     path_print(path, "%s", name);
     if (is_stdin) {
-        path_print(path, "%s_input.part", prefix);
+        path_print(path, "%s_input.part", a->prefix);
         fd = open(path, O_RDWR | O_CREAT | O_TRUNC, 0600);
         if (fd < 0 || unlink(path) != 0) {
             die("cannot create %s: %s", path, strerror(errno));
         }
         ssize_t n = 0;
-        while (!stop_signal && (n = read(STDIN_FILENO, buffer, sizeof buffer)) > 0) {
+        while (!stop_signal && (n = read(from, buffer, sizeof buffer)) > 0) {
             if (write_all(fd, buffer, (size_t)n) != 0) {
                 die("cannot write %s: %s", path, strerror(errno));
             }
         }
         if (n < 0 && !stop_signal) {
-            die("cannot read standard input: %s", strerror(errno));
+            die("cannot read %s: %s", from ? name : "standard input", strerror(errno));
         }
         path_print(path, "/proc/self/fd/%d", fd);
     }
@@ -164,7 +231,11 @@ static Part file_map(const char *name, const char *prefix) {
     if (is_stdin) {
         close(fd);
     }
-    const Part part = {(const char *)map.bytes, map.size};
+    if (is_pipe) {
+        close(from);
+    }
+    const Part part = {name, (const char *)map.bytes, map.size};
+    file_refuse(&part, a->tokens);
     return part;
 }
 
@@ -197,8 +268,8 @@ static size_t split_at(const Part *file, size_t offset, int documents) {
     return offset;
 }
 
-static void corpus_add(Corpus *t, const char *bytes, size_t size) {
-    const Part part = {bytes, size};
+static void corpus_add(Corpus *t, const char *name, const char *bytes, size_t size) {
+    const Part part = {name, bytes, size};
     t->parts[t->count] = part;
     t->count += size > 0;
     t->size += (int64_t)size;
@@ -207,10 +278,11 @@ static void corpus_add(Corpus *t, const char *bytes, size_t size) {
 // Maps all files and divides them into training text and validation text.
 static void corpus_open(Corpus texts[2], const Arguments *a) {
     const int count = a->file_count + (a->val_file != NULL);
-    Part *files = (Part *)alloc_zero((size_t)count, sizeof *files);
+    files = (Part *)alloc_zero((size_t)count, sizeof *files);
     int64_t size = 0;
     for (int i = 0; i < count; i++) {
-        files[i] = file_map(i < a->file_count ? a->files[i] : a->val_file, a->prefix);
+        files[i] = file_map(i < a->file_count ? a->files[i] : a->val_file, a);
+        file_count++;
         size += (int64_t)files[i].size;
     }
     int64_t train = (int64_t)((double)size * (1 - (a->val_fraction >= 0 ? a->val_fraction : 0.1)));
@@ -220,12 +292,11 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
     for (int i = 0; i < count; i++) {
         const Part *file = &files[i];
         size_t cut = (size_t)min_i64(max_i64(train, 0), (int64_t)file->size);
-        cut = cut < file->size ? split_at(file, cut, a->documents) : cut;
-        corpus_add(&texts[0], file->bytes, cut);
-        corpus_add(&texts[1], file->bytes + cut, file->size - cut);
+        cut = cut == file->size ? cut : a->tokens ? cut / 2 * 2 : split_at(file, cut, a->documents);
+        corpus_add(&texts[0], file->name, file->bytes, cut);
+        corpus_add(&texts[1], file->name, file->bytes + cut, file->size - cut);
         train -= (int64_t)cut;
     }
-    free(files);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -651,15 +722,15 @@ static void sink_check_others(const Sink *s) {
 typedef struct {
     Bpe bpe;
     Tokenizer tokenizer;
-    int documents;
+    int documents, tokens;       // tokens: the files hold tokens, not text
     WordTable *words;            // not NULL: count pre-tokens here instead of encoding
 } Coder;
 
 // Returns the first offset, from `offset` on, where a part can be cut without changing the tokens
 // (bpe_cut_is_safe); it is never inside a marker. If no cut within CUT_BYTES is safe, returns a
 // boundary between two UTF-8 characters.
-static size_t block_begin(const Part *part, size_t offset) {
-    if (offset == 0 || offset >= part->size) {
+static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
+    if (offset == 0 || offset >= part->size || coder->tokens) {
         return offset < part->size ? offset : part->size;
     }
     const size_t last = offset + CUT_BYTES < part->size ? offset + CUT_BYTES : part->size;
@@ -671,12 +742,39 @@ static size_t block_begin(const Part *part, size_t offset) {
     return last == part->size ? last : split_at(part, offset, 0);
 }
 
+// Returns what is wrong with bytes [begin, end) of a part, or NULL. Notes an end-of-text marker
+// once.
+static const char *block_problem(const Coder *coder, const Part *part, size_t begin, size_t end) {
+    static int noted;
+    const char *text = part->bytes + begin;
+    for (size_t i = begin; coder->tokens && i < end; i += 2) {
+        uint16_t token;
+        memcpy(&token, part->bytes + i, 2);
+        if (token >= coder->tokenizer.vocabulary) {
+            return "has tokens outside the vocabulary; --tokenizer FILE names another than GPT-2's";
+        }
+    }
+    if (!coder->tokens && memchr(text, 0, end - begin)) {
+        return "contains NUL bytes: it is UTF-16 or binary, not plain text";
+    }
+    if (!coder->tokens && !coder->documents && memmem(text, end - begin, marker, MARKER_BYTES) &&
+        !__atomic_exchange_n(&noted, 1, __ATOMIC_RELAXED)) {
+        printf("note: %s contains %s, which is ordinary text without --documents\n", part->name,
+               marker);
+    }
+    return NULL;
+}
+
 // Encodes n bytes to at most n tokens and returns their number, or counts pre-tokens and returns 0.
 static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *words,
                             const char *text, size_t n, uint16_t *tokens) {
     if (coder->words) {
         words_count(words, &coder->bpe, text, n);
         return 0;
+    }
+    if (coder->tokens) {
+        memcpy(tokens, text, n);
+        return (int64_t)n / 2;
     }
     if (coder->tokenizer.kind != TOKENIZER_BYTES) {
         return bpe_encode(encoder, text, n, tokens);
@@ -733,7 +831,7 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
         uint16_t *tokens = NULL;
         int part = 0;
         memset(&encoder, 0, sizeof encoder);
-        if (coder->tokenizer.kind != TOKENIZER_BYTES && !coder->words) {
+        if (coder->tokenizer.kind != TOKENIZER_BYTES && !coder->words && !coder->tokens) {
             bpe_encoder_open(&encoder, &coder->bpe);
         }
         #pragma omp for ordered schedule(static, 1)
@@ -744,18 +842,24 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
                 part++;
             }
             const size_t offset = (size_t)(i - first[part]) * BLOCK_BYTES;
-            const size_t begin = block_begin(&parts[part], offset);
-            const size_t end = block_begin(&parts[part], offset + BLOCK_BYTES);
+            const size_t begin = block_begin(coder, &parts[part], offset);
+            const size_t end = block_begin(coder, &parts[part], offset + BLOCK_BYTES);
             int64_t n = 0;
+            const char *problem = NULL;
             if (begin < end && !stop_signal) {
                 if (capacity <= end - begin) {
                     capacity = end - begin + 1;
                     tokens = (uint16_t *)grow(tokens, capacity * sizeof *tokens);
                 }
-                n = block_encode(coder, &encoder, &words, &parts[part], begin, end, tokens);
+                problem = block_problem(coder, &parts[part], begin, end);
+                n = problem ? 0 : block_encode(coder, &encoder, &words, &parts[part], begin, end,
+                                               tokens);
             }
             #pragma omp ordered
             if (!stop_signal) {
+                if (problem) {
+                    die("%s %s", parts[part].name, problem);
+                }
                 if (coder->words) {
                     words_merge(coder->words, &words);
                 } else {
@@ -828,7 +932,7 @@ static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train
     char path[PATH_BYTES];
     if (a->train_bpe) {
         learn_vocabulary(coder, a, train);
-    } else if (a->bpe) {
+    } else if (a->bpe || (a->tokens && a->tokenizer)) {
         if (!bpe_find(path, a->tokenizer ? a->tokenizer : "")) {
             die("--bpe needs GPT-2's vocab.bpe; run data/prepare.sh or use --tokenizer FILE");
         }
@@ -838,6 +942,9 @@ static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train
         }
     }
     coder->tokenizer = a->bytes ? byte_tokenizer : coder->bpe.tokenizer;
+    if (a->tokens && !a->tokenizer) {
+        coder->tokenizer = gpt2_tokenizer;
+    }
     if (a->documents && coder->tokenizer.end < 0) {
         die("--documents: %s has no end-of-text token", a->tokenizer);
     }
@@ -854,8 +961,12 @@ int main(int argc, char **argv) {
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
+    action.sa_sigaction = on_bus_error;
+    action.sa_flags = SA_SIGINFO;
+    sigaction(SIGBUS, &action, NULL);
     corpus_open(texts, &a);
     coder.documents = a.documents;
+    coder.tokens = a.tokens;
     tokenizer_open(&coder, &a, &texts[0]);
     Sink sinks[2];
     memset(sinks, 0, sizeof sinks);

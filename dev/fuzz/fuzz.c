@@ -560,7 +560,38 @@ static void target_json(const unsigned char *bytes, size_t size) {
 
 #if FUZZ_PROGRAM == 1
 // -------------------------------------------------------------------------------------------------
-// Learning merges
+// Tokenizing: blocks and learned merges
+
+// Text and token files: what is not refused is encoded block by block, without a byte lost. The
+// first byte chooses the mode.
+static void target_text(const unsigned char *bytes, size_t size) {
+    static Coder coder;
+    static BpeEncoder encoder;
+    static uint16_t *tokens;
+    const int mode = size ? bytes[0] : 0;
+    const Part part = {"text", (const char *)bytes + (size > 0), size - (size > 0)};
+    int64_t count = 0;
+    coder.tokenizer = byte_tokenizer;
+    coder.tokens = mode & 1;
+    coder.documents = mode == 2;
+    file_refuse(&part, coder.tokens);
+    for (size_t begin = 0, end; begin < part.size; begin = end) {
+        end = block_begin(&coder, &part, begin + 64);
+        FACT(end > begin && end <= part.size);
+        const char *problem = block_problem(&coder, &part, begin, end);
+        if (problem) {
+            die("%s %s", part.name, problem);
+        }
+        tokens = (uint16_t *)grow(tokens, 2 * (end - begin + 1));
+        const int64_t n = block_encode(&coder, &encoder, NULL, &part, begin, end, tokens);
+        FACT(n >= 0 && n <= (int64_t)(end - begin + 1));
+        for (int64_t i = 0; i < n; i++) {
+            FACT(tokens[i] < BYTE_VOCABULARY);
+        }
+        count += n;
+    }
+    FACT(coder.documents || (size_t)count == part.size / (coder.tokens ? 2 : 1));
+}
 
 // Learns merges from a text; the first byte determines how many. A merges file written from the
 // vocabulary must give the same tokens.
@@ -607,6 +638,7 @@ static const struct {
     void (*run)(const unsigned char *bytes, size_t size);
 } targets[] = {
 #if FUZZ_PROGRAM == 1
+    {"text", target_text},
     {"bpe_train", target_bpe_train}};
 #else
     {"shard", target_shard},

@@ -2,7 +2,10 @@
 fails or is interrupted leaves no file."""
 
 import array
+import bz2
+import gzip
 import hashlib
+import lzma
 import os
 import pty
 import shutil
@@ -126,7 +129,8 @@ REFUSED = [
     ("--shard-tokens 0 text", "'0'; expected an integer between 1 and 2147483647"),
     ("--sbytes text", "unrecognized option '--sbytes'"),
     ("text --shard-tokens", "option '--shard-tokens' requires an argument"),
-    ("--bpe text", "--bpe, --bytes and --train-bpe are mutually exclusive"),
+    ("--bpe text", "--bpe, --bytes, --tokens and --train-bpe are mutually exclusive"),
+    ("--tokens --documents text", "are mutually exclusive"),
     ("--tokenizer text text", "--tokenizer and --bytes/--train-bpe are mutually exclusive"),
     ("--val-fraction 0 --val-file text text", "--val-fraction and --val-file are mutually"),
     ("-o absent/bad text", "cannot create absent/bad_train.bin.part: No such file"),
@@ -135,7 +139,7 @@ REFUSED = [
     ("-o /none/ text", "-o '/none/': PREFIX"),
     ("", "missing input: FILE or -; see --help")]
 REFUSED_BPE = [
-    ("text", "missing --bpe, --bytes or --train-bpe; see --help"),
+    ("text", "missing --bpe, --bytes, --tokens or --train-bpe; see --help"),
     ("--bpe text", "--bpe needs GPT-2's vocab.bpe; run data/prepare.sh"),
     ("--bpe --tokenizer fifo text", "fifo: not a regular file"),
     ("--bpe --tokenizer text text", "text: not a vocab.bpe"),
@@ -155,6 +159,71 @@ def test_refused(arguments, expected):
     Path("never").write_text("#version: 0.2\na b\nb c\na bc\n")  # ab is merged before bc
     refused(arguments, expected)
     assert names(".", "bad") == []
+
+
+@pytest.mark.parametrize("data, expected", [
+    (gzip.compress(b"text"), "is gzip, not plain text; convert it first"),
+    (bz2.compress(b"text"), "is bzip2, not plain text"), (lzma.compress(b"text"), "is xz, not"),
+    (b"PAR1\x15\x04", "is Parquet, not plain text"), (b"PK\3\4zip", "is zip, not plain text"),
+    ("text".encode("utf-16"), "is UTF-16, not plain text; convert it first, with iconv -f UTF-16 "
+                              "-t UTF-8 bad"), ("text".encode("utf-16-be"), "contains NUL bytes"),
+    (b"text" * 700000 + b"\0", "contains NUL bytes: it is UTF-16 or binary, not plain text"),
+    (b'{"text": "one"}\n{"text": "two"}\n', "is JSON, not plain text; extract the text first, such "
+                                            "as: jq -r .text bad | data/tokenize ... -"),
+    (b'{"id": 7, "content": "one"}', "is JSON"), (b'[\n {"text": "one"},\n', "is JSON")],
+    ids=range(11))
+def test_not_text(data, expected):
+    """Compressed, binary and structured files do not become tokens."""
+    Path("bad").write_bytes(data)
+    for mode in "--bytes", "--train-bpe 257":
+        assert "tokenize: bad " + expected in refused(mode + " --val-fraction 0 -o new bad", "")
+    assert names(".", "new") == []
+    Path("bad").write_bytes(b"\n" + data if b"{" in data else b"{one} {two}")
+    succeeds("--bytes --val-fraction 0 -o new bad")
+
+
+def test_marker_note():
+    """An end-of-text marker that is ordinary text is noted once."""
+    note = "note: documents contains <|endoftext|>, which is ordinary text without --documents\n"
+    assert run("--bytes -o out documents third documents").out.count(note) == 1
+    assert "note" not in run("--bytes -o out --documents documents third").out
+
+
+def test_truncated():
+    """An input that is truncated while it is read ends the run in one line, without a file."""
+    Path("long").write_bytes(b"a b " * (1 << 25))
+    process = start("--bytes -o new long")
+    wait_until(lambda: names(".", "new"))
+    os.truncate("long", 4096)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and names(".", "new") == [], (out, err)
+    assert err == "tokenize: long was truncated or cannot be read while in use\n"
+
+
+def test_pipe():
+    """A shell's <(command) is an input."""
+    done = subprocess.run(["bash", "-c", program.path + " --bytes --val-fraction 0 -o out <(cat "
+                           "text third) <(cat third)"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done
+    assert shards() == [list(TEXT + THIRD + THIRD)]
+
+
+def test_tokens():
+    """uint16 tokens without a header, as nanoGPT writes them, become shards of these tokens."""
+    ids = [i * i % 50257 for i in range(3000000)]
+    Path("nano.bin").write_bytes(array.array("H", ids).tobytes())
+    Path("val.bin").write_bytes(array.array("H", ids[:7]).tobytes())
+    succeeds("--tokens --val-file val.bin -o out nano.bin", "out_train.bin  3,000,000 tokens\n")
+    assert shards() == [ids, ids[:7]] and header("out_train.bin")[3:] == [50257, GPT2]
+    succeeds("--tokens --val-fraction 0.3 --shard-tokens 1000000 -o two val.bin nano.bin")
+    assert sum(shards("two")[:-1], []) == ids[:7] + ids[:2099997]
+    Path("nano.bin").write_bytes(array.array("H", [1, 300]).tobytes())
+    Path("merges").write_text("#version: 0.2\na b\n")
+    refused("--tokens --tokenizer merges -o new nano.bin", "nano.bin has tokens outside the vocab")
+    refused("--tokens -o new out_train.bin", "has a header; use it as it is")
+    Path("odd").write_bytes(b"odd")
+    refused("--tokens -o new odd", "odd has an odd number of bytes")
+    assert names(".", "new") == []
 
 
 def test_leftovers():
@@ -262,9 +331,9 @@ def test_learned_from():
     assert alone["out_merges.txt"] == both["out_merges.txt"]
 
 
-@pytest.mark.parametrize("vocabulary, merges", [(260, "a a\nþ Ā\nÿ þĀ\n"), (257, "")])
+@pytest.mark.parametrize("vocabulary, merges", [(260, "a a\nþ ā\nÿ þā\n"), (257, "")])
 def test_learned_bytes(vocabulary, merges):
-    Path("text").write_bytes(b"aaaa\xff\xfe\0\xff\xfe\0aaaa")
+    Path("text").write_bytes(b"aaaa\xff\xfe\1\xff\xfe\1aaaa")
     succeeds("--train-bpe %d --val-fraction 0 -o out text" % vocabulary)
     assert Path("out_merges.txt").read_text() == "#version: 0.2\n" + merges
 
