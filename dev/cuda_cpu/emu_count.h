@@ -1,13 +1,11 @@
 // emu_count.h: counts the accesses of kernels to device and pinned memory.
 //
-// For programs compiled with -fsanitize=thread: the compiler then calls a function before every
-// access to memory. They are defined here, so ThreadSanitizer's library must not be linked.
+// For programs compiled with -fsanitize=thread but not linked with its library: the compiler calls
+// the functions below before every access to memory. nvcc may merge or split accesses differently.
 //  - A request is one load or store of a warp: lanes at the same instruction for the same time in
 //    their block. Lanes that repeat an inner loop a different number of times are not matched.
 //  - It moves the 32-byte sectors that its lanes touch: 1 if all read one number, 32 if they read
 //    addresses a row apart. Caches are not modeled.
-// nvcc may merge or split accesses differently from the host's compiler.
-//
 // Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #pragma once
 #include "emu_runtime.h"

@@ -11,9 +11,8 @@
 //   H100 ms    measured for the program's kernels: GPT-2 124M, batch 64 (dev/notes/gpu.md);
 //              the other versions have not been measured
 // These are counts (dev/cuda_cpu/emu_count.h), not times. Built with nvcc, for example nvcc
-// -std=c++17 -arch=sm_90a ladder.cu -lcublasLt, the program only checks the results.
-//
-// Storage is bf16, arithmetic fp32. Functions without a definition here are train_gpt2.cu's.
+// -std=c++17 -arch=sm_90a ladder.cu -lcublasLt, the program only checks the results. Storage is
+// bf16, arithmetic fp32. Functions without a definition here are train_gpt2.cu's.
 
 #define GPT2_NO_MAIN 1
 #include "../../train_gpt2.cu"
@@ -118,8 +117,8 @@ struct Attention {
     int T;
 };
 
-// 1. One thread per query, straight from the definition. All scores go through memory: each is
-// written twice and read twice. Their T x T numbers do not fit in a cache.
+// 1. One thread per query, straight from the definition. The scores go through memory. Their T x T
+// numbers do not fit in a cache, and neighboring threads access them a row apart.
 __global__ void attention_1(Attention a) {
     const int t = blockIdx.x * blockDim.x + threadIdx.x;
     const E *q = a.qkv + t * STRIDE, *k = a.qkv + HS, *v = k + HS;
@@ -133,17 +132,14 @@ __global__ void attention_1(Attention a) {
         top = fmaxf(top, dot / 8);
     }
     for (int j = 0; j <= t; j++) {
-        s[j] = expf(s[j] - top);
-        sum += s[j];
-    }
-    for (int j = 0; j <= t; j++) {
-        const float p = s[j] / sum;
+        const float p = expf(s[j] - top);
+        sum += p;
         for (int d = 0; d < HS; d++) {
             o[d] = fmaf(p, to_float(v[j * STRIDE + d]), o[d]);
         }
     }
     for (int d = 0; d < HS; d++) {
-        a.out[t * HS + d] = from_float<E>(o[d]);
+        a.out[t * HS + d] = from_float<E>(o[d] / sum);
     }
 }
 
@@ -233,8 +229,8 @@ static Doubles norm_reference(const Norm &a) {
             square += x[c] * x[c] / a.C;
         }
         for (int c = 0; c < a.C; c++) {
-            const double norm = (x[c] - mean) / sqrt(square - mean * mean + 1e-5);
-            x[c] = norm * to_float(a.weight[c]) + to_float(a.bias[c]);
+            x[c] = (x[c] - mean) / sqrt(square - mean * mean + 1e-5);
+            x[c] = x[c] * to_float(a.weight[c]) + to_float(a.bias[c]);
         }
     }
     return out;
@@ -261,17 +257,13 @@ static Doubles attention_reference(const Attention &a) {
     return out;
 }
 
-// Returns an array in pinned memory, which both the host and kernels access. noise() fills it with
-// random numbers between low and low + 2.
-template <class T> static T *array(size_t n) {
+// Returns n random numbers between low and low + 2 in pinned memory, which both the host and
+// kernels access.
+template <class T = E> static T *array(size_t n, double low = 0, uint64_t seed = 0) {
     T *p;
     cuda_check(cudaMallocHost((void **)&p, n * sizeof(T)));
-    return p;
-}
-static E *noise(size_t n, double low, uint64_t seed) {
-    E *p = array<E>(n);
     for (size_t i = 0; i < n; i++) {
-        p[i] = from_float<E>((float)(low + 2 * rng_uniform(seed, 0, 0, i)));
+        p[i] = from_float<T>((float)(low + 2 * rng_uniform(seed, 0, 0, i)));
     }
     return p;
 }
@@ -308,18 +300,16 @@ static void report(const char *name, const char *h100, E *out, const Doubles &wa
 }
 #define VERSION(name, h100, asked, moved, barriers, ...)                                           \
     (__VA_ARGS__, report(name, h100, a.out, want, asked, moved, barriers))
-#define HEADING(what)                                                                              \
-    printf("%-36s%s    error  H100 ms\n", what,                                                    \
-           CUDA_CPU ? " requests    asked    moved barriers warp ops" : "")
 
 int main() {
+    printf("%-36s%s    error  H100 ms\n", "LayerNorm of 64 rows, 768 channels",
+           CUDA_CPU ? " requests    asked    moved barriers warp ops" : "");
     {
         constexpr int N = 64, C = 768, ROW = 2 * C, ALL = N * ROW;
-        const Norm a = {array<E>(N * C), noise(N * C, 0, 1), noise(C, 0, 2), noise(C, -1, 3), N, C};
+        const Norm a = {array(N * C), array(N * C, 0, 1), array(C, 0, 2), array(C, -1, 3), N, C};
         const Doubles want = norm_reference(a);
         const dim3 warps(WARP, 4);
         float *mean = array<float>(N), *rstd = array<float>(N);
-        HEADING("LayerNorm of 64 rows, 768 channels");
         VERSION("1 thread per row", "-", 6 * ALL, 64 * ALL + 2 * 2 * C * 32, 0,
                 launch(norm_1, N / 32, 32, 0, 0, a));
         VERSION("2 block per row", "-", 6 * ALL, 6 * ALL, 20 * N, launch(norm_2, N, 256, 0, 0, a));
@@ -333,12 +323,12 @@ int main() {
     // every query accesses HS elements a row apart.
     constexpr int T = 128, ROW = 2 * HS, PAIRS = T * (T + 1) / 2, STEPS = 32 + 64 + 96 + 128;
     constexpr int APART = 32 * T * HS, TILE = 2 * KEYS * ROW, IO = 2 * T * ROW, LSE = 4 * T;
-    const Attention a = {array<E>(T * HS), noise(T * STRIDE, -1, 4), array<float>(T * T),
+    const Attention a = {array(T * HS), array(T * STRIDE, -1, 4), array<float>(T * T),
                          array<float>(T), T};
     const Doubles want = attention_reference(a);
-    HEADING("Attention, 128 tokens, one head");
-    VERSION("1 scores in memory", "-", PAIRS * (3 * ROW + 16) + IO / 2,
-            32 * (PAIRS * (HS + 4) + STEPS * 2 * HS) + APART, 0,
+    puts("Attention, 128 tokens, one head");
+    VERSION("1 scores in memory", "-", PAIRS * (3 * ROW + 8) + IO / 2,
+            32 * (PAIRS * (HS + 2) + STEPS * 2 * HS) + APART, 0,
             launch(attention_1, 2, 64, 0, 0, a));
     VERSION("2 online softmax", "-", PAIRS * 2 * ROW + IO, 32 * STEPS * 2 * HS + 2 * APART, 0,
             launch(attention_online<false>, 2, 64, 0, 0, a));
