@@ -36,7 +36,7 @@ check() {
 top_level() {
     local known='train_gpt2\.cu?|test_gpt2\.cu|Makefile|README\.md|LICENSE|data|dev'
     ! git ls-files | cut -d/ -f1 | sort -u |
-        grep -vxE "$known|\.gitignore|\.ci|\.github|\.clang-(tidy|format)"
+        grep -vxE "$known|\.gitignore|\.gitattributes|\.ci|\.github|\.clang-(tidy|format)"
 }
 
 # Folders next to the clone differ between machines; only .ci/run may refer to one.

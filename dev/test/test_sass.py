@@ -95,7 +95,6 @@ adamw                       bf16,bf16,float    -          256      0   64      3
 adamw                       bf16,bf16,bf16     -          256      0   64      3 236.4/8L   s3
 muon_moment                 bf16,float,bf16    -          256      0   40      6
 muon_normalize              bf16               -          256      0   24      6
-muon_factor                 bf16               -          256      0   24      6
 muon_apply                  bf16,bf16,true     -          256      0   40      6
 rank_add                    bf16               -        256      0   24      6            s1
 loss_sum                                       -          256      0   33      6
