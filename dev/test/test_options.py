@@ -316,25 +316,19 @@ def test_json_and_text(options, status, key):
     assert {b["home"] for b in found.get("buffers", [])} <= {"device", "host"}
 
 
-def same_plan(way, card):
-    """Expects that the command in `way` can be typed, gives the same plan, and fits."""
+SAME = """device_bytes reserved_bytes host_bytes batch seq_len gpus zero dtype moments master
+logit_rows workspace recompute offload fits tokens_per_s""".split()
+
+
+def same_plan(way, card, *but):
+    """Expects that the command in `way`, typed, gives the same plan at the same speed."""
     options = way["command"].split(" ", 1)[1]
-    plan, = query("--plan %s %s" % (card, options))["plan"]
-    assert plan["fits"]
-    for key in "device_bytes", "host_bytes", "batch", "recompute", "offload":
-        assert plan[key] == way[key], (key, options)
-
-
-@pytest.mark.parametrize("options, card", [
-    ("--fit bits -d 524288", "--gpu 4080"), ("--fit all -d 524288", "--gpu 4080"),
-    ("--fit bits -d 524288 --gpus 4 -z 2", "--gpu 4090"),
-    ("--largest batch", "--gpu 4090"), ("--minimum", "--gpu-mem 200G")])
-def test_command(options, card):
-    """The command that a search recommends gives the memory that it prints, and fits."""
-    model = " -e d12 " if has_sanitizers() else " -e d48 "  # d48 is slow to plan
-    found = query(options + model + card * ("minimum" not in options))
-    for way in found["settings"][:2] if "minimum" in options else found["best"]:
-        same_plan(way, card)
+    o = run("--plan %s %s --json" % (card, options))
+    assert o.status in (0, 3) and o.err == "", (options, o)
+    plan, = json.loads(o.out)["plan"]
+    for key in SAME:
+        unknown = key == "tokens_per_s" and way[key] is None
+        assert unknown or key in but or plan[key] == way[key], (key, options)
 
 
 def test_minimum():
@@ -362,9 +356,7 @@ def test_minimum():
 
 
 @pytest.mark.parametrize("options, part", [
-    ("any -d 524288 -b 8", " -b 8 "), ("any --logit-rows 3000", " --logit-rows 3000"),
-    ("any --dtype fp32", " --dtype fp32"), ("any --moments bf16", " --moments bf16"),
-    ("any -w none", " -w none"), ("bits -r gelu --offload moments", " -r gelu --offload moments"),
+    ("any --logit-rows 3000", " --logit-rows 3000"), ("bits -r gelu --offload moments", " -r gelu --offload moments"),
     ("bits --quiet", " --quiet"),
     ("bits -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1",
      " -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1")])
@@ -474,13 +466,11 @@ def test_all_cards():
     "-e gpt2-xl --gpu-mem 1.7GiB -b 1", "-e gpt2-xl --gpu 4060ti -r none --offload none",
     "-e gpt2-large --gpu t4 -b 64 -d 65536 -r none", "-e gpt2-xl --gpu 4060 --gpus 2 -z 3 -r none"])
 def test_suggestions(options):
-    """Each suggestion fits when it is typed and takes the printed memory. None is listed twice, and
-    they are sorted by their effect on results."""
+    """No suggestion is listed twice, and they are sorted by their effect on results."""
     found = query("--plan " + options, 3)
     typed = set()
     assert found["suggestions"]
     for way in found["suggestions"]:
-        same_plan(way, re.search(r"--gpu(-mem)? \S+", options)[0])
         assert way["options"] not in typed
         typed.add(way["options"])
     order = "none split rounding numbers".split()
@@ -596,24 +586,38 @@ def test_sample_bytes():
 
 
 def test_drawn_planner_commands():
-    """300 random planner commands end with status 0, 1 or 3 and, with --json, print only JSON."""
+    """Random planner commands end with status 0, 1 or 3 and, with --json, print only JSON. What they
+    list can be typed: it gives the same plan at the same speed."""
     seed = random.randrange(10**6)
     pick = random.Random(seed)
-    axes = [("-e d12", "-e d48", "-e l4h4c128t64", "-e l2h2c64t64v8192"),
-            ("--gpu 4090", "--gpu t4", "--gpu h100", "--gpu-mem 512M", "--gpu-mem 24GiB"),
-            ("", "-b auto", "-b 4", "-b 5", "-b 64"), ("", "-d 65536", "-d 524288", "-d 1000"),
-            ("", "", "-t 64", "-t 100"), ("", "", "--dtype fp16", "--dtype fp32"),
-            ("", "", "--gpus 4", "--gpus 16 -z 1", "-z 3"), ("", "", "-r block:3", "-r none"),
-            ("", "", "--offload moments", "--offload none"), ("", "--json"),
-            ("", "", "", "--logit-rows 4096", "--moments bf16", "-w none")]
-    statuses = set()
-    for _ in range(300):
-        arguments = pick.choice(("--plan", "--fit bits", "--fit any", "--fit all", "--minimum",
-                                 "--largest batch", "--largest seq-len"))
-        arguments = " ".join([arguments] + [pick.choice(axis) for axis in axes])
-        o = run(arguments)
-        assert o.status in (0, 1, 3), (seed, arguments, o)
-        if "--json" in arguments and o.status != 1:
-            json.loads(o.out)
+    axes = [("-e d12", "-e l4h4c128t64", "-e l6h5c80t512", "-e l8h2c64t64v8192"),
+            ("--gpu 4090", "--gpu t4", "--gpu h100", "--gpu-mem 2G", "--gpu-mem 1300M"),
+            ("", "", "-b auto", "-b 4", "-b 5", "-b 64"), ("", "", "-d 65536", "-d 524288"),
+            ("", "", "", "-t 64", "-t 50"), ("", "", "", "--dtype fp16", "--dtype fp32"),
+            ("", "--gpus 2", "--gpus 2 -z 1", "--gpus 4 -z 2", "--gpus 3 -z 3", "-z 3"),
+            ("", "", "", "-r block:3", "-r none"), ("", "", "--offload moments", "--offload none"),
+            ("", "", "", "--logit-rows 200", "--logit-rows 4096", "--workspace 1000"),
+            ("", "", "", "", "--moments bf16", "-w none"), ("", "", "", "--optimizer muon")]
+    forbidden = {"--largest batch": "-b", "--largest seq-len": "-t", "--minimum": "-[br]|--[mlow]"}
+    queries = "--plan", "--fit bits", "--fit any", "--fit all", "--minimum", *forbidden
+    statuses, count = set(), 0
+    for _ in range(150):
+        query = pick.choice(queries)
+        drawn = [pick.choice(axis) for axis in axes]
+        no = forbidden.get(query, "--none") if pick.random() < 0.9 else "--none"
+        drawn = [word for word in drawn if not re.match("(%s)" % no, word)]
+        if "--minimum" in query:
+            drawn[1] = "--gpu t4" if pick.random() < 0.5 else ""
+        o = run(" ".join([query, "--json"] + drawn))
+        assert o.status in (0, 1, 3), (seed, query, drawn, o)
         statuses.add(o.status)
-    assert statuses == {0, 1, 3}, seed
+        if o.status == 1:
+            continue
+        found = json.loads(o.out)
+        ways = sum((found.get(key, []) for key in ("plan", "suggestions", "changes", "best")), [])
+        for way in pick.sample(ways, min(len(ways), 4)):
+            # --minimum is about GPUs of any size, and its CPU run is planned for no card.
+            card = "" if way["note"] == "CPU" else drawn[1] or "--gpu-mem 200G"
+            same_plan(way, card, "fits" * (query == "--minimum"))
+            count += 1
+    assert statuses == {0, 1, 3} and count > 100, (seed, count)
