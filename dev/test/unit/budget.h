@@ -504,9 +504,70 @@ TEST(forecast_ranks, HOST) {
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
                         slow.peer_byte * (t.reduced + t.gathered) -
                             micro * 4 / 3, 1e-9, "%s -z %d", card, zero);
+            Speed fast = v;  // only wte and wpe, which the next forward pass needs first, take time
+            fast.peer_byte = 1e-15;
+            expect_near(forecast_step(&fast, &s, 1) - forecast_step(&free, &s, 1),
+                        fast.peer_byte * 7 / 8 * 2 * (50304 + 1024) * 768, 1e-12, "%s -z %d",
+                        card, zero);
             const double transfers = two.reduced + two.gathered - t.reduced - t.gathered;
             expect_near(forecast_step(&slow, &s, 2) - forecast_step(&slow, &s, 1),
                         fmax(slow.peer_byte * transfers, micro), 1e-9, "%s -z %d", card, zero);
+        }
+    }
+}
+
+// Every term of the forecast: with one rate of 1 and all others 0, nothing overlaps, and a step
+// takes what it counts of that rate's unit. Sizes follow from the shape: P parameters, of which V
+// are in vectors and M in the matrices of blocks, and S of which a sharded state has on each rank.
+TEST(forecast_terms, HOST) {
+    const double C = 768, L = 12, V = L * 13 * C + 2 * C, M = L * 12 * C * C;
+    const double P = 50304 * C + 1024 * C + M + V, G = 2 * (P - V) + 4 * V;
+    const double S = V + (P - V) / 4, muon = 6 * 2 * M;  // six passes over u in bf16
+    const struct {
+        const char *options;
+        double update, host;  // bytes of an update: on the device, over the link to host memory
+        double squares;       // Muon's work per block on the busiest rank, in C x C matrices
+    } table[] = {
+        {"", 2 * (2 * P + G + 10 * P), 0, 0},
+        {"-w none --moments bf16", 2 * (2 * P + G + 4 * P), 0, 0},
+        {"--grad-dtype fp32", 2 * (2 * P + 4 * P + 10 * P), 0, 0},
+        {"--offload moments,master", 2 * (2 * P + G), 10 * P, 0},
+        {"--offload moments", 2 * (2 * P + G + 2 * P), 8 * P, 0},
+        {"--gpus 4", 2 * (2 * P + G + 10 * P), 0, 0},
+        {"--gpus 4 -z 1", 2 * (2 * P + G + 10 * S), 0, 0},
+        {"--gpus 4 -z 1 --offload moments", 2 * (2 * P + G + 2 * S), 8 * S, 0},
+        {"--optimizer muon", 2 * (2 * P + G + 10 * P - 4 * M) + muon, 0, 4 + 2 * 3},
+        {"--optimizer muon --gpus 8", 2 * (2 * P + G + 10 * P - 4 * M) + muon, 0, 3},
+    };
+    for (const auto &row : table) {
+        const Settings s = planned(Text("-e d12 -b 4 -t 512 -r none --logit-rows 700 ") +
+                                   row.options);
+        const Traffic one = step_traffic(&s, 1), two = step_traffic(&s, 2);
+        const Speed still = {};
+        auto takes = [&](double Speed::*rate, double want, int micros) {
+            Speed v = still;
+            v.*rate = 1;
+            expect_near(forecast_step(&v, &s, micros) - forecast_step(&still, &s, micros), want,
+                        1e-9 * want, "%s, %d micro-steps: rate %d", row.options, micros,
+                        (int)(&(v.*rate) - v.token));
+        };
+        for (int micros : {1, 5}) {
+            takes(&Speed::step, 1, micros);
+            takes(&Speed::block, micros * L, micros);
+            takes(&Speed::chunk, micros * 3, micros);
+            takes(&Speed::byte, row.update, micros);
+            takes(&Speed::host_byte, row.host, micros);
+            Speed v = still;
+            for (int i = 0; i < JOIN; i++) {  // five rounds of 6 C C C multiply-adds
+                const double products = i == F_QKV ? row.squares * L * 5 * 6 * C * C * C : 0;
+                const int times = i >= BLOCK_STAGES ? 1 : L;
+                v.token[i] = 1;
+                expect_near(forecast_step(&v, &s, micros), micros * times * 4 * 512 + products /
+                            (6 * C * C), 1e-3, "%s, stage %d", row.options, i);
+                v.token[i] = 0;
+            }
+            takes(&Speed::peer_byte, one.reduced + one.gathered + one.muon + (micros - 1) *
+                  (two.reduced + two.gathered - one.reduced - one.gathered), micros);
         }
     }
 }
