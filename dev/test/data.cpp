@@ -433,6 +433,12 @@ TEST(bpe_rules) {
             cuts++;
         }
     }
+    // Words that differ in a single bit, of every length around that of the cached ones.
+    for (size_t n = 24; n < 40; n++) {
+        const Text upper = Text(n - 1, 'x') + 'A', lower = Text(n - 1, 'x') + 'a';
+        expect(decode(encode(upper, &e)) == upper && decode(encode(lower, &e)) == lower &&
+                   decode(encode(upper, &e)) == upper, "a word of %zu bytes", n);
+    }
     expect(cuts > 1000 && bpe_cut_is_safe("a b", 1) && !bpe_cut_is_safe("a  ", 2));
     expect(!bpe_cut_is_safe("a\xe3\x80\x80 b", 4) && bpe_cut_is_safe("\xe3\x80\x82 b", 3));
     enum { LONG = 1 << 20 };

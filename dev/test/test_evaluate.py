@@ -108,8 +108,9 @@ def test_eval_tokens(data):
     size, even one larger than the data; nats per byte refer to the bytes of the text."""
     name = "val.bin"
     if data == "merges":
-        Path("text").write_text("It was a sunny day. " * 60)
-        subprocess.run([TOP / "data/tokenize", *"--train-bpe 262 -o mine text".split()], check=True)
+        Path("text").write_text(("It was a sunny day. " * 3 + "\n<|endoftext|>\n") * 20)
+        subprocess.run([TOP / "data/tokenize", *"--train-bpe 262 --documents -o mine text".split()],
+                       check=True)
         name = "mine_val.bin"
     train = "-i %s -j %s -e l1h1c8t16 -x 1 -v 1 -m 0 -o out%%d -d 32 -b %%d" % (
         name.replace("val", "train"), name)
@@ -123,8 +124,10 @@ def test_eval_tokens(data):
     tokens = array.array("H", Path(name).read_bytes()[1024:])
     windows = (len(tokens) - 1) // 16
     assert got["tokens"] == 16 * windows
-    size = [len(t) for t in tokens_of_merges(Path("mine_merges.txt").read_text())] if \
-        data == "merges" else [1] * 256 + [0]
+    size = [len(t) for t in tokens_of_merges(Path("mine_merges.txt").read_text())[:-1]] if \
+        data == "merges" else [1] * 256
+    size.append(0)  # <|endoftext|>
+    assert tokens.count(len(size) - 1) > 1
     bytes_ = sum(size[t] for t in tokens[1:16 * windows + 1])
     assert got["nats_per_byte"] == pytest.approx(got["loss"] * got["tokens"] / bytes_)
     succeeds("-e out1 --eval " + name, "%s: %d tokens, loss %.4f, perplexity %.2f, %.4f nats per "

@@ -52,6 +52,9 @@ def test_sample(sample):
     assert made("--generate -g 60 --prompt abc --quiet %s-e hf/step-00000299" % SAMPLING) != text
     three = made("--generate -e hf/step-00000300 -g 60 %s--prompt abc --samples 3" % SAMPLING)
     assert three.startswith(text + "---\n") and len(set(three.split("\n---\n"))) == 3
+    # Without randomness all are the same, although each is longer than the KV cache.
+    greedy = made("--generate -e hf/step-00000300 -g 60 --temperature 0 --quiet --samples 3")
+    assert len(greedy) > 100 and len(set(greedy.removesuffix("\n").split("\n---\n"))) == 1
 
 
 def test_stdin(sample):

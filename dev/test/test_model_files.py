@@ -230,6 +230,12 @@ def test_tensors():
         refuse(safetensors({}, less), "tensor " + name + ": missing")
         refuse(safetensors({}, {**members, "transformer." + name: members[name]}),
                "transformer." + name + ": appears twice")
+    shape = 2, 2, 4, 7, 257
+    more = hugging_face(shape)  # the last of 1028 numbers differs
+    dtype, sizes, values = more["wte.weight"]
+    more["lm_head.weight"] = [dtype, sizes, flipped(values, len(values) - 1)]
+    write_model("model", safetensors({}, more), config_text(shape))
+    model_refused("model", "lm_head.weight: must equal wte.weight")
     dtype, shape, values = members["wte.weight"]
     refuse(safetensors({}, {**members, "lm_head.weight": [dtype, shape, flipped(values, 79)]}),
            "lm_head.weight: must equal wte.weight")

@@ -238,6 +238,7 @@ def flat(text):
     ("-e d12 --gpu v100", 1, ["15.78 GiB; fits, ", "this program needs capability 7.5"]),
     ("-e d12 --gpu 4090 -x 100", 0, ["\nforecast: ", " tokens/s, 409,600 tokens in ",
                                      "; predicted for this card, not measured\n"]),
+    ("-e d12 --gpu 4090 -x 100 -d 524288", 0, [" tokens/s, 52,428,800 tokens in "]),
     ("-e d12 --gpu h100 --gpus 16", 0, ["; predicted for these cards in one machine\n"]),
     ("-e l2h2c16t16 -b 2", 0, ["memory plan of the CPU run\n"]),
     ("-e d12 --gpu t4", 0, ["; fp16; B 4"]),
@@ -253,6 +254,10 @@ def test_plan(options, status, texts):
     assert o.status == status, o
     out = flat(o.out)
     assert [text for text in texts if text not in out and text not in o.out] == []
+    found = re.search(r"forecast: ([\d,]+) tokens/s, ([\d,]+) tokens in (?:(\d+):)?(\d+):(\d+);", out)
+    if found:
+        rate, tokens, *time = [int((x or "0").replace(",", "")) for x in found.groups()]
+        assert tokens / rate == pytest.approx(3600 * time[0] + 60 * time[1] + time[2], abs=1.1)
 
 
 def test_first_page():

@@ -144,6 +144,12 @@ def test_report_run(reported):
     report("run")
     page = Path("run/report.html").read_text()
     assert "not finite" in page and "<script>" not in page and "&lt;script&gt;alert(1)" in page
+    # A validation of steps that a resume repeats does not count.
+    events = [*last, {"event": "resume", "step": 3}, next(e for e in last if e.get("step") == 4)]
+    Path("run/log.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+    kept, = [e["val_loss"] for e in last if "val_loss" in e and e["step"] == 2]
+    report("run")
+    assert "%.4f at step 2" % kept in Path("run/report.html").read_text()
     report("run --svg run.svg")
     xml.etree.ElementTree.parse("run.svg")
 

@@ -71,6 +71,8 @@ def test_micro_batches(fp32):
                  "b%d%s" % (b, b, fp32))
         assert series("loss", "b%d" % b) == pytest.approx(series("loss", "b4"), rel=LOSS)
         assert series("grad_norm", "b%d" % b) == pytest.approx(series("grad_norm", "b4"), rel=NORM)
+        succeeds("-i train.bin -e b4 -x 1 -b 4 -l 0 --quiet --seed %d -o s%d" % (b, b))
+    assert len({series("loss", "s%d" % b)[0] for b in (4, 2, 1)}) == 3  # --seed orders the data
     losses = series("loss", "b4")
     assert len(losses) == 60 and losses[-1] < losses[0] - 1
 

@@ -42,7 +42,8 @@ TEST(rng_normal, ALL) {
     }
 }
 
-// permute_index is a permutation for small sizes and sizes around powers of two; epochs differ.
+// permute_index is a permutation for small sizes and sizes around powers of two. Neighbors, and a
+// position in two epochs, are as far apart as two random positions: a third of the size on average.
 TEST(permute_index, HOST) {
     std::vector<int64_t> sizes = {1000, 4095, 4096, 4097, 65537};
     for (int64_t n = 1; n <= 70; n++) {
@@ -50,13 +51,17 @@ TEST(permute_index, HOST) {
     }
     for (int64_t n : sizes) {
         std::vector<char> seen((size_t)n);
-        int64_t moved = 0;
+        double neighbors = 0, epochs = 0;
         for (int64_t i = 0; i < n; i++) {
             int64_t at = permute_index(i, n, 42, 3);
             expect(at >= 0 && at < n && !seen[(size_t)at]++, "n %d position %d", (int)n, (int)i);
-            moved += at != permute_index(i, n, 42, 4);
+            neighbors += fabs((double)(at - permute_index((i + 1) % n, n, 42, 3)));
+            epochs += fabs((double)(at - permute_index(i, n, 42, 4)));
         }
-        expect(n < 1000 || moved > n * 9 / 10, "n %d: the next epoch moves %d", (int)n, (int)moved);
+        for (double sum : {neighbors, epochs}) {
+            expect(n < 1000 || fabs(sum / (double)(n * n) - 1 / 3.0) < 0.05 / 3, "n %d: %g of n",
+                   (int)n, sum / (double)(n * n));
+        }
     }
     detail = text("%zu sizes", sizes.size());
 }
