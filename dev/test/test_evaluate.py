@@ -108,7 +108,7 @@ def test_eval_tokens(data):
     size, even one larger than the data; nats per byte refer to the bytes of the text."""
     name = "val.bin"
     if data == "merges":
-        Path("text").write_text(("It was a sunny day. " * 3 + "\n<|endoftext|>\n") * 20)
+        Path("text").write_text(("It was a sunny day. " * 3 + "\n<|endoftext|>\n") * 99)
         subprocess.run([TOP / "data/tokenize", *"--train-bpe 262 --documents -o mine text".split()],
                        check=True)
         name = "mine_val.bin"

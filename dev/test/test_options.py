@@ -257,7 +257,7 @@ def test_plan(options, status, texts):
     found = re.search(r"forecast: ([\d,]+) tokens/s, ([\d,]+) tokens in (?:(\d+):)?(\d+):(\d+);", out)
     if found:
         rate, tokens, *time = [int((x or "0").replace(",", "")) for x in found.groups()]
-        assert tokens / rate == pytest.approx(3600 * time[0] + 60 * time[1] + time[2], abs=1.1)
+        assert tokens / rate == pytest.approx(3600 * time[0] + 60 * time[1] + time[2], rel=1e-3, abs=1)
 
 
 def test_first_page():

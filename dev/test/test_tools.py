@@ -4,6 +4,7 @@ dev/gpu_check.sh on the emulated GPU, and a machine that has only a compiler."""
 import html
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -144,14 +145,19 @@ def test_report_run(reported):
     report("run")
     page = Path("run/report.html").read_text()
     assert "not finite" in page and "<script>" not in page and "&lt;script&gt;alert(1)" in page
-    # A validation of steps that a resume repeats does not count.
-    events = [*last, {"event": "resume", "step": 3}, next(e for e in last if e.get("step") == 4)]
-    Path("run/log.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
-    kept, = [e["val_loss"] for e in last if "val_loss" in e and e["step"] == 2]
-    report("run")
-    assert "%.4f at step 2" % kept in Path("run/report.html").read_text()
     report("run --svg run.svg")
     xml.etree.ElementTree.parse("run.svg")
+
+
+def test_report_resumed():
+    """What a run recorded after the step from which it was resumed does not count."""
+    succeeds("-i train.bin -j val.bin -e l2h2c16t16 -b 2 -x 5 -v 2 -m 1 -s 4 -n 2 --quiet -o run")
+    events = log("run")
+    events += [{"event": "resume", "step": 3}, next(e for e in events if e.get("step") == 4)]
+    Path("run/log.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+    run = runpy.run_path(str(TOP / "dev/report.py"))["Run"]("run")
+    assert [*run.steps] == [1, 2, 3, 4] and run.resumes == [3]
+    assert [*run.checks] == [*run.checkpoints] == [2] and not run.samples
 
 
 def test_report_compare(reported):
