@@ -10,7 +10,7 @@
 Options: --only N,N or --sample N with --seed S (default 1) select mutations; --jobs N runs N tests
 at once (default 1); --scratch DIR keeps the copy and rebuilds only changed files. An expression E
 becomes (mutant(N) ? NEW : E), where N is selected by the environment variable MUTANT, so each
-target is built only once. A test that fails without a mutation is named and not used. Prints a line
+target is built only once; Python files need `import os`. A test that fails without a mutation is named and not used. Prints a line
 per mutation, then `N of M caught`; status 1 if a result differs from the list or a test is unused.
 """
 import argparse, concurrent.futures, os, random, re, subprocess, sys, tempfile
@@ -126,6 +126,8 @@ def apply(mutations, scratch):
             if m.file == name:
                 at = m.pattern().search(text.decode())
                 new = f"(mutant({m.number}) ? ({m.new}) : ({at[1]}))"
+                if name.endswith(".py"):
+                    new = f"({m.new} if os.environ.get('MUTANT') == '{m.number}' else {at[1]})"
                 changes.append((at.start(1), at.end(1), new))
         if changes:
             whole = text.decode()

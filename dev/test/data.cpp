@@ -433,17 +433,21 @@ TEST(bpe_rules) {
             cuts++;
         }
     }
-    // Words that differ in a single bit, of every length around that of the cached ones.
-    for (size_t n = 24; n < 40; n++) {
-        const Text upper = Text(n - 1, 'x') + 'A', lower = Text(n - 1, 'x') + 'a';
-        expect(decode(encode(upper, &e)) == upper && decode(encode(lower, &e)) == lower &&
-                   decode(encode(upper, &e)) == upper, "a word of %zu bytes", n);
-    }
     expect(cuts > 1000 && bpe_cut_is_safe("a b", 1) && !bpe_cut_is_safe("a  ", 2));
     expect(!bpe_cut_is_safe("a\xe3\x80\x80 b", 4) && bpe_cut_is_safe("\xe3\x80\x82 b", 3));
     enum { LONG = 1 << 20 };
     expect(encode(Text(LONG, 'a'), &e) == Ids(LONG / 4, 257), "a million letters");
     expect(encode(Text(LONG, ' '), &e) == Ids(LONG / 2, 269), "a million spaces");
+    bpe_encoder_close(&e);
+    // Words of few tokens that differ in a single bit, around the longest that is cached.
+    open_bpe("#version: 0.2\nx x\nxx xx\nxxxx xxxx\nxxxxxxxx xxxxxxxx\n");
+    bpe_encoder_open(&e, &bpe);
+    for (size_t n = 24; n < 40; n++) {
+        for (const char *end : {"A", "a", "A"}) {
+            const Text word = Text(n - 1, 'x') + end;
+            expect(decode(encode(word, &e)) == word, "%s", word.c_str());
+        }
+    }
     bpe_encoder_close(&e);
     detail = text("%d pieces, %d cuts", pieces, cuts);
 }

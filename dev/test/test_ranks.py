@@ -113,7 +113,7 @@ def test_numbers(options, tolerance):
 
 
 STAGES = [(3, 1, ""), (2, 3, "--moments bf16 -w none"), (2, 1, "--grad-dtype fp32 -l 100 -c 1"),
-          (3, 3, "--dtype fp32 -r block"), (3, 1, "--dtype fp16"),
+          (3, 3, "-r block"), (3, 1, "--dtype fp16"),
           (2, 1, "--optimizer muon --moments bf16 -w none"), (2, 1, "--dtype fp16 --optimizer muon")]
 
 
