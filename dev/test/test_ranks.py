@@ -23,7 +23,7 @@ from program import TINY, refused, run, start, succeeds, wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
-# A small model whose shards end within a kernel's block: C = 80 with 3 ranks, T below the model's 16.
+# A small model with C = 80, so that shards of 3 ranks end within a kernel's block; T below 16.
 ODD = "-i train.bin -j val.bin -e l3h5c80t16 -t 12 -b 2 "
 PORT = 10000 + os.getpid() % 10000  # not in the range of ports that the system assigns
 
@@ -114,7 +114,8 @@ def test_numbers(options, tolerance):
 
 STAGES = [(3, 1, ""), (2, 3, "--moments bf16 -w none"), (2, 1, "--grad-dtype fp32 -l 100 -c 1"),
           (3, 3, "-r block"), (3, 1, "--dtype fp16"),
-          (2, 1, "--optimizer muon --moments bf16 -w none"), (2, 1, "--dtype fp16 --optimizer muon")]
+          (2, 1, "--optimizer muon --moments bf16 -w none"),
+          (2, 1, "--dtype fp16 --optimizer muon")]
 
 
 @pytest.mark.parametrize("ranks,micros,options", STAGES)
@@ -556,7 +557,7 @@ def test_lost_output():
 
 
 def test_slow_save():
-    """Saving and loading may take ten times --timeout, whichever rank is slow: here rank 0 of three."""
+    """Saving and loading may take ten times --timeout, whichever rank is slow: here rank 0."""
     if not shutil.which("strace"):
         pytest.skip("no strace")
     line = TINY + "-x 2 --quiet -o out --timeout 2"
