@@ -25,69 +25,6 @@ def shell(command, status=0, **more):
     return o.stdout
 
 
-def write_stories(folder):
-    """Writes stories_bpe_*, as data/prepare.sh does without a network."""
-    folder.mkdir(parents=True)
-    (folder / "stories").write_text(stories_text())
-    shell([TOP / "data/tokenize", "--train-bpe", "1024", "--documents", "-o", "stories_bpe",
-           "stories"], cwd=folder)
-    (folder / "stories").unlink()
-
-
-@pytest.fixture
-def repository(tmp_path):
-    """A folder with the CPU program, data, and dev/train.sh with a model that takes a second."""
-    write_stories(tmp_path / "repo/data")
-    (tmp_path / "repo/dev").mkdir()
-    shutil.copy(words("")[0], "repo/train_gpt2")
-    recipe = (TOP / "dev/train.sh").read_text().replace("l4h4c128t64", "l1h1c32t64")
-    recipe = re.sub(r"loss=[\d.]+", "loss=8", re.sub(r"steps=\d+", "steps=399", recipe))
-    Path("repo/dev/train.sh").write_text(recipe)
-    return tmp_path / "repo"
-
-
-def test_default_data(repository):
-    """Without -i the program uses data/; -i alone validates on the files next to it."""
-    train = lambda more="": shell("./train_gpt2 -e l1h1c16t16 -b 2 -x 1 -m 1 " + more, cwd="repo")
-    out = train()
-    assert re.search(r"data +data/stories_bpe_train\*.bin: 478,", out)
-    assert "validation loss" in out and "no validation" not in out
-    given = "-i data/stories_bpe_train.bin"
-    assert "validation loss" in train(given)
-    os.rename("repo/data/stories_bpe_val.bin", "val.bin")
-    assert "no validation without --val-data (-j)\n" in train(given)
-
-
-def test_make_train(repository):
-    """Ctrl-C keeps the model, another call resumes, and the printed command generates text."""
-    train = ["bash", repository / "dev/train.sh", "train_gpt2"]
-    with open("said", "w") as said:  # in its own process group, like a job of a terminal
-        process = subprocess.Popen(train, stdout=said, stderr=said, start_new_session=True,
-                                   preexec_fn=default_signal())
-    events = repository / "runs/first/log.jsonl"
-    wait_until(lambda: events.exists() and '"step":9,' in events.read_text())
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(60) == 0
-    saved = "runs/first/" + names(repository / "runs/first", "step")[0]
-    said = Path("said").read_text()
-    assert "saved " + saved in said
-    assert "Interrupted: make train resumes from %s; rm -r runs/first starts" % saved in said
-    said = shell(train)
-    assert re.search("resumed from %s(.|\n)*finished after step 399(.|\n)*Expected: a val" % saved,
-                     said)
-    command = re.search(r"^ *(\./train_gpt2 .*--generate .*)$", said, re.M)[1]
-    assert "Once upon a time" in shell(command, cwd=repository)
-    for name in "train.bin", "val.bin", "merges.txt":
-        shutil.copy(repository / "data" / ("stories_bpe_" + name),
-                    repository / "data" / ("tinyshakespeare_bpe_" + name))
-    said = shell(train)
-    assert " -i data/stories_bpe_train.bin " in said, "not the data of the first call"
-    assert re.search("nothing to do: .* step 399;(.|\n)*rm -r runs/first && make train", said)
-    shutil.rmtree(repository / "runs")
-    (repository / "data/tinyshakespeare_bpe_train.bin").write_text("\n")
-    assert shell(train, 1).split("\n")[-2].startswith("train_gpt2: data/tinysha")
-
-
 def test_install(tmp_path):
     """The manual page, made from --help all, lists every option and causes no groff warnings;
     completion offers options and values; the version is the same everywhere."""
