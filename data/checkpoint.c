@@ -1,8 +1,7 @@
 // data/checkpoint.c -- checkpoints: save, verify, prune, load.
 //
 // train_gpt2.c includes this file in chapter Weights and checkpoints. Nothing in a checkpoint is
-// trusted: sizes, names and hashes are verified before anything is allocated or loaded. Each error
-// message is one line that names the file.
+// trusted: sizes, names and hashes are verified before anything is allocated or loaded.
 //
 // A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights; transformers loads both unchanged
@@ -33,16 +32,14 @@
 //    the folder renamed. A folder with the final name was therefore complete when it was renamed,
 //    even after a power failure. A ".tmp" folder is never read; the next run that writes to the
 //    same output folder removes it.
-// 2. A run resumes from the newest checkpoint whose files match its manifest byte for byte, and
-//    reports which checkpoints it skipped and why.
-// 3. The engine (chapter The engine) copies states in parts, so saving needs extra memory for only
-//    one tensor on each rank.
-// 4. Ranges of a state are explained in chapter Sharding and offload. The model and the number of
-//    ranks that saved a checkpoint determine which ranges a file contains, and in which order, so a
-//    reader can list them even if it runs on a different number of ranks.
+// 2. A run resumes from the newest checkpoint whose files match its manifest byte for byte.
+// 3. The engine copies states in parts. Saving needs extra memory for one tensor on each rank.
+// 4. Ranges of a state: chapter Sharding and offload. The model and the number of ranks that saved
+//    a checkpoint determine the ranges in each file and their order. A reader lists them with any
+//    number of ranks.
 // 5. All N ranks write at the same time, each 1/N of every bucket. Only rank 0 creates, renames and
-//    removes folders, and writes the other files. At the end of every phase, all ranks exchange
-//    their status: if one has failed, all ranks exit and the previous checkpoint is kept.
+//    removes folders, and writes the other files. After every phase, all ranks exchange their
+//    status: if one has failed, all ranks exit and the previous checkpoint is kept.
 
 // The files of a checkpoint. There is one state file for each rank of the run that saved it.
 enum {
@@ -50,8 +47,7 @@ enum {
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
-// Writes the name of a file (FILE_MODEL, ...); FILE_STATE + r is the state file of rank r, 0 <= r <
-// ranks.
+// Writes the name of a file. FILE_STATE + r: the state file of rank r, 0 <= r < ranks.
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
@@ -63,8 +59,8 @@ static void file_name(char name[FILE_NAME], int file, int ranks) {
     }
 }
 
-// Returns the number of the file with this name (FILE_MODEL, ...), or -1 if it is not a file of a
-// checkpoint. *ranks receives the number of ranks in a state file's name, or 0 for other files.
+// Returns the file (FILE_MODEL, ...) with this name, or -1 if checkpoints have none. *ranks
+// receives the number of ranks in a state file's name, or 0 for other files.
 static int file_find(const char *name, int *ranks) {
     char text[FILE_NAME];
     // Printing the parsed numbers must give the same name: no signs, spaces or leading zeros.
@@ -84,9 +80,9 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint's folder. The manifest is removed first, so that a process killed in between
-// never leaves a folder that looks complete. If the folder is a symbolic link, only the link is
-// removed: its target was put elsewhere on purpose.
+// Removes a checkpoint's folder, its manifest first: a process killed in between must not leave a
+// folder that looks complete. Of a symbolic link, only the link is removed: its target was put
+// elsewhere on purpose.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {
@@ -143,9 +139,8 @@ static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// Writes a run's identity: text that must be the same for a run and the checkpoint that it resumes
-// from. It contains properties of the model and the data, and the options whose table row says
-// SAME.
+// Writes a run's identity, which must equal the checkpoint's on resuming: properties of the model
+// and the data, and the options with SAME in their table row.
 enum { IDENTITY_BYTES = 512 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
                          const Dataset *d) {
@@ -194,20 +189,12 @@ static void config_save(const Model *m, const Tokenizer *t, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// Writes one of the files that transformers expects next to the weights (tokenizer_files).
-static void tokenizer_save(const Bpe *bpe, int length, int file, Writer *w) {
-    size_t size;
-    char *text = tokenizer_file_text(bpe, file, length, &size);
-    writer_put(w, text, size);
-    free(text);
-}
-
 // The parts of a run that go into a checkpoint.
 typedef struct {
     Engine *engine;
     const Settings *settings;
     const Options *options;
-    const char *identity;  // run_identity
+    const char *identity;    // run_identity
     const RunState *state;
     const Bpe *bpe;  // the vocabulary; NULL: tokens are bytes, or GPT-2's was not found
     const Dataset *data[2];  // training and validation data, with their fingerprints
@@ -229,16 +216,15 @@ enum { RANGE_NAME = 48 };
 // halves of the fp32 masters.
 static const char *const range_names[STATES] = {"master", "m", "v"};
 
-// Writes the name of the range's tensor in the file: state, bucket and first element, such as
-// "m.3.0". The shape of the tensor is [count].
+// Writes the name of the range's tensor in the file: state, bucket, first element: "m.3.0".
 static void range_name(char name[RANGE_NAME], const StateRange *r) {
     snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, range_names[r->state], r->range.bucket,
              r->range.first);
 }
 
-// Returns the ranges in a rank's state file, in file order, and stores their number in *count. They
-// are the rank's parts of all buckets of the masters' low halves (with `low`) and of the moments,
-// without padding between ranks. With `muon`, blocks have no v. The caller frees the array.
+// Returns the ranges in a rank's state file, in file order: its parts of all buckets of the
+// masters' low halves (with `low`) and of the moments, without padding. With `muon`, blocks have no
+// v. *count receives their number. The caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m);
@@ -285,8 +271,8 @@ static void range_save(Engine *e, const Model *m, const StateRange *r, real *val
     }
 }
 
-// Writes this rank's state file. Its metadata contains the run's identity, options and counters,
-// and its matmul algorithms, on which results depend; its tensors are the norms and the ranges.
+// Writes this rank's state file. Its metadata includes the matmul algorithms, on which results
+// depend. Its tensors are the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
     const Settings *s = snapshot->settings;
     const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
@@ -380,14 +366,14 @@ static void save_problem(Saving *save, const char *what, ...) {
 }
 
 // Writes one file of a checkpoint and records it in the manifest. Does nothing after an earlier
-// failure. All ranks call it for FILE_MODEL, because weights may be sharded; rank 0 writes the
-// file.
+// failure. All ranks call it for FILE_MODEL, which rank 0 writes: weights may be sharded.
 static void save_file(Saving *save, int file) {
     static Writer w;
     const Snapshot *snapshot = save->snapshot;
     const Settings *s = snapshot->settings;
     ManifestRow *row = &save->manifest.files[file];
-    char name[FILE_NAME];
+    char name[FILE_NAME], *text;
+    size_t size;
     if (save->problem[0]) {
         return;
     }
@@ -403,7 +389,9 @@ static void save_file(Saving *save, int file) {
             break;
         case FILE_CONFIG: config_save(&s->model, &snapshot->data[0]->tokenizer, &w); break;
         case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
-            tokenizer_save(snapshot->bpe, s->model.maxT, file - FILE_MERGES, &w);
+            text = tokenizer_file_text(snapshot->bpe, file - FILE_MERGES, s->model.maxT, &size);
+            writer_put(&w, text, size);
+            free(text);
             break;
         case FILE_MANIFEST: manifest_save(&save->manifest, snapshot->state->step, &w); break;
         default: state_save(snapshot, &w);
@@ -438,7 +426,7 @@ static void save_agree(Saving *save) {
 }
 
 // Ends the run unless every rank can create a file in a folder that rank 0 creates in `output`, an
-// unfinished checkpoint of step `word`. Otherwise, the first save would fail. All ranks call it.
+// unfinished checkpoint of step `word`. All ranks call it.
 static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     static Snapshot snapshot;
     static Saving save;
@@ -474,13 +462,12 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]);
 // Performs the last phase of saving, on rank 0 only: writes the manifest, checks what other ranks
 // have written and renames the folder to its final name.
 static void save_finish(Saving *save, const char *output, const char *path) {
-    char aside[PATH_BYTES];
+    char aside[PATH_BYTES], problem[PATH_BYTES];
     path_print(aside, "%s.damaged", path);
     save_file(save, FILE_MANIFEST);
     if (save->problem[0]) {
         return;
     }
-    char problem[PATH_BYTES];
     if (save->manifest.ranks > 1 && !checkpoint_is_whole(save->folder, problem)) {
         save_problem(save, "cannot save %s: %s", save->folder, problem);
         return;
@@ -488,13 +475,12 @@ static void save_finish(Saving *save, const char *output, const char *path) {
     fsync_folder(save->folder);
     checkpoint_remove(path);  // a damaged one that the resume skipped
     rename(path, aside);  // succeeds if foreign files kept the folder from being removed
-    const int renamed = rename(save->folder, path) == 0;
-    if (!renamed) {
+    if (rename(save->folder, path) == 0) {
+        fsync_folder(output);
+    } else {
         save_problem(save, "cannot rename checkpoint %s to %s: %s", save->folder, path,
                      strerror(errno));
-        return;
     }
-    fsync_folder(output);
 }
 
 // Saves a run as `output`/step-NNNNNNNN. All ranks call it. `path` receives the folder's name.
@@ -607,8 +593,7 @@ static const char *manifest_files(Manifest *manifest, Json *j) {
     return NULL;
 }
 
-// Parses a manifest: the sizes and hashes of a checkpoint's files. Returns NULL on success,
-// otherwise an error message.
+// Parses a manifest. Returns NULL on success, otherwise an error message.
 static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes, size_t size) {
     Json j = {bytes, 0, size, NULL};
     char key[40], format[40] = "";
@@ -633,8 +618,6 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     return !wrong && version != 3 ? "unsupported version; expected 3" : wrong;
 }
 
-// Opens and parses a manifest file. Returns NULL on success, otherwise an error message, for
-// example if the file does not exist.
 static const char *manifest_open(Manifest *manifest, const char *path) {
     Mapping map;
     if (mapping_open(&map, path) != 0) {
@@ -648,21 +631,20 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
 // Copies the text of `key` in the metadata of a state file to `out`. Returns 0 if there is none.
 static int state_text(char out[PATH_BYTES], const unsigned char *bytes, size_t size,
                       const char *key) {
-    char quoted[64];
+    char path[64];
     uint64_t header = 0;
-    memcpy(&header, bytes, size < sizeof header ? 0 : sizeof header);
-    const size_t end = size >= 8 && header <= size - 8 ? (size_t)header + 8 : 0;
-    const int length = snprintf(quoted, sizeof quoted, "\"%s\":", key);
-    const unsigned char *at = (const unsigned char *)memmem(bytes, end, quoted, (size_t)length);
-    Json j = {bytes, at ? (size_t)(at - bytes) + (size_t)length : 0, end, NULL};
-    if (at) {
-        json_string(&j, out, PATH_BYTES);
+    memcpy(&header, bytes, size < 8 ? 0 : 8);
+    Json j = {bytes, 8, size < 8 || header > size - 8 ? 8 : (size_t)header + 8, NULL};
+    snprintf(path, sizeof path, "__metadata__.%s", key);
+    if (size < 8 || !json_find(&j, path)) {
+        return 0;
     }
-    return at && !j.fault;
+    json_string(&j, out, PATH_BYTES);
+    return !j.fault;
 }
 
 // Copies the text of `key` in a checkpoint's first state file to `out`. Returns 0 if it cannot be
-// read; whether the checkpoint is complete is verified elsewhere.
+// read.
 static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char *key) {
     static Manifest manifest;
     char path[PATH_BYTES], file[FILE_NAME];
@@ -679,11 +661,10 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
 }
 
 // Of the checkpoints up to `newest`, the run's current step, removes all but the best and the
-// newest `keep`. Later checkpoints were damaged and skipped when the run resumed; they do not
-// count, so that they never displace a verified one. The best is the oldest with the lowest loss
-// that the newest records; the link is not used, because some file systems have none. A checkpoint
-// is renamed before it is removed: a process killed in between leaves an unfinished checkpoint, not
-// a damaged one.
+// newest `keep`. Later ones were damaged and skipped when the run resumed: they must not displace a
+// verified one. The best is the oldest with the lowest loss that the newest records, whatever the
+// link says, which some file systems lack. A checkpoint is renamed before it is removed: a process
+// killed in between leaves an unfinished checkpoint, not a damaged one.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
     char path[PATH_BYTES], gone[PATH_BYTES], lowest[PATH_BYTES] = "0", loss[PATH_BYTES];
@@ -724,8 +705,7 @@ static int64_t weights_step(const ModelFile *f) {
 }
 
 // Compares a file with the size and SHA-256 in `row`. Returns NULL if they match, otherwise an
-// error message. The size is compared first because that is cheap. The file is read instead of
-// mapped, so that an unreadable sector causes a read error rather than SIGBUS.
+// error message. The file is not mapped: an unreadable sector would raise SIGBUS.
 static const char *file_compare(const char *path, const ManifestRow *row) {
     Sha256 sha;
     char text[SHA256_TEXT];
@@ -782,8 +762,7 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     return manifest.ranks;
 }
 
-// The contents of a checkpoint's state files. The counters and the identity come from the first
-// file.
+// The contents of a checkpoint's state files. Counters and identity are in the first.
 typedef struct {
     int ranks, low;  // number of files; whether they hold low halves of the masters
     struct {
@@ -825,8 +804,7 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
     out->files[r].count = count;
 }
 
-// Adds rank r's state file to `out`. The first file sets the counters and the identity; all other
-// files must have the same ones.
+// Adds rank r's state file to `out`. All must have the counters and the identity of the first.
 static void state_parse(StateFiles *out, const Model *m, int r, const char *name) {
     Safetensors f;
     FileTensor t;
@@ -864,9 +842,9 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
 }
 
 // Loads this rank's part of a range into the engine. If this run has no split master, low halves
-// are joined with the weights; weights that are not sharded are then loaded whole, and all ranks
-// must make the same calls, because read() is collective: with fp16, it reads the weights from
-// their master, which is sharded. All other loads are local to this rank.
+// are joined with the weights. Weights that are not sharded are then loaded whole, by the same
+// calls on all ranks: with fp16, read() gathers them from their sharded master. All other loads are
+// local to this rank.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     const int bucket = r->range.bucket, in_weights = r->state == STATE_WEIGHTS && !s->split_master;
     const int whole =
@@ -907,9 +885,8 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
     }
 }
 
-// Compares the command's options with the checkpoint's. Ends the run if they differ in an option
-// that must be the same. With `saying`, prints the other options that differ; their new values
-// apply from here on.
+// Ends the run if an option that must be the same differs from the checkpoint's. With `saying`,
+// prints the other options that differ.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
@@ -935,9 +912,9 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
     }
 }
 
-// Makes the engine use the checkpoint's choices, on every rank and even with --quiet, because the
-// run's bits depend on them. Earlier versions of the program wrote those for attention under a
-// separate key. Returns NULL, or a description of the choices if the engine cannot use them.
+// Makes the engine use the checkpoint's choices, on which the results depend. Earlier versions
+// wrote those for attention under a separate key. Returns NULL, or a description of the choices if
+// the engine cannot use them.
 static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     char choices[2 * MATMUL_TEXT];
     safetensors_text(&f->header, "matmul", choices, MATMUL_TEXT);
@@ -969,8 +946,8 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
-// Ends the run if the checkpoint is from a run with a different identity or model. The error
-// message shows the first name and value that differ between the two identities.
+// Ends the run if the checkpoint is from a run with a different identity or model, and names the
+// first difference.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
     const char *was = f->identity, *now = run->identity;

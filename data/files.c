@@ -42,8 +42,8 @@
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
 
-// Counts units of work, so that the watchdog (chapter Starting and watching the ranks) can tell a
-// long phase from a hang. Several threads may increment it.
+// Units of work done. The watchdog (chapter Starting and watching the ranks) tells a long phase
+// from a hang by it. Several threads may increment it.
 static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
@@ -94,8 +94,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
 
-// Allocates zeroed memory; ends the run if the allocation fails. For small host tables only:
-// tensors are allocated in the arena (chapter Memory plan).
+// For small host tables only: tensors are allocated in the arena (chapter Memory plan).
 static void *alloc_zero(size_t count, size_t size) {
     void *memory = calloc(count ? count : 1, size);
     if (!memory) {
@@ -104,7 +103,6 @@ static void *alloc_zero(size_t count, size_t size) {
     return memory;
 }
 
-// Changes the size of a block; ends the run if that fails.
 static void *grow(void *memory, size_t bytes) {
     void *more = realloc(memory, bytes);
     if (!more) {
@@ -119,9 +117,8 @@ static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
 
-// Continues the 64-bit FNV-1a hash (Fowler, Noll, Vo) `before` with `bytes` bytes at `data`. A new
-// hash starts with fnv1a_start. Used for hash tables and fingerprints, which need no cryptographic
-// strength.
+// Continues the 64-bit FNV-1a hash (Fowler, Noll, Vo) `before`, at first fnv1a_start. For hash
+// tables and fingerprints, which need no cryptographic strength.
 static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
 static uint64_t fnv1a(uint64_t before, const void *data, size_t bytes) {
     const unsigned char *p = (const unsigned char *)data;
@@ -137,8 +134,7 @@ static double now_ms(void) {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
-// A short text for a message, returned by value so that callers need no buffer:
-// printf("%s", bytes_text(n).s).
+// A short text, returned by value: printf("%s", bytes_text(n).s) needs no buffer.
 typedef struct {
     char s[32];
 } ShortText;
@@ -220,10 +216,9 @@ static ShortText duration_text(double seconds) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// Only regular files are opened for reading: opening a FIFO would block until another process
-// writes to it, and a device may have no end. Files that are parsed once are mapped. Files that a
-// run reads for days are read with pread instead, because accessing a mapped file that was
-// truncated ends the process with a signal (SIGBUS).
+// Only regular files are opened for reading: opening a FIFO may block, and a device may have no
+// end. Files that are parsed once are mapped. Files that a run reads for days are read with pread:
+// accessing a mapped file that was truncated ends the process with a signal (SIGBUS).
 
 // Formats a path into `path` (PATH_BYTES bytes); ends the run instead of truncating.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
@@ -254,8 +249,8 @@ static int write_all(int fd, const void *data, size_t bytes) {
     return 0;
 }
 
-// Syncs `folder`, so that a rename or a new file in it survives a power failure. Some file systems
-// (CIFS, drvfs, FUSE) cannot sync or open a folder; there, its entries are synced when they can be.
+// Makes a rename or a new file in `folder` survive a power failure, except on file systems that
+// cannot sync or open a folder (CIFS, drvfs, FUSE).
 static void fsync_folder(const char *folder) {
     const int fd = open(folder, O_RDONLY | O_DIRECTORY);
     if ((fd < 0 || fsync(fd) != 0) && errno != EINVAL && errno != EBADF && errno != ENOTSUP &&
@@ -265,7 +260,7 @@ static void fsync_folder(const char *folder) {
     close(fd);
 }
 
-// Creates `path` and its missing parent folders, and syncs them.
+// Creates `path` and its missing parent folders.
 static void make_folders(const char *path) {
     char part[PATH_BYTES], parent[PATH_BYTES];
     path_print(parent, path[0] == '/' ? "/" : ".");
@@ -303,7 +298,7 @@ static void folder_lock(const char *folder) {
         gethostname(host, sizeof host - 1);
         const int n = snprintf(holder, sizeof holder, "process %d on %s\n", (int)getpid(), host);
         if (ftruncate(fd, 0) == 0 && write_all(fd, holder, (size_t)n) == 0) {
-            (void)fsync(fd);  // so that another machine can read it
+            (void)fsync(fd);  // for other machines
         }
     } else if (errno == EAGAIN || errno == EACCES) {
         const ssize_t n = pread(fd, holder, sizeof holder - 1, 0);
@@ -337,8 +332,7 @@ static const char *file_error(void) {
     return errno == EINVAL ? "not a regular file" : strerror(errno);
 }
 
-// Reads `bytes` bytes at offset `at` of a file. Returns NULL on success, otherwise an error
-// message.
+// Returns NULL on success, otherwise an error message.
 static const char *file_read(int fd, void *out, int64_t bytes, int64_t offset) {
     for (char *to = (char *)out; bytes > 0;) {
         ssize_t n = pread(fd, to, (size_t)bytes, (off_t)offset);
@@ -406,8 +400,7 @@ static int llmc_kind(const unsigned char *bytes, size_t size) {
     return kind;
 }
 
-// Returns the header of a file of `kind`. Ends the run if the file is too short, of a different
-// kind or of an unknown version.
+// Returns the header of a file of `kind`. Ends the run if the file has none of a known version.
 static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size, const char *name) {
     const char *what = llmc_files[kind].name;
     const int32_t *versions = llmc_files[kind].versions;
@@ -626,8 +619,7 @@ static int json_fail(Json *j, const char *fault) {
     return 0;
 }
 
-// Skips whitespace and returns the next character without consuming it; -1 at the end and after an
-// error.
+// Returns the next character after whitespace, which is not consumed; -1 at the end or on an error.
 static int json_peek(Json *j) {
     while (j->offset < j->end && strchr(" \t\r\n", j->bytes[j->offset]) && j->bytes[j->offset]) {
         j->offset++;
@@ -765,20 +757,6 @@ static void json_skip_to(Json *j, int depth) {
 
 static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
-// Reads a value of any kind as text, truncated to capacity - 1 bytes: a string without its quotes,
-// anything else as in the file.
-static void json_value(Json *j, char *out, size_t capacity) {
-    const int is_string = json_peek(j) == '"';
-    const size_t begin = j->offset;
-    if (is_string) {
-        json_string(j, out, capacity);
-    } else {
-        json_skip(j);
-        const int n = (int)min_i64((int64_t)(j->offset - begin), (int64_t)capacity);
-        snprintf(out, capacity, "%.*s", n, (const char *)j->bytes + begin);
-    }
-}
-
 // Finds the value at a path of keys, such as "model.vocab"; of equal keys, the last one counts, as
 // in Python. Returns 0 if there is none.
 static int json_find(Json *j, const char *path) {
@@ -796,16 +774,23 @@ static int json_find(Json *j, const char *path) {
 // first is a number. A key may be missing. rows: (count, 2).
 static void json_require(Json text, const char *name, const char *const (*rows)[2], int count) {
     for (int i = 0; i < count; i++) {
-        char value[64], *end;
+        char value[64] = "", *end;
         const char *allowed = rows[i][1];
         Json j = text;
-        if (json_find(&j, rows[i][0])) {
-            json_value(&j, value, sizeof value);
-            const int is_number = strtof(value, &end) == strtof(allowed, NULL) && end > value &&
-                                  *end == 0 && strchr("0123456789", allowed[0]);
-            if (!is_number && !choice_find(allowed, value, strlen(value))) {
-                die("%s: unsupported %s '%.40s'; expected %s", name, rows[i][0], value, allowed);
-            }
+        if (!json_find(&j, rows[i][0])) {
+            continue;
+        }
+        if (json_peek(&j) == '"') {
+            json_string(&j, value, sizeof value);
+        } else {
+            const size_t begin = j.offset;
+            json_skip(&j);
+            memcpy(value, j.bytes + begin, (size_t)min_i64((int64_t)(j.offset - begin), 63));
+        }
+        const int is_number = strtof(value, &end) == strtof(allowed, NULL) && end > value &&
+                              *end == 0 && strchr("0123456789", allowed[0]);
+        if (!is_number && !choice_find(allowed, value, strlen(value))) {
+            die("%s: unsupported %s '%.40s'; expected %s", name, rows[i][0], value, allowed);
         }
     }
 }
@@ -910,34 +895,30 @@ static uint64_t hash_u64(uint64_t x) {
 
 // Parses one tensor's header entry: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
 static void safetensors_member(Safetensors *f, FileTensor *t) {
-    static const char *const keys[] = {"dtype", "shape", "data_offsets"};
+    enum { DTYPE = 1, SHAPE, OFFSETS };
     Json *j = &f->json;
     char key[16], type[16] = "";
-    int seen[3] = {0}, offsets = 0;
+    int seen[OFFSETS + 1] = {0}, offsets = 0;
     uint64_t offset[2] = {0, 0};
     t->dims = 0;
     t->count = 1;
     for (int n = 0; json_next(j, &n, '{', key, sizeof key);) {
-        int k = 0, elements = 0;
-        while (k < 3 && strcmp(key, keys[k]) != 0) {
-            k++;
-        }
-        if (k == 3 || seen[k]++) {
+        const int k = choice_find("dtype|shape|data_offsets", key, strlen(key));
+        if (k == 0 || seen[k]++) {
             json_fail(j, "duplicate or unknown key; expected dtype, shape or data_offsets");
-        } else if (k == 0) {
+        } else if (k == DTYPE) {
             json_string(j, type, sizeof type);
-        } else {
-            while (json_next(j, &elements, '[', NULL, 0)) {
-                int64_t value = json_count(j);
-                if (k == 2 && offsets++ < 2) {
-                    offset[offsets - 1] = (uint64_t)value;
-                } else if (k == 1 && value > 0 && t->count > ((int64_t)1 << 46) / value) {
-                    json_fail(j, "shape has more than 2^46 elements");
-                } else if (k == 1) {
-                    t->count *= value;
-                    if (t->dims++ < 2) {
-                        t->shape[t->dims - 1] = value;
-                    }
+        }
+        for (int i = 0; k >= SHAPE && json_next(j, &i, '[', NULL, 0);) {
+            int64_t value = json_count(j);
+            if (k == OFFSETS && offsets++ < 2) {
+                offset[offsets - 1] = (uint64_t)value;
+            } else if (k == SHAPE && value > 0 && t->count > ((int64_t)1 << 46) / value) {
+                json_fail(j, "shape has more than 2^46 elements");
+            } else if (k == SHAPE) {
+                t->count *= value;
+                if (t->dims++ < 2) {
+                    t->shape[t->dims - 1] = value;
                 }
             }
         }
@@ -949,7 +930,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     while (t->type < FILE_TYPES && strcmp(type, file_types[t->type].name) != 0) {
         t->type++;
     }
-    file_require(seen[0] && seen[1] && seen[2] && offsets == 2, f->name, t->name,
+    file_require(seen[DTYPE] && seen[SHAPE] && offsets == 2, f->name, t->name,
                  "dtype, shape or data_offsets is missing");
     file_require(t->type < FILE_TYPES, f->name, t->name, "unknown dtype");
     file_require(offset[0] <= offset[1] && offset[1] <= f->size, f->name, t->name,
@@ -961,9 +942,9 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
 }
 
 // Reads the next tensor; returns 0 after the last. Tensors must cover the data without overlap or
-// gap. In that case the sum of hash(end) - hash(begin) over all tensors telescopes to hash(size) -
-// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. A file
-// forged to pass is harmless, because each range is also checked against the file size.
+// gap. The sum of hash(end) - hash(begin) over all tensors then telescopes to hash(size) - hash(0)
+// in any order, which saves sorting the ranges. A file forged to pass is harmless: each range is
+// also checked against the file size.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -1004,19 +985,13 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
 // A file that is hashed while it is written. After a failure, kept in `error`, callers continue and
 // their data are dropped: producing data may be a collective operation that all ranks must join.
 typedef struct {
-    int fd;     // -1: closed, failed, or written by another process
+    int fd;     // -1: closed, or written by another process
     int error;  // errno of the first failure; 0: none
     int64_t bytes;
     char file[PATH_BYTES];
     Sha256 sha;
     char hash[SHA256_TEXT];
 } Writer;
-
-static void writer_fail(Writer *w) {
-    w->error = errno;
-    close(w->fd);
-    w->fd = -1;
-}
 
 static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
@@ -1027,23 +1002,20 @@ static void writer_open(Writer *w, const char *folder, const char *name) {
 }
 
 static void writer_put(Writer *w, const void *data, size_t bytes) {
-    if (w->fd >= 0) {
+    if (w->fd >= 0 && !w->error) {
         sha256_add(&w->sha, data, bytes);
-        if (write_all(w->fd, data, bytes) != 0) {
-            writer_fail(w);
-        } else {
-            sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);  // so that fsync takes less time
-        }
+        w->error = write_all(w->fd, data, bytes) != 0 ? errno : 0;
+        sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);  // shortens the final fsync
     }
     w->bytes += (int64_t)bytes;
 }
 
 // Syncs and closes the file.
 static void writer_close(Writer *w) {
-    if (w->fd >= 0 && fsync(w->fd) != 0) {
-        writer_fail(w);
+    if (w->fd >= 0) {
+        w->error = !w->error && fsync(w->fd) != 0 ? errno : w->error;
+        w->error = close(w->fd) != 0 && !w->error ? errno : w->error;
     }
-    w->error = w->fd >= 0 && close(w->fd) != 0 ? errno : w->error;
     w->fd = -1;
     sha256_end(&w->sha, w->hash);
 }

@@ -7,21 +7,18 @@
 // The files are memory-mapped and cut into blocks, which threads encode in parallel and write in
 // order. With --train-bpe, a first pass over the training text counts the distinct pre-tokens.
 //
-// 1. The shards depend on the text and the arguments, but not on the number of threads: where a
-//    block starts depends only on the text near a multiple of BLOCK_BYTES. Encoding by blocks gives
-//    the same tokens as encoding the whole file, except at an unsafe cut (CUT_BYTES).
+// 1. The shards do not depend on the number of threads: where a block starts depends only on the
+//    text near a multiple of BLOCK_BYTES. Encoding by blocks gives the same tokens as encoding the
+//    whole file, except at an unsafe cut (CUT_BYTES).
 // 2. A run writes all of its files or none: they have the suffix .part until all are complete.
-//
-// files.c and tokens.c provide the tokenizer, the shard format's constants and the error functions;
-// no other code of train_gpt2 is needed.
 
 #include "files.c"
 #include "tokens.c"
 #include <getopt.h>
 
 enum {
-    BLOCK_BYTES = 1 << 20,     // normal size of a block of text
-    CUT_BYTES = 4 << 20      // a text with no safe cut in this many bytes is cut unsafely
+    BLOCK_BYTES = 1 << 20,  // normal size of a block of text
+    CUT_BYTES = 4 << 20     // a text with no safe cut in this many bytes is cut unsafely
 };
 
 static const char *const usage_text =
@@ -130,8 +127,7 @@ static void on_signal(int number) { stop_signal = number; }
 // training and validation.
 
 typedef struct {
-    const char *name;            // of the file
-    const char *bytes;
+    const char *name, *bytes;    // name: of the file
     size_t size;
 } Part;
 static Part *files;              // all that are mapped
@@ -142,8 +138,8 @@ typedef struct {
     int64_t size;                // bytes of all parts
 } Corpus;
 
-// Ends the run in one line, and with it its unfinished files, if a file is truncated while it is
-// read: accessing its mapping then raises SIGBUS, in one thread or several.
+// Ends the run if a file is truncated while it is read: accessing its mapping then raises SIGBUS,
+// in one thread or several.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
     static int once;
     const char *name = "an input file", *address = (const char *)info->si_addr;
@@ -168,8 +164,9 @@ static void file_refuse(const Part *file, int tokens) {
                    {"\xFD\x37zXZ", "xz"}, {"PK\x03\x04", "zip"}, {"%PDF-", "PDF"},
                    {"ARROW1", "Arrow"}, {"\x04\x22\x4D\x18", "lz4"}};
     const char *name = file->name;
-    if (tokens && (llmc_kind((const unsigned char *)file->bytes, file->size) >= 0 ||
-                   file->size % 2)) {
+    const unsigned char *bytes = (const unsigned char *)file->bytes;
+    Json j = {bytes, 0, (size_t)min_i64((int64_t)file->size, 1 << 24), NULL};
+    if (tokens && (llmc_kind(bytes, file->size) >= 0 || file->size % 2)) {
         die("--tokens: %s has %s", name, file->size % 2
                 ? "an odd number of bytes; expected uint16 tokens"
                 : "a header; use it as it is, with train_gpt2 -i");
@@ -182,11 +179,11 @@ static void file_refuse(const Part *file, int tokens) {
                 wide ? ", with iconv -f UTF-16 -t UTF-8 " : "", wide ? name : "");
         }
     }
-    Json j = {(const unsigned char *)file->bytes, 0, (size_t)min_i64((int64_t)file->size, 1 << 24),
-              NULL};
-    const int list = file->size > 0 && file->bytes[0] == '[';
-    j.offset += (size_t)list;
-    if (tokens || file->size == 0 || (!list && file->bytes[0] != '{') || json_peek(&j) != '{') {
+    if (tokens || file->size == 0 || !strchr("[{", bytes[0])) {
+        return;
+    }
+    const int list = json_take(&j, '[');
+    if (json_peek(&j) != '{') {
         return;
     }
     json_skip(&j);  // the first object
@@ -241,8 +238,8 @@ static Part file_map(const char *name, const Arguments *a) {
 
 static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// Returns whether a document begins at `at`, that is, whether only blanks precede it, back to a
-// marker or the start of the part.
+// Returns whether a document begins at `offset`: only blanks precede it, back to a marker or the
+// start of the part.
 static int document_begins(const Part *part, size_t offset) {
     while (offset > 0 && is_blank(part->bytes[offset - 1])) {
         offset--;
@@ -251,7 +248,7 @@ static int document_begins(const Part *part, size_t offset) {
                            memcmp(part->bytes + offset - MARKER_BYTES, marker, MARKER_BYTES) == 0);
 }
 
-// Returns the first offset in a file, at or after `at`, where validation may begin: the start of a
+// Returns the first offset in a file, from `offset` on, where validation may begin: the start of a
 // UTF-8 character or, with --documents, of a document.
 static size_t split_at(const Part *file, size_t offset, int documents) {
     if (documents && offset > 0) {
@@ -301,9 +298,8 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
 
 // -------------------------------------------------------------------------------------------------
 // Distinct pre-tokens
-// --train-bpe needs to know how often each pre-token ("word") occurs. The words of each block are
-// counted in a separate table. These tables are merged in block order, so the result does not
-// depend on the number of threads.
+// --train-bpe needs to know how often each pre-token ("word") occurs. Each block has a table. These
+// are merged in block order: the result does not depend on the number of threads.
 
 typedef struct {
     int64_t count;
@@ -311,10 +307,10 @@ typedef struct {
     uint32_t hash;
 } Word;
 typedef struct {
-    Word *words;           // in the order of their first occurrence
+    Word *words;           // in the order of their first occurrence; capacity: slot_count / 2
     uint32_t *slots;       // hash table: index of a word + 1; 0: free
     char *text;
-    uint32_t word_count, word_capacity, slot_count;
+    uint32_t word_count, slot_count;
     size_t text_bytes, text_capacity;
 } WordTable;
 
@@ -331,6 +327,7 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
         free(t->slots);
         t->slot_count = t->slot_count ? 2 * t->slot_count : 1 << 12;
         t->slots = (uint32_t *)alloc_zero(t->slot_count, sizeof *t->slots);
+        t->words = (Word *)grow(t->words, t->slot_count / 2 * sizeof(Word));
         for (uint32_t i = 0; i < t->word_count; i++) {
             uint32_t slot = t->words[i].hash & (t->slot_count - 1);
             while (t->slots[slot]) {
@@ -349,10 +346,6 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
     }
     if (t->text_bytes + n > UINT32_MAX) {
         die("--train-bpe: the distinct pre-tokens of this text exceed 4 GiB");
-    }
-    if (t->word_count == t->word_capacity) {
-        t->word_capacity = t->word_capacity ? 2 * t->word_capacity : 1 << 11;
-        t->words = (Word *)grow(t->words, t->word_capacity * sizeof(Word));
     }
     if (t->text_bytes + n > t->text_capacity) {
         t->text_capacity = 2 * t->text_capacity + n;
@@ -404,7 +397,7 @@ typedef struct {
     const WordTable *table;
     uint16_t *symbols;         // token ids; those of a word begin at the offset of its text
     uint32_t *lengths;         // number of symbols of each word
-    Pair *pairs;
+    Pair *pairs;               // capacity: slot_count / 2
     uint32_t *slots;           // hash table: index of a pair + 1; 0: free
     uint32_t pair_count, slot_count;
     Heap heap;                 // of pair_rank(); a rank may be outdated
@@ -421,18 +414,17 @@ static uint32_t pair_slot(const Learner *l, uint32_t key) {
 
 // Returns the pair with this key, and adds it if it is new.
 static Pair *pair_get(Learner *l, uint32_t key) {
-    uint32_t slot = pair_slot(l, key);
-    if (!l->slots[slot]) {
-        if (l->pair_count >= l->slot_count / 2) {
-            free(l->slots);
-            l->slot_count = l->slot_count ? 2 * l->slot_count : 1 << 18;
-            l->slots = (uint32_t *)alloc_zero(l->slot_count, sizeof *l->slots);
-            l->pairs = (Pair *)grow(l->pairs, l->slot_count / 2 * sizeof(Pair));
-            for (uint32_t i = 0; i < l->pair_count; i++) {
-                l->slots[pair_slot(l, l->pairs[i].key)] = i + 1;
-            }
-            slot = pair_slot(l, key);
+    if (l->pair_count >= l->slot_count / 2) {
+        free(l->slots);
+        l->slot_count = l->slot_count ? 2 * l->slot_count : 1 << 18;
+        l->slots = (uint32_t *)alloc_zero(l->slot_count, sizeof *l->slots);
+        l->pairs = (Pair *)grow(l->pairs, l->slot_count / 2 * sizeof(Pair));
+        for (uint32_t i = 0; i < l->pair_count; i++) {
+            l->slots[pair_slot(l, l->pairs[i].key)] = i + 1;
         }
+    }
+    const uint32_t slot = pair_slot(l, key);
+    if (!l->slots[slot]) {
         const Pair fresh = {key, 0, 0, 0, NULL};
         l->pairs[l->pair_count] = fresh;
         l->slots[slot] = ++l->pair_count;
@@ -529,9 +521,6 @@ static void learner_close(Learner *l) {
 static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
     Learner *l = (Learner *)alloc_zero(1, sizeof *l);
     int done = 0;
-    l->slot_count = 1 << 18;
-    l->slots = (uint32_t *)alloc_zero(l->slot_count, sizeof *l->slots);
-    l->pairs = (Pair *)grow(NULL, l->slot_count / 2 * sizeof(Pair));
     learner_open(l, bpe, words);
     while (done < merges && !stop_signal && l->heap.count > 0) {
         const uint64_t rank = heap_pop(&l->heap);
@@ -575,22 +564,18 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
 // -------------------------------------------------------------------------------------------------
 // Shards
 
-typedef struct {
-    char path[PATH_BYTES];
-} Output;
-static Output *outputs;          // all files of this run, written as `path`.part
+static char (*outputs)[PATH_BYTES];  // all files of this run, written with the suffix .part
 static int output_count;
 
 // Renames the files of this run to their final names or, if it is not complete, removes them.
 static void outputs_end(int complete) {
     char part[PATH_BYTES + 8];
     for (int i = 0; i < output_count; i++) {
-        const char *path = outputs[i].path;
-        snprintf(part, sizeof part, "%s.part", path);
+        snprintf(part, sizeof part, "%s.part", outputs[i]);
         if (!complete) {
             unlink(part);
-        } else if (rename(part, path) != 0) {
-            die("cannot rename %s to %s: %s", part, path, strerror(errno));
+        } else if (rename(part, outputs[i]) != 0) {
+            die("cannot rename %s to %s: %s", part, outputs[i], strerror(errno));
         }
     }
     output_count = 0;
@@ -601,25 +586,25 @@ static void outputs_drop(void) { outputs_end(0); }  // at exit, also after an er
 static int output_open(const char *path) {
     char part[PATH_BYTES];
     path_print(part, "%s.part", path);
-    outputs = (Output *)grow(outputs, ((size_t)output_count + 1) * sizeof *outputs);
+    outputs = (char (*)[PATH_BYTES])grow(outputs, ((size_t)output_count + 1) * sizeof *outputs);
     const int fd = open(part, O_WRONLY | O_CREAT | O_TRUNC, 0644);
     if (fd < 0) {
         die("cannot create %s: %s", part, strerror(errno));
     }
-    path_print(outputs[output_count++].path, "%s", path);
+    path_print(outputs[output_count++], "%s", path);
     return fd;
 }
 
 // Writes to the most recently opened file.
 static void output_write(int fd, const void *data, size_t bytes) {
     if (write_all(fd, data, bytes) != 0) {
-        die("cannot write %s.part: %s", outputs[output_count - 1].path, strerror(errno));
+        die("cannot write %s.part: %s", outputs[output_count - 1], strerror(errno));
     }
 }
 
 static void output_close(int fd) {
     if (fsync(fd) != 0 || close(fd) != 0) {
-        die("cannot write %s.part: %s", outputs[output_count - 1].path, strerror(errno));
+        die("cannot write %s.part: %s", outputs[output_count - 1], strerror(errno));
     }
 }
 
@@ -635,12 +620,10 @@ typedef struct {
     Sha256 sha;                     // of the tokens in the open shard
 } Sink;
 
-// Writes the path of the shard with this index; with `numbered` (--shard-tokens), the path contains
-// the index.
+// Writes the path of a shard, which contains the index if `numbered` (--shard-tokens).
 static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
-    path_print(path, "%s_%s", s->arguments->prefix, s->split);
-    const int n = (int)strlen(path);
-    text_add(path, PATH_BYTES, n, numbered ? "_%06" PRId64 ".bin" : ".bin", index);
+    path_print(path, numbered ? "%s_%s_%06" PRId64 ".bin" : "%s_%s.bin", s->arguments->prefix,
+               s->split, index);
 }
 
 static void sink_open(Sink *s) {
@@ -677,8 +660,7 @@ static void sink_finish(Sink *s) {
     s->shards++;
 }
 
-// Appends tokens, starting a new shard whenever one is full. A shard is created when its first
-// token arrives, so no shard is empty.
+// Appends tokens, starting a new shard whenever one is full. No shard is empty.
 static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     const int64_t numbered = s->arguments->shard_tokens, limit = numbered ? numbered : INT32_MAX;
     s->tokens += count;
@@ -727,8 +709,7 @@ typedef struct {
 } Coder;
 
 // Returns the first offset, from `offset` on, where a part can be cut without changing the tokens
-// (bpe_cut_is_safe); it is never inside a marker. If no cut within CUT_BYTES is safe, returns a
-// boundary between two UTF-8 characters.
+// (bpe_cut_is_safe), or a boundary of UTF-8 characters if none is within CUT_BYTES.
 static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
     if (offset == 0 || offset >= part->size || coder->tokens) {
         return offset < part->size ? offset : part->size;
@@ -814,8 +795,7 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     return count;
 }
 
-// Encodes a text into a sink, or counts its pre-tokens. Threads encode blocks in parallel and write
-// them in order.
+// Encodes a text into a sink, or counts its pre-tokens.
 static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
     const Part *parts = text->parts;
     const int count = text->count;
@@ -918,8 +898,7 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
             count_of(merges, "merge").s, merges + MIN_VOCABULARY);
     }
     if (!bpe_number_plainly(&coder->bpe)) {
-        die("--train-bpe %d: the tokens exceed %d bytes in total", a->train_bpe,
-            BPE_TEXT);
+        die("--train-bpe %d: the tokens exceed %d bytes in total", a->train_bpe, BPE_TEXT);
     }
     bpe_identify(&coder->bpe, "--train-bpe");
     tokenizer_write(&coder->bpe, a->prefix);
@@ -927,7 +906,7 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
            count_of(count, "distinct pre-token").s);
 }
 
-// Sets the tokenizer: bytes, the one learned by --train-bpe, that of --tokenizer, or GPT-2's.
+// Sets the tokenizer: bytes, the one learned by --train-bpe, --tokenizer's, or GPT-2's.
 static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train) {
     char path[PATH_BYTES];
     if (a->train_bpe) {
