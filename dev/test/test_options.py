@@ -292,7 +292,7 @@ QUERIES = [
     ("--plan -e d12 --gpu v100", 1, "plan"),
     ("--plan -e l2h2c16t16 -b 2", 0, "plan"),
     ("--plan -e d24 --gpu all", 0, "cards"),
-    ("--plan -e gpt2-xl --gpu all --gpu-mem 1100M", 3, "cards"),
+    ("--plan -e l2h2c64t64 --gpu all --gpu-mem 2M", 3, "cards"),
     ("--fit bits -e gpt2-xl --gpu 4060ti -d 524288", 0, "ways"),
     ("--fit all -e d12 --gpu 3060-laptop", 0, "ways"),
     ("--fit bits -e d48 --gpu-mem 1100M", 3, "ways"),
@@ -451,7 +451,7 @@ def test_largest_positions():
 
 def test_all_cards():
     """--plan --gpu all agrees with --plan of each card."""
-    options = "--plan -e gpt2-xl -b 4 --offload none "
+    options = "--plan -e d24 -b 8 --offload none "
     cards = {way["note"].split(":")[0]: way for way in query(options + "--gpu all")["cards"]}
     for card in "t4", "4090", "h100", "3060-laptop":
         o = run(options + "--json --gpu " + card)
@@ -459,7 +459,7 @@ def test_all_cards():
         way, row = plan["plan"][0], cards[card]
         assert ("free" in row["note"]) == way["fits"] == (o.status == 0), card
         if not way["fits"] and plan["suggestions"]:
-            assert row["options"] == "-b 4 " + plan["suggestions"][0]["options"] and row["fits"]
+            assert row["options"] == "-b 8 " + plan["suggestions"][0]["options"] and row["fits"]
         elif way["fits"]:
             assert row["tokens_per_s"] == way["tokens_per_s"]
             assert row["device_bytes"] == way["device_bytes"]

@@ -171,19 +171,6 @@ TEST(suggestions, FLOAT) {
     detail = text("%d plans, %d suggestions", count, changes);
 }
 
-// A suggestion of a smaller batch has as many classifier rows as a run with that batch size.
-TEST(suggestion_rows, FLOAT) {
-    for (const Text &rows : {Text(""), Text(" --logit-rows 2048")}) {
-        for (const int B : {16, 4, 2}) {
-            const Settings typed = planned(text("-e d12 -b %d", B) + rows);
-            Settings s = planned("-e d12 -b 32" + rows);
-            settings_batch(&s, B);
-            expect(s.logit_rows == typed.logit_rows, "-b %d%s: %d rows, not %d", B, rows.c_str(),
-                   s.logit_rows, typed.logit_rows);
-        }
-    }
-}
-
 // If everything fits, -r auto and --offload auto change nothing. Otherwise they prefer
 // recomputation and offload no more than needed. Explicit options are left unchanged, and states
 // that do not fit in host memory stay on the device.
