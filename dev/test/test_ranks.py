@@ -557,7 +557,7 @@ def test_lost_output():
 
 
 def test_slow_save():
-    """Saving and loading may take ten times --timeout, whichever rank is slow: here rank 0."""
+    """Saving may take ten times --timeout, whichever rank is slow: here rank 0."""
     if not shutil.which("strace"):
         pytest.skip("no strace")
     line = TINY + "-x 2 --quiet -o out --timeout 2"
@@ -568,11 +568,6 @@ def test_slow_save():
     all_ended = outcomes(ranks)
     assert [o.status for o in all_ended] == [0] * 3, all_ended
     assert names("out", "step") == ["step-00000002"]
-    slow = slow.replace("rename", "openat").replace("-e trace", "-P %s -e trace" % (
-        Path("out/step-00000002/state-0-of-1.safetensors").resolve()))
-    ranks = start_ranks(line + " -y 1", [port_of(r, 3, EMU_NCCL_HANG="1") for r in range(3)],
-                        under=[slow, "", ""])
-    assert [o.status for o in outcomes(ranks)] == [0] * 3
 
 
 # Ends.
