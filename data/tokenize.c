@@ -130,29 +130,22 @@ typedef struct {
     const char *name, *bytes;    // name: of the file
     size_t size;
 } Part;
-static Part *files;              // all that are mapped
-static int file_count;
 typedef struct {
     Part *parts;
     int count;
     int64_t size;                // bytes of all parts
 } Corpus;
 
-// Ends the run if a file is truncated while it is read: accessing its mapping then raises SIGBUS,
-// in one thread or several.
-static void on_bus_error(int number, siginfo_t *info, void *context) {
+// Ends the run, and removes its files, if the file that this thread reads has been truncated:
+// accessing its mapping raises SIGBUS, perhaps in several threads.
+static _Thread_local const char *reading = "an input file";
+static void on_bus_error(int number) {
     static int once;
-    const char *name = "an input file", *address = (const char *)info->si_addr;
     (void)number;
-    (void)context;
     while (__atomic_exchange_n(&once, 1, __ATOMIC_RELAXED)) {
         pause();
     }
-    for (int i = 0; i < file_count; i++) {
-        const int within = address >= files[i].bytes && address < files[i].bytes + files[i].size;
-        name = within ? files[i].name : name;
-    }
-    die("%s was truncated or cannot be read while in use", name);
+    die("%s was truncated or cannot be read while in use", reading);
 }
 
 // Ends the run if a file is not text, judging by its first bytes, or not uint16 tokens.
@@ -173,10 +166,9 @@ static void file_refuse(const Part *file, int tokens) {
     }
     for (size_t i = 0; !tokens && i < sizeof formats / sizeof formats[0]; i++) {
         const size_t n = strlen(formats[i].mark);
-        if (file->size >= n && memcmp(file->bytes, formats[i].mark, n) == 0) {
-            const int wide = formats[i].format[0] == 'U';
-            die("%s is %s, not plain text; convert it first%s%s", name, formats[i].format,
-                wide ? ", with iconv -f UTF-16 -t UTF-8 " : "", wide ? name : "");
+        if (file->size >= n && memcmp(bytes, formats[i].mark, n) == 0) {
+            die("%s is %s, not plain text; convert it first (UTF-16: iconv -f UTF-16 -t UTF-8)",
+                name, formats[i].format);
         }
     }
     if (tokens || file->size == 0 || !strchr("[{", bytes[0])) {
@@ -275,11 +267,10 @@ static void corpus_add(Corpus *t, const char *name, const char *bytes, size_t si
 // Maps all files and divides them into training text and validation text.
 static void corpus_open(Corpus texts[2], const Arguments *a) {
     const int count = a->file_count + (a->val_file != NULL);
-    files = (Part *)alloc_zero((size_t)count, sizeof *files);
+    Part *files = (Part *)alloc_zero((size_t)count, sizeof *files);
     int64_t size = 0;
     for (int i = 0; i < count; i++) {
         files[i] = file_map(i < a->file_count ? a->files[i] : a->val_file, a);
-        file_count++;
         size += (int64_t)files[i].size;
     }
     int64_t train = (int64_t)((double)size * (1 - (a->val_fraction >= 0 ? a->val_fraction : 0.1)));
@@ -294,6 +285,7 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
         corpus_add(&texts[1], file->name, file->bytes + cut, file->size - cut);
         train -= (int64_t)cut;
     }
+    free(files);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -822,6 +814,7 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
                 part++;
             }
             const size_t offset = (size_t)(i - first[part]) * BLOCK_BYTES;
+            reading = parts[part].name;
             const size_t begin = block_begin(coder, &parts[part], offset);
             const size_t end = block_begin(coder, &parts[part], offset + BLOCK_BYTES);
             int64_t n = 0;
@@ -940,9 +933,7 @@ int main(int argc, char **argv) {
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
-    action.sa_sigaction = on_bus_error;
-    action.sa_flags = SA_SIGINFO;
-    sigaction(SIGBUS, &action, NULL);
+    signal(SIGBUS, on_bus_error);
     corpus_open(texts, &a);
     coder.documents = a.documents;
     coder.tokens = a.tokens;

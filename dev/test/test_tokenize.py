@@ -165,8 +165,8 @@ def test_refused(arguments, expected):
     (gzip.compress(b"text"), "is gzip, not plain text; convert it first"),
     (bz2.compress(b"text"), "is bzip2, not plain text"), (lzma.compress(b"text"), "is xz, not"),
     (b"PAR1\x15\x04", "is Parquet, not plain text"), (b"PK\3\4zip", "is zip, not plain text"),
-    ("text".encode("utf-16"), "is UTF-16, not plain text; convert it first, with iconv -f UTF-16 "
-                              "-t UTF-8 bad"), ("text".encode("utf-16-be"), "contains NUL bytes"),
+    ("text".encode("utf-16"), "is UTF-16, not plain text; convert it first (UTF-16: iconv -f "),
+    ("text".encode("utf-16-be"), "contains NUL bytes"),
     (b"text" * 700000 + b"\0", "contains NUL bytes: it is UTF-16 or binary, not plain text"),
     (b'{"text": "one"}\n{"text": "two"}\n', "is JSON, not plain text; extract the text first, such "
                                             "as: jq -r .text bad | data/tokenize ... -"),
