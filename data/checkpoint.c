@@ -13,10 +13,6 @@
 //                                    absent if tokens are bytes or if GPT-2's vocabulary was not
 //                                    found
 //
-//     step-N.tmp --(files and folders synced, renamed)--> step-N
-//         ^                                                  |
-//         +------ pruned: renamed first, then removed -------+
-//
 // Header of the first of two ranks' state files, for a model with two blocks (buckets 3 and 4):
 //
 //     "__metadata__": {"run": text that resuming must match, "matmul": choices of kernels,
@@ -405,8 +401,8 @@ static void save_file(Saving *save, int file) {
     }
 }
 
-// Ends a phase of saving. If a rank has failed, rank 0 removes the unfinished checkpoint and the
-// run exits: the first failed rank prints its message, and the others wait to be terminated.
+// Ends a phase of saving. If a rank has failed, rank 0 removes the unfinished checkpoint, the first
+// failed rank prints its message, and the others wait to be terminated.
 static void save_agree(Saving *save) {
     const int failed = this_rank.failed = save->problem[0] != 0;
     engine_agree(save->snapshot->engine);
@@ -544,8 +540,8 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     return list;
 }
 
-// Removes unfinished checkpoints that a killed run left behind. Only the run that holds the lock of
-// the folder may call it; otherwise another run might still be writing an unfinished checkpoint.
+// Removes unfinished checkpoints of a killed run. Requires the lock of the folder: another run
+// might still be writing one.
 static void checkpoint_sweep(const char *output) {
     CheckpointList list = checkpoint_list(output, ".tmp");
     for (int i = 0; i < list.count; i++) {
@@ -568,7 +564,7 @@ static void checkpoint_mark_best(const char *output, const char *path) {
     }
 }
 
-// Parses the manifest's object "files". Returns NULL on success, otherwise an error message.
+// Parses the manifest's object "files". Returns NULL or an error message.
 static const char *manifest_files(Manifest *manifest, Json *j) {
     char key[FILE_NAME];
     int ranks;
@@ -690,8 +686,8 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-// Returns the step of the checkpoint that a weight file belongs to, from its folder's name, or 0.
-// Sampling at this step repeats the run's samples.
+// Returns the step in the name of the folder with the weights, or 0. Sampling at this step repeats
+// the run's samples.
 static int64_t weights_step(const ModelFile *f) {
     const char *slash = strrchr(f->name, '/');
     int64_t step = 0;
@@ -729,8 +725,8 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is corrupted: SHA-256 mismatch";
 }
 
-// Verifies every file of a checkpoint against its manifest. Returns the number of ranks that saved
-// states, or 0 with an error message in `problem`.
+// Verifies every file of a checkpoint against its manifest. Returns the number of state files, or 0
+// with an error message in `problem`.
 static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     static Manifest manifest;
     static const char *wrong[CHECKPOINT_FILES];
@@ -965,8 +961,8 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
         was + pair, ends[1], now + pair);
 }
 
-// Ends the run if the training data differs from the checkpoint's. Different validation data is
-// allowed; if --val-data names the same files but their contents have changed, prints a warning.
+// Ends the run if the training data differs from the checkpoint's. Warns if --val-data names the
+// same files and their contents have changed.
 static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char *folder) {
     char was[PATH_BYTES], text[64], hash[24], now[24];
     for (int k = 0; k < 2; k++) {

@@ -1,16 +1,7 @@
 // data/files.c -- errors, checked memory, file I/O, SHA-256, UTF-8, JSON and safetensors.
 //
-// This file does not depend on models, options or engines. Header fields are checked against the
-// file length before they are used. Each error message is one line that names the file.
-//
-// train_gpt2.c and data/tokenize.c include this file, as C11 and, for nvcc, as C++17.
-//
-// Contents
-//   1  Errors and memory
-//   2  Reading and writing files
-//   3  SHA-256
-//   4  UTF-8 and JSON
-//   5  Safetensors
+// Does not depend on models, options or engines. Header fields are checked against the file length
+// before they are used. train_gpt2.c and data/tokenize.c include this file, as C11 and C++17.
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -47,16 +38,16 @@ static const char *program_name = "train_gpt2";
 static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
-// Milliseconds that die() waits before it prints its message. If several processes fail with the
-// same error, only one prints it: the others are terminated during this wait.
+// Milliseconds that die() waits before it prints. If several processes fail with the same error,
+// only one prints it: the others are terminated during this wait.
 static int grace_ms;
 
 // The exit status of die(): 1, or 3 if the requested run does not fit in memory.
 enum { STATUS_TOO_LARGE = 3 };
 static int die_status = 1;
 
-// Prints a message and ends the run. The message is always one line: control characters become '?',
-// because names read from files may contain line breaks and terminal escapes.
+// Prints a message of one line and ends the run. Control characters become '?': names read from
+// files may contain line breaks and terminal escapes.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
     char text[3 * PATH_BYTES];
     va_list args;
@@ -139,8 +130,8 @@ typedef struct {
     char s[32];
 } ShortText;
 
-// Appends formatted text to the first n characters of `text`, a buffer of `size` bytes. Text that
-// does not fit is truncated. Returns the new length, at most size - 1.
+// Appends formatted text, truncated if necessary, to the first n characters of `text`, a buffer of
+// `size` bytes. Returns the new length.
 __attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, int n,
                                                           const char *format, ...) {
     va_list args;
@@ -596,8 +587,7 @@ static int utf8_length(const unsigned char *text, size_t left) {
     return length;
 }
 
-// Decodes the character at text into *c and returns its number of bytes. An invalid byte decodes to
-// UINT32_MAX, with length 1.
+// Decodes the character at text into *c, UINT32_MAX if it is invalid. Returns its number of bytes.
 static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
     int length = text[0] < 0x80 ? 1 : utf8_length(text, left);
     *c = length == 0 ? UINT32_MAX : length == 1 ? text[0] : text[0] & 0x7Fu >> length;
@@ -831,7 +821,6 @@ static void json_text(FILE *f, const char *text, size_t length) {
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
 // The file format of weights and states, and the Writer, which hashes files while it writes them.
-// Input files are untrusted; error messages also name the tensor. Parsers allocate nothing.
 
 // Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
@@ -1028,7 +1017,7 @@ typedef struct {
     int64_t offset;
 } HeaderText;
 
-// Begins a header. __metadata__'s object is left open; the first header_tensor closes it.
+// Begins a header. The first header_tensor() closes __metadata__'s object.
 static void header_start(HeaderText *h) {
     h->offset = 0;
     h->file = open_memstream(&h->text, &h->bytes);

@@ -2,9 +2,8 @@
 //
 //     data/stories > data/stories.txt
 //
-// Writes the same 2 MB on every machine, because it uses integer arithmetic, no locale and its own
-// random number generator. A test checks the text's SHA-256, and dev/train.sh states a loss
-// measured on it. Stories are separated by `<|endoftext|>`.
+// Writes the same 2 MB on every machine. A test checks the text's SHA-256, and dev/train.sh states
+// a loss measured on it. Stories are separated by `<|endoftext|>`.
 //
 // The notation of words and plots:
 //
@@ -26,8 +25,7 @@ enum { TEXT_BYTES = 2000000, STORY_BYTES = 4096, NAME_BYTES = 24, FORMS = 4, FRE
 
 // -------------------------------------------------------------------------------------------------
 // Words
-// The first letter decides between "a" and "an", so words such as "hour" and "uniform" must not be
-// added.
+// The first letter decides between "a" and "an": no "hour" or "uniform".
 
 #define SHE "/she/her/her/girl|"
 #define HE "/he/him/his/boy|"
@@ -114,7 +112,6 @@ enum { LISTS = sizeof lists / sizeof lists[0] };
 
 // -------------------------------------------------------------------------------------------------
 // Plots
-// In each plot something happens, a character reacts, and the reaction has a consequence.
 
 static const char *const plots[] = {
     // Lost and found
@@ -178,9 +175,8 @@ static int kept[LISTS];    // index of each list's word in this story; -1: none 
 static char story[STORY_BYTES];
 static size_t length;
 
-// Returns a random number from 0 to n - 1: n times the upper 32 bits of x, divided by 2^32. Uses
-// the linear congruential generator of Knuth's MMIX, starting from x = 2024: x becomes
-// 6364136223846793005 x + 1442695040888963407 modulo 2^64.
+// Returns a random number from 0 to n - 1: n times the upper 32 bits of x, divided by 2^32. x is
+// the linear congruential generator of Knuth's MMIX.
 static int random_below(int n) {
     static uint64_t x = 2024;
     x = x * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
@@ -189,8 +185,7 @@ static int random_below(int n) {
 
 static void put(char c) { story[length++] = c; }
 
-// Returns the text after the next `separator` outside brackets, or NULL if there is none before the
-// end of the choice.
+// Returns the text after the next `separator` outside brackets in this choice, or NULL.
 static const char *behind(const char *p, char separator) {
     for (int depth = 0; *p && depth >= 0; p++) {
         if (depth == 0 && *p == separator) {

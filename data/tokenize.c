@@ -185,8 +185,7 @@ static void file_refuse(const Part *file, int tokens) {
     }
 }
 
-// Maps a file; standard input, also as a shell's <(command), is first copied to an unlinked file
-// next to the output.
+// Maps a file. Standard input or a shell's <(command) is first copied to an unlinked file.
 static Part file_map(const char *name, const Arguments *a) {
     Mapping map;
     char path[PATH_BYTES], buffer[1 << 16];
@@ -424,8 +423,7 @@ static Pair *pair_get(Learner *l, uint32_t key) {
     return &l->pairs[l->slots[slot] - 1];
 }
 
-// Returns a pair's rank in the merge order: by descending count, then by key. Counts saturate at
-// 2^32 - 1.
+// Returns a pair's rank in the merge order: by descending count, at most 2^32 - 1, then by key.
 static uint64_t pair_rank(const Pair *pair) {
     return (uint64_t)(UINT32_MAX - min_i64(pair->count, UINT32_MAX)) << 32 | pair->key;
 }
@@ -496,18 +494,6 @@ static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
     }
 }
 
-static void learner_close(Learner *l) {
-    for (uint32_t i = 0; i < l->pair_count; i++) {
-        free(l->pairs[i].words);
-    }
-    free(l->symbols);
-    free(l->lengths);
-    free(l->pairs);
-    free(l->slots);
-    free(l->heap.items);
-    free(l);
-}
-
 // Learns `merges` merges from the words of a text and adds them to `bpe`, which holds the 256
 // bytes. Returns the number learned, which is lower if no pairs are left or a signal arrives.
 static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
@@ -549,7 +535,15 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
         }
         done++;
     }
-    learner_close(l);
+    for (uint32_t i = 0; i < l->pair_count; i++) {
+        free(l->pairs[i].words);
+    }
+    free(l->symbols);
+    free(l->lengths);
+    free(l->pairs);
+    free(l->slots);
+    free(l->heap.items);
+    free(l);
     return done;
 }
 
@@ -559,7 +553,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
 static char (*outputs)[PATH_BYTES];  // all files of this run, written with the suffix .part
 static int output_count;
 
-// Renames the files of this run to their final names or, if it is not complete, removes them.
+// Renames the files of this run to their final names, or removes them.
 static void outputs_end(int complete) {
     char part[PATH_BYTES + 8];
     for (int i = 0; i < output_count; i++) {
@@ -618,15 +612,6 @@ static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
                s->split, index);
 }
 
-static void sink_open(Sink *s) {
-    const int32_t header[LLMC_HEADER_BYTES / 4] = {0};  // filled in by sink_finish
-    shard_path(s->path, s, s->shards, s->arguments->shard_tokens > 0);
-    s->fd = output_open(s->path);
-    s->shard_tokens = 0;
-    sha256_start(&s->sha);
-    output_write(s->fd, header, sizeof header);
-}
-
 // Completes the open shard, if any. The SHA-256 in its header covers all tokens, then the header
 // with zeros in place of the hash.
 static void sink_finish(Sink *s) {
@@ -654,6 +639,7 @@ static void sink_finish(Sink *s) {
 
 // Appends tokens, starting a new shard whenever one is full. No shard is empty.
 static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
+    const int32_t header[LLMC_HEADER_BYTES / 4] = {0};  // filled in by sink_finish
     const int64_t numbered = s->arguments->shard_tokens, limit = numbered ? numbered : INT32_MAX;
     s->tokens += count;
     for (int64_t now; count > 0; tokens += now, count -= now) {
@@ -665,7 +651,11 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
             sink_finish(s);
         }
         if (s->fd < 0) {
-            sink_open(s);
+            shard_path(s->path, s, s->shards, numbered > 0);
+            s->fd = output_open(s->path);
+            s->shard_tokens = 0;
+            sha256_start(&s->sha);
+            output_write(s->fd, header, sizeof header);
         }
         now = min_i64(count, limit - s->shard_tokens);
         output_write(s->fd, tokens, (size_t)now * sizeof *tokens);
@@ -674,8 +664,7 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     }
 }
 
-// Ends the run if an earlier run, with more shards or other names, has left shards that the same
-// glob pattern would match.
+// Ends the run if an earlier run has left shards that the same glob pattern would match.
 static void sink_check_others(const Sink *s) {
     const int numbered = s->arguments->shard_tokens > 0;
     char path[2][PATH_BYTES];
@@ -715,8 +704,7 @@ static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
     return last == part->size ? last : split_at(part, offset, 0);
 }
 
-// Returns what is wrong with bytes [begin, end) of a part, or NULL. Notes an end-of-text marker
-// once.
+// Returns what is wrong with bytes [begin, end) of a part, or NULL. Notes a marker once.
 static const char *block_problem(const Coder *coder, const Part *part, size_t begin, size_t end) {
     static int noted;
     const char *text = part->bytes + begin;
@@ -758,8 +746,7 @@ static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     return (int64_t)n;
 }
 
-// Encodes bytes [begin, end) of a part. Documents that contain only blanks are dropped. Returns the
-// number of tokens.
+// Encodes bytes [begin, end) of a part without blank documents. Returns the number of tokens.
 static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *words,
                             const Part *part, size_t begin, size_t end, uint16_t *tokens) {
     const char *text = part->bytes + begin, *stop = part->bytes + end;

@@ -1,21 +1,14 @@
 // data/tokens.c -- tokenizer, token shards and multiple-choice files.
 //
 // Encodes and decodes byte-level BPE with GPT-2's split, and reads the shards for training and the
-// files that --eval scores. Does not depend on models, options or engines. Errors end the program
-// with one line that names the file.
+// files that --eval scores. Does not depend on models, options or engines.
 //
-// train_gpt2.c and data/tokenize.c include this file after data/files.c. It is also valid C++17,
-// because nvcc compiles it too. data/README.md documents the formats.
-//
-// Contents
-//   1  Tokenizer
-//   2  Token shards
-//   3  Evaluation files
+// train_gpt2.c and data/tokenize.c include this file after data/files.c, as C11 and C++17.
+// data/README.md documents the formats.
 
 // -------------------------------------------------------------------------------------------------
 // 1. Tokenizer
-// Token files name their tokenizer, so that a model is never given another tokenizer's ids. In the
-// byte tokenizer, token b is byte b (0 <= b < 256), and 256 is <|endoftext|>. All others are
+// In the byte tokenizer, token b is byte b (0 <= b < 256), and 256 is <|endoftext|>. All others are
 // byte-level BPEs: GPT-2's, which on valid UTF-8 gives the same tokens as tiktoken's
 // encode_ordinary, those that `data/tokenize --train-bpe` learns, and Hugging Face's.
 // 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). A byte that is not valid UTF-8
@@ -25,8 +18,7 @@
 // 3. The ranks are the 256 bytes, in the order of their characters, the merges, and the special
 //    tokens, which no text is encoded to. Ids, the numbers in data and models, are the ranks unless
 //    a vocab.json or tokenizer.json gives others.
-// 4. A Bpe has no pointers and is read-only once it is open, so threads share it. Each thread
-//    writes only to its own BpeEncoder.
+// 4. Threads share a Bpe, which is read-only once it is open. Each has a BpeEncoder.
 
 typedef int32_t Token;
 
@@ -46,8 +38,8 @@ static const Tokenizer gpt2_tokenizer = {TOKENIZER_GPT2, GPT2_VOCABULARY, GPT2_E
                                          0x1CE1664773C50F3Eu};
 static const Tokenizer byte_tokenizer = {TOKENIZER_BYTES, BYTE_VOCABULARY, BYTE_VOCABULARY - 1, 1};
 
-// Returns whether data of one tokenizer can be used with the other. Asked wherever two files that
-// name a tokenizer meet. One that is unknown agrees with every tokenizer of its size.
+// Returns whether data of one tokenizer can be used with the other. One that is unknown agrees with
+// every tokenizer of its size.
 static int tokenizers_agree(const Tokenizer *a, const Tokenizer *b) {
     return a->hash && b->hash ? a->hash == b->hash
                               : !a->vocabulary || !b->vocabulary || a->vocabulary == b->vocabulary;
@@ -128,9 +120,8 @@ static int is_space(uint32_t c) {
            c == 0x205F || c == 0x3000;
 }
 
-// A vocabulary: maps ids and bytes to each other, and holds the class of every character. A Bpe
-// takes 5 MiB, too large for a stack; most of it is never accessed.
-// BPE_TEXT limits the total bytes of all tokens, and BPE_LONGEST the bytes of one token.
+// A vocabulary: maps ids and bytes to each other, and holds the class of every character. It takes
+// 5 MiB, too large for a stack. BPE_TEXT limits the bytes of all tokens, BPE_LONGEST of one.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512, NO_ID = 65535 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
@@ -151,8 +142,8 @@ static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
     return (int)(bpe->start[token + 1] - bpe->start[token]);
 }
 
-// Finds the slot of a token by its bytes (1 to BPE_LONGEST), or the free slot to insert it at. *tag
-// receives the upper half of the slot's value.
+// Finds the slot of a token by its bytes (1 to BPE_LONGEST), or the free slot where it belongs.
+// *tag receives the upper half of the slot's value.
 static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *tag) {
     uint64_t hash = fnv1a(fnv1a_start, bytes, n) * 0x9E3779B97F4A7C15u;
     uint32_t slot = (uint32_t)(hash >> 31) % BPE_SLOTS;
@@ -259,8 +250,6 @@ static void bpe_begin_bytes(Bpe *bpe, int byte_of[BYTE_CHARACTERS]) {
     }
 }
 
-static const char merges_first_line[] = "#version: 0.2\n";
-
 // Finds the path of GPT-2's vocabulary: `asked` (--tokenizer) if given, even if the file does not
 // exist, otherwise data/vocab.bpe. Returns 0 if there is none.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
@@ -311,8 +300,8 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
 
 // Returns whether encoding the text in two parts, split before the ASCII whitespace at offset
 // i > 0, gives the same tokens as encoding it whole. This holds if the preceding character is not
-// whitespace: no alternative of the pattern continues from such a character to whitespace, so a
-// pre-token ends there, and the only alternative that looks ahead (\s+) cannot end there.
+// whitespace: no alternative of the pattern continues from it to whitespace, and the only one that
+// looks ahead (\s+) cannot end there.
 __attribute__((unused)) static int bpe_cut_is_safe(const char *text, size_t i) {
     const unsigned char *t = (const unsigned char *)text;
     size_t start = i - 1;
@@ -401,8 +390,7 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
 }
 
 // Encodes one pre-token of n bytes into ranks below `limit`, or bytes, and returns their number.
-// Every merge pops an entry, removes one token and pushes at most two entries, so the total time is
-// O(n log n) and the heap has at most 2 n entries.
+// Every merge removes one token and pushes at most two entries: O(n log n) in total.
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, uint16_t *out) {
     check(n < UINT32_MAX, "a pre-token of %zu bytes", n);
     e->limit = limit;
@@ -479,7 +467,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     return to - out;
 }
 
-// Writes a token as characters (byte_character) in UTF-8. Returns the number of bytes written.
+// Writes a token as characters (byte_character) in UTF-8. Returns their number of bytes.
 static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int n) {
     size_t length = 0;
     for (int i = 0; i < n; i++) {
@@ -504,7 +492,7 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
     const char *bytes;
     FILE *f = open_memstream(&text, size);
     check(f, "no memory for a vocabulary");
-    fputs(file == FILE_OF_MERGES ? merges_first_line : "{", f);
+    fputs(file == FILE_OF_MERGES ? "#version: 0.2\n" : "{", f);
     for (int rank = 256; file == FILE_OF_MERGES && rank < bpe->ordinary; rank++) {
         const int n = bpe_bytes(bpe, rank, &bytes), split = bpe->splits[rank];
         fwrite(word, 1, token_characters(word, bytes, split), f);
@@ -583,8 +571,8 @@ static void reader_open(BpeReader *r, Bpe *bpe, const char *name) {
     bpe_encoder_open(&r->encoder, bpe);
 }
 
-// Decodes a token, written as characters (byte_character). Returns its number of bytes, or -1 if a
-// character stands for no byte or if there are more than `most` bytes.
+// Decodes a token, written as characters (byte_character). Returns its number of bytes; -1 if a
+// character stands for no byte, or if there are more than `most`.
 static int word_bytes(const BpeReader *r, char *out, int most, const char *text, size_t length) {
     int n = 0;
     for (size_t i = 0; i < length; n++) {
@@ -598,8 +586,8 @@ static int word_bytes(const BpeReader *r, char *out, int most, const char *text,
     return n;
 }
 
-// Adds the merge "left right", which is at `line` of the file. Ends the run if earlier merges keep
-// it from ever being applied: other programs would then give different tokens.
+// Adds the merge "left right" at `line` of the file. Ends the run if earlier merges keep it from
+// ever being applied: other programs would then give different tokens.
 static void merge_read(BpeReader *r, const char *text, size_t length, int line) {
     Bpe *bpe = r->bpe;
     char both[BPE_LONGEST];
@@ -629,8 +617,7 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     }
 }
 
-// Reads a vocab.bpe or merges.txt: one merge per line after a first line `#version`, which old
-// files lack.
+// Reads a vocab.bpe or merges.txt: a line `#version`, which old files lack, and one merge per line.
 static void merges_read(BpeReader *r, Mapping map) {
     const char *text = (const char *)map.bytes, *end = text + map.size;
     text += map.size > 2 && memcmp(text, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;  // a byte order mark
@@ -852,7 +839,7 @@ static const char *shard_prefix(const char *shard) {
 }
 
 // Finds the merges of a shard: `asked` (--tokenizer) or, if it is empty, PREFIX_merges.txt. Returns
-// 0 if neither is known, because the shard is not called PREFIX_train... or PREFIX_val...
+// 0 if the shard's name has no PREFIX.
 static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
     const char *end = shard_prefix(shard);
     path_print(path, "%s", asked);
@@ -881,8 +868,7 @@ static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe,
 // -------------------------------------------------------------------------------------------------
 // 2. Token shards
 // A shard is a file with a header of 256 int32, followed by uint16 tokens. The header names the
-// tokenizer; all shards of a dataset must have the same one. data/tokenize also stores a SHA-256
-// in the header that covers the whole file; other programs leave zeros there.
+// tokenizer. data/tokenize also stores a SHA-256 of the whole file there, other programs zeros.
 
 enum { SHARD_SHA256 = 8, SHARD_EDGE = 1 << 20 };  // header word where the hash starts; bytes
 
@@ -910,14 +896,12 @@ static const char *shard_bytes(const Shard *shard, void *out, int64_t bytes, int
     return fault;
 }
 
-// Reads `count` tokens of a shard into `out`, from index `first` on. Returns NULL on success,
-// otherwise an error message.
 static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, int64_t count) {
     return shard_bytes(shard, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
 }
 
-// Returns the tokenizer that the header of a token or evaluation file names, with this vocabulary.
-// llm.c's files name none: their tokens are GPT-2's.
+// Returns the tokenizer in the header of a token or evaluation file. llm.c's files name none: their
+// tokens are GPT-2's.
 static Tokenizer tokenizer_of_header(const LlmcHeader *h, int vocabulary) {
     const uint32_t first = (uint32_t)h->words[5], second = (uint32_t)h->words[6];
     Tokenizer t = h->words[4] == TOKENIZER_BYTES ? byte_tokenizer : gpt2_tokenizer;
@@ -946,31 +930,28 @@ static void shard_open(Shard *shard, const char *path) {
             "-o PREFIX %s", path, path);
     }
     LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
-    int count = h.words[2], kind = h.words[4];
+    const int count = h.words[2], kind = h.words[4];
     const Tokenizer t = tokenizer_of_header(&h, h.words[3]);
-    int64_t bytes = LLMC_HEADER_BYTES + 2 * (int64_t)count;
-    if (count < 0 || size != bytes) {
+    shard->tokenizer = t;
+    shard->count = count;
+    if (count < 0 || size != shard_file_bytes(shard)) {
         die("%s: expected %" PRId64 " bytes for the %d tokens in the header, found %" PRId64,
-            path, bytes, count, size);
+            path, shard_file_bytes(shard), count, size);
     }
-    if (kind != TOKENIZER_GPT2 && kind != TOKENIZER_BYTES && kind != TOKENIZER_MERGES) {
+    if (kind < TOKENIZER_GPT2 || kind > TOKENIZER_MERGES) {
         die("%s: unknown tokenizer %d in the header; expected 0 (GPT-2), 1 (bytes) or 2 (custom)",
             path, kind);
     }
-    const int own = kind == TOKENIZER_MERGES;
-    const int minimum = own ? (int)MIN_VOCABULARY
-                      : kind == TOKENIZER_BYTES ? (int)BYTE_VOCABULARY : (int)GPT2_VOCABULARY;
-    if (t.vocabulary < minimum || t.vocabulary > (own ? (int)MAX_VOCABULARY : minimum)) {
+    const int custom = kind == TOKENIZER_MERGES;
+    const int minimum = kind == TOKENIZER_GPT2 ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY;
+    if (t.vocabulary < minimum || t.vocabulary > (custom ? (int)MAX_VOCABULARY : minimum)) {
         die("%s: invalid vocabulary size %d in the header; expected %d%s", path, t.vocabulary,
-            minimum, own ? " to 65535" : "");
+            minimum, custom ? " to 65535" : "");
     }
-    shard->tokenizer = t;
-    shard->count = count;
 }
 
 // Hashes the first and the last MiB of a shard, or all of a smaller one, into shard->edges, with
-// zeros in place of the header's own hash, which other programs do not write. Returns NULL on
-// success, otherwise an error message.
+// zeros in place of the hash in the header. Returns NULL on success, otherwise an error message.
 static const char *shard_hash_edges(Shard *shard) {
     const int64_t size = shard_file_bytes(shard), first = min_i64(size, SHARD_EDGE);
     const int64_t last = max_i64(size - SHARD_EDGE, first);
@@ -995,10 +976,9 @@ static const char *shard_hash_edges(Shard *shard) {
 // format is llm.c's, documented at write_evalfile in llm.c's dev/data/data_common.py: a header with
 // the number of examples and the size in bytes of the largest one, then for each example uint16
 // words: 65535; the example's size in bytes, index, label (the correct completion) and number of
-// completions; and the length and tokens of the context and of each completion. So far, this code
-// has been tested only with synthetic files, not with published ones.
+// completions; and the length and tokens of the context and of each completion. Tested only with
+// synthetic files. llm.c's files have four completions per example, other benchmarks two to five.
 
-// llm.c's files have four completions per example; other benchmarks have two to five.
 enum { EVAL_START = 65535, EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
 
 typedef struct {
@@ -1024,12 +1004,12 @@ static int eval_word(const unsigned char *words, int64_t i) {
     return words[2 * i] | words[2 * i + 1] << 8;
 }
 
-// Parses example `number`, which begins at byte `at` of the file. Returns its size in bytes. Ends
-// the run unless it is within the file and all its words have allowed values.
+// Parses example `number`, which begins at byte `offset` of the file. Returns its size in bytes.
+// Ends the run unless it is within the file and all its words have allowed values.
 static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int number) {
     const unsigned char *p = f->bytes + offset;
-    const size_t left = f->size - offset;
-    if (left < 2 * EVAL_EXAMPLE_WORDS) {
+    const size_t available = f->size - offset;
+    if (available < 2 * EVAL_EXAMPLE_WORDS) {
         die("%s: example %d: unexpected end of file", f->name, number);
     }
     const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
@@ -1037,9 +1017,9 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         die("%s: example %d: start word %d, index %d; expected %d and %d", f->name, number,
             start, index, EVAL_START, number);
     }
-    if ((size_t)bytes > left || (size_t)bytes > f->longest_bytes) {
+    if ((size_t)bytes > available || (size_t)bytes > f->longest_bytes) {
         die("%s: example %d: size is %d bytes; %zu are left and the header's maximum is %zu",
-            f->name, number, bytes, left, f->longest_bytes);
+            f->name, number, bytes, available, f->longest_bytes);
     }
     memset(x, 0, sizeof *x);
     x->label = eval_word(p, 3);
@@ -1056,8 +1036,7 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         tokens->words = p + 2 * (position + 1);
         if (tokens->count < 1 || tokens->count > space) {
             die("%s: example %d: text %d (0 is the context) has %d tokens; expected 1 to %d, the "
-                "space left",
-                f->name, number, k, tokens->count, space > 0 ? space : 0);
+                "space left", f->name, number, k, tokens->count, space > 0 ? space : 0);
         }
         for (int i = 0; i < tokens->count; i++) {
             if (eval_word(tokens->words, i) >= f->vocabulary) {
@@ -1075,9 +1054,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
     return (size_t)bytes;
 }
 
-// Checks an evaluation file of `size` bytes, including every example, for a model of `vocabulary`
-// tokens. `f` keeps pointers to `bytes` and `name`. Allocates nothing. Ends the run on the first
-// error.
+// Checks an evaluation file, including every example, for a model of `vocabulary` tokens. `f` keeps
+// pointers to `bytes` and `name`. Ends the run on the first error.
 static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
                        int vocabulary) {
     LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);

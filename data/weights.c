@@ -2,7 +2,6 @@
 //
 // Reads Hugging Face's config.json and model.safetensors, whole or in parts, and llm.c's .bin
 // files; writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
-// Input files are untrusted; their tensors are also checked against the model's shapes.
 //
 // Hugging Face stores the weight matrices of a block as (in, out), the transpose of this program's
 // layout, and wte without its padding rows.
@@ -16,8 +15,7 @@ static const struct {
 } extra_table[FILE_TENSORS - TENSORS] = {
     {"attn.bias", 1}, {"attn.masked_bias", 1}, {"lm_head.weight", 0}};
 
-// Writes Hugging Face's name of a tensor: prefix, then "h.N." for a tensor of block N, then the
-// tensor's own name.
+// Writes Hugging Face's name of a tensor: prefix, "h.N." for a tensor of block N, and its name.
 static void file_tensor_name(char name[80], const char *prefix, int tensor, int layer) {
     char block[16] = "";
     if (tensor_table[tensor].per_layer) {
@@ -74,8 +72,8 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
     }
 }
 
-// Finds a tensor by its Hugging Face name, in which the prefix "transformer." is optional. Returns
-// its index (TENSORS and above: a row of extra_table), or -1. *layer receives the block number.
+// Finds a tensor by its Hugging Face name, with or without the prefix "transformer.". Returns its
+// index (TENSORS and above: a row of extra_table), or -1. *layer receives the block number.
 static int file_tensor_find(const char *name, int L, int *layer) {
     char *end;
     *layer = 0;
@@ -100,8 +98,7 @@ static int file_tensor_find(const char *name, int L, int *layer) {
     return -1;
 }
 
-// Ends the run if a model exceeds this program's limits, which also apply to a shape given as an
-// option.
+// Ends the run if a model exceeds the limits, which also apply to a shape given as an option.
 static void model_require(const Model *m, const char *name) {
     if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
         die("%s: unsupported model: %d layers, %d heads, %d channels, %d positions, %d tokens; "
@@ -163,15 +160,14 @@ static void spans_complete(Span *spans, const Model *m, const char *name) {
 }
 
 // Parses the sizes in a Hugging Face config.json, and the tokenizer that config_save() names.
-// Rejects settings under which the same weights would compute a different function; ignores those
-// used only for training or generation.
+// Rejects settings under which the same weights would compute a different function.
 static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, size_t size,
                          const char *name) {
-    enum { SIZES = 5 };
-    static const char *const sizes[SIZES][2] = {
+    enum { SIZES = 5, INNER = SIZES };
+    static const char *const sizes[INNER + 1][2] = {
         {"n_layer", "num_hidden_layers"}, {"n_head", "num_attention_heads"},
         {"n_embd", "hidden_size"}, {"n_positions", "max_position_embeddings"},
-        {"vocab_size", "vocab_size"}};
+        {"vocab_size", "vocab_size"}, {"n_inner", "n_inner"}};
     static const char *const facts[][2] = {
         {"model_type", "gpt2"}, {"activation_function", "gelu_new|gelu_pytorch_tanh"},
         {"layer_norm_epsilon", "1e-05"}, {"tie_word_embeddings", "true"},
@@ -179,27 +175,23 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
         {"add_cross_attention", "false"}};
     const Json all = {bytes, 0, size, NULL};
     Json j = all;
-    int64_t value[SIZES] = {0}, inner = 0;
+    int64_t value[INNER + 1] = {0};
     char text[64];
     memset(m, 0, sizeof *m);
     memset(t, 0, sizeof *t);
     json_skip(&j);
     json_end(&j, name);
     json_require(all, name, facts, sizeof facts / sizeof *facts);
-    for (int i = 0; i < 2 * SIZES; i++) {
+    for (int i = 0; i < 2 * (INNER + 1); i++) {
         j = all;
-        const int64_t before = value[i / 2], count = json_find(&j, sizes[i / 2][i % 2]) ?
-                                                         json_count(&j) : before;
+        const int found = json_find(&j, sizes[i / 2][i % 2]) &&
+                          (i / 2 != INNER || json_peek(&j) != 'n');  // n_inner may be null
+        const int64_t before = value[i / 2], count = found ? json_count(&j) : before;
         if (before && count != before) {
             json_fail(&j, "different values under two names");
         }
         json_check(&j, name);
         value[i / 2] = count;
-    }
-    j = all;
-    if (json_find(&j, "n_inner") && json_peek(&j) != 'n') {
-        inner = json_count(&j);
-        json_check(&j, name);
     }
     j = all;
     if (json_find(&j, "train_gpt2_tokenizer")) {
@@ -211,8 +203,8 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
             die("%s: %s is %s", name, sizes[s][0], value[s] ? "too large" : "missing or zero");
         }
     }
-    if (inner && inner != 4 * value[2]) {
-        die("%s: unsupported n_inner %" PRId64 "; expected 4 x n_embd", name, inner);
+    if (value[INNER] && value[INNER] != 4 * value[2]) {
+        die("%s: unsupported n_inner %" PRId64 "; expected 4 x n_embd", name, value[INNER]);
     }
     m->L = (int)value[0];
     m->NH = (int)value[1];
@@ -221,16 +213,15 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
     model_set_vocabulary(m, (int)value[4]);
     model_require(m, name);
     if (t->hash) {
-        const Tokenizer own = {TOKENIZER_MERGES, 0, -1, t->hash};
+        const Tokenizer custom = {TOKENIZER_MERGES, 0, -1, t->hash};
         *t = t->hash == byte_tokenizer.hash   ? byte_tokenizer
              : t->hash == gpt2_tokenizer.hash ? gpt2_tokenizer
-                                              : own;
+                                              : custom;
     }
 }
 
-// llm.c's model files have a header with the sizes, then each tensor of all layers, in the order of
-// tensor_table. Version 3 is fp32; version 5 is bf16. llmc_model parses the header and returns the
-// type; llmc_spans locates the tensors. spans: (L, FILE_TENSORS).
+// Parses the header of llm.c's model files and returns the type: version 3 is fp32, version 5 bf16.
+// Each tensor of all layers follows, in the order of tensor_table. spans: (L, FILE_TENSORS).
 static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
     const int type = h.words[1] == 3 ? (int)FILE_F32 : (int)FILE_BF16;
@@ -420,7 +411,7 @@ static void span_transposed(real *out, const Span *s, int64_t rows, int64_t cols
 
 // The split master copy of the weights: an fp32 weight with bits u is stored as the bf16 weight
 // (u + 0x8000) >> 16, which is u rounded half up, and the low half u & 0xffff. Every number is
-// recovered exactly; a NaN stays a NaN for any low half.
+// recovered exactly. A NaN stays a NaN.
 enum { MASTER_NAN = 0x7fc0 };
 static uint16_t master_high(float value) {
     uint32_t u;
@@ -452,9 +443,8 @@ static void model_file_load(Engine *e, const ModelFile *f) {
         int swap = f->transposed && tensor_table[tensor].transposed;
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const Span *s = file_span(f->spans, tensor, l);
-            const int64_t size = rows * cols;
-            for (int64_t i = 0, count; i < size; i += count) {
-                count = min_i64(swap ? STRIP * cols : (int64_t)IO_ELEMENTS, size - i);
+            for (int64_t i = 0, count; i < rows * cols; i += count) {
+                count = min_i64(swap ? STRIP * cols : (int64_t)IO_ELEMENTS, rows * cols - i);
                 if (swap) {
                     span_transposed(values, s, rows, cols, i / cols, count / cols);
                 } else {
@@ -514,9 +504,8 @@ static void file_transposed(unsigned char *out, int type, const real *values, in
     }
 }
 
-// Writes one tensor in Hugging Face's layout: without padding, and transposed if the layout
-// requires it. `out` holds one strip. So does `values`, except that a tensor to be transposed must
-// fit into it as a whole, because each strip has elements of every row.
+// Writes one tensor in Hugging Face's layout, without padding. `out` and `values` hold one strip,
+// but `values` all of a tensor that is transposed: each strip has elements of every row.
 static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *values,
                         unsigned char *out, Writer *w) {
     const int swap = tensor_table[tensor].transposed;
