@@ -138,7 +138,7 @@ typedef struct {
 
 // Ends the run, and removes its files, if the file that this thread reads has been truncated:
 // accessing its mapping raises SIGBUS, perhaps in several threads.
-static _Thread_local const char *reading = "an input file";
+static __thread const char *reading = "an input file";
 static void on_bus_error(int number) {
     static int once;
     (void)number;
