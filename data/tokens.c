@@ -750,6 +750,7 @@ static int token_exists(const Bpe *bpe, int64_t id) {
 static Token end_of_text(const Bpe *bpe, const char *file) {
     static const char *const settings[2][2] = {{"add_prefix_space", "false"},
                                                {"add_bos_token", "false"}};
+    static const char *const special[1][2] = {{"special", "true"}};
     char path[PATH_BYTES], names[2][BPE_LONGEST] = {"", "<|endoftext|>"};
     const char *bytes;
     int64_t end = -1;
@@ -768,6 +769,11 @@ static Token end_of_text(const Bpe *bpe, const char *file) {
                 if (json_find(&j, "eos_token")) {
                     inner = j;
                     json_string(json_find(&inner, "content") ? &inner : &j, names[0], BPE_LONGEST);
+                }
+                j = all;
+                const int some = json_find(&j, "added_tokens_decoder");
+                for (int n = 0; some && json_next(&j, &n, '{', NULL, 0); json_skip(&j)) {
+                    json_require(j, path, special, 1);
                 }
             }
             mapping_close(&map);

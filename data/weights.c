@@ -295,6 +295,7 @@ static int parts_list(PartNames names, const char *folder) {
         {"pytorch_model.bin", ", only pytorch_model.bin; to convert it: from transformers import "
                               "AutoModelForCausalLM as M; M.from_pretrained(FOLDER)"
                               ".save_pretrained(FOLDER)"}};
+    const char *instead = "";
     char path[PATH_BYTES];
     for (int count = 1; count <= MODEL_FILES; count++) {
         int found = 0;
@@ -307,14 +308,11 @@ static int parts_list(PartNames names, const char *folder) {
             return count;
         }
     }
-    int i = 0;
-    for (; i < 2; i++) {
+    for (int i = 0; i < 2 && !instead[0]; i++) {
         path_print(path, "%s/%s", folder, others[i][0]);
-        if (access(path, F_OK) == 0) {
-            break;
-        }
+        instead = access(path, F_OK) == 0 ? others[i][1] : "";
     }
-    die("--model (-e): %s has no model.safetensors%s", folder, i < 2 ? others[i][1] : "");
+    die("--model (-e): %s has no model.safetensors%s", folder, instead);
 }
 
 // Opens the file or files with the weights that `path` names; see model_file_open.
@@ -324,19 +322,18 @@ static void weights_map(ModelFile *f, const char *path) {
     struct stat status;
     Mapping map;
     const int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    int count = 1;
-    path_print(whole, "%s/model.safetensors", path);
+    path_print(whole, is_folder ? "%s/model.safetensors" : "%s", path);
     path_print(index, "%s.index.json", whole);
-    snprintf(names[0], sizeof names[0], "model.safetensors");
-    const int has_index = is_folder && access(whole, F_OK) != 0 && mapping_open(&map, index) == 0;
+    const int in_parts = is_folder && access(whole, F_OK) != 0;
+    const int has_index = in_parts && mapping_open(&map, index) == 0;
+    const int count = !in_parts ? 1 : has_index ? index_parse(names, map.bytes, map.size, index)
+                                                : parts_list(names, path);
     if (has_index) {
-        count = index_parse(names, map.bytes, map.size, index);
         mapping_close(&map);
-    } else if (is_folder && access(whole, F_OK) != 0) {
-        count = parts_list(names, path);
     }
     for (; f->files < count; f->files++) {
-        path_print(f->name, "%s%s%s", path, is_folder ? "/" : "", is_folder ? names[f->files] : "");
+        path_print(f->name, "%s%s%s", in_parts ? path : whole, in_parts ? "/" : "",
+                   in_parts ? names[f->files] : "");
         if (mapping_open(&f->maps[f->files], f->name) != 0) {
             die("--model (-e): cannot open %s%s%s: %s", f->name, has_index ? ", listed in " : "",
                 has_index ? index : "", file_error());

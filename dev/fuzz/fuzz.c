@@ -403,6 +403,7 @@ static const Bpe *encoder_vocabulary(void) {
     for (size_t i = 0; i < sizeof merges / sizeof merges[0]; i++) {
         bpe_add(&fuzz_bpe, merges[i], strlen(merges[i]));
     }
+    bpe_number_plainly(&fuzz_bpe);
     return &fuzz_bpe;
 }
 

@@ -163,21 +163,24 @@ REFUSED = [
 def test_refused(changes, expected):
     """A tokenizer.json that would give other tokens is refused with the setting's name."""
     Path("tokenizer.json").write_text(tokenizer_json(IDS, **changes))
+    not_tokenized("tokenizer.json", expected)
+
+
+def not_tokenized(tokenizer, expected):
     Path("text").write_text(TEXT)
-    refused([str(TOP / "data/tokenize"), *"--bpe --tokenizer tokenizer.json -o x text".split()],
-            "tokenizer.json: " if expected[0] != ":" else expected)
-    o = run([str(TOP / "data/tokenize"), *"--bpe --tokenizer tokenizer.json -o x text".split()])
-    assert expected in o.err and names(".", "x") == []
+    refused([str(TOP / "data/tokenize"), *"--bpe -o x text --tokenizer".split(), tokenizer],
+            expected)
+    assert names(".", "x") == []
 
 
 def test_refused_more():
-    def fails(expected):
-        Path("text").write_text(TEXT)
-        refused([str(TOP / "data/tokenize"), *"--bpe --tokenizer own -o x text".split()], expected)
-
+    fails = lambda expected: not_tokenized("own", expected)
     write_tokenizer("own", "files", "first")
-    Path("own/tokenizer_config.json").write_text('{"x": %s, "add_prefix_space": true}' % ("9" * 31))
-    fails("own/tokenizer_config.json: unsupported add_prefix_space 'true'; expected false")
+    for text, found in (("true", "add_prefix_space 'true'; expected false"), (
+            'false, "added_tokens_decoder": {"7": {"special": false}}', "special 'false'; expect")):
+        Path("own/tokenizer_config.json").write_text('{"x": %s, "add_prefix_space": %s}' % (
+            "9" * 31, text))
+        fails("own/tokenizer_config.json: unsupported " + found)
     Path("own/tokenizer_config.json").unlink()
     Path("own/vocab.json").unlink()
     fails("config.json says that the end of text is 0; without vocab.json it is 264")
@@ -202,6 +205,13 @@ def texts(tmp_path_factory):
         Path(name).write_text("".join(line % (i, i * 7 % 13) for i in range(300)))
         tokenize("--train-bpe 300 -o %s %s" % (name, name))
     tokenize("--train-bpe 257 -o few a")
+    write_tokenizer("ids", "files", "first")
+    write_tokenizer("plain", "files", "last")
+    tokenize("--bpe --tokenizer plain -o plain a")
+    shape = 1, 1, 4, 16, 265
+    write_model("ids", safetensors({}, hugging_face(shape)), config_text(shape))
+    Path("hash_train.bin").write_bytes(with_ints(Path("a_train.bin").read_bytes(), 5, 0, 6, 0))
+    Path("hash_merges.txt").write_bytes(Path("a_merges.txt").read_bytes())
     for model, data in ("a", "a"), ("few", "few"), ("bytes", None):
         subprocess.run([program_path(), *("-i %s_train.bin -e l1h1c8t16 -x 1 -b 2 -v 0 --quiet -o "
                                           "run-%s" % (data, model)).replace(
@@ -216,6 +226,10 @@ def texts(tmp_path_factory):
     return folder
 
 
+HASH = hashlib.sha256("\n".join(["#version: 0.2", *MERGES, ""]).encode() + array.array(
+    "H", [IDS[token] for token in PLAIN]).tobytes()).hexdigest()[:8]
+
+
 def program_path():
     import program
     return program.path
@@ -225,6 +239,7 @@ def program_path():
     ("-e run-a --eval b_val.bin", "b_val.bin has 300 custom tokens ("),
     ("-e run-a -x 1 -b 2 -i b_train.bin", "b_train.bin has 300 custom tokens ("),
     ("-e run-a --generate --tokenizer b_merges.txt", "b_merges.txt has 300 custom tokens ("),
+    ("-e ids -x 1 -b 2 -i plain_train.bin", "ids has 265 custom tokens (%s), but pl" % HASH),
     ("-e run-few -x 1 -b 2 -i train.bin", "run-few/step-00000001 has 257 custom tokens ("),
     ("-e run-bytes -x 1 -b 2 -i few_train.bin", "run-bytes/step-00000001 has bytes, but few_"),
     ("-e run-bytes --generate --tokenizer few_merges.txt", "run-bytes/step-00000001 has byte tok"),
@@ -245,6 +260,7 @@ def test_agree(texts, monkeypatch, arguments, expected):
     ("-e padded -x 1 -b 2 -i train.bin", "padded names no tokenizer; assuming that of train.bin"),
     ("-e more --eval gpt2.bin", "more names no tokenizer; assuming that of gpt2.bin: GPT-2's"),
     ("-e more --eval e.bin", "more names no tokenizer; assuming that of e.bin: GPT-2's tokens\n"),
+    ("-e l1h1c8t16 -x 1 -b 2 -s 1 -g 1 -i hash_train.bin", "hash_train.bin names no tokenizer; as"),
     ("-e run-a --eval a_val.bin", ""), ("-e run-bytes --eval val.bin", "")])
 def test_unknown(texts, monkeypatch, arguments, said):
     """Weights without a tokenizer are accepted, which is said."""
@@ -258,10 +274,10 @@ def test_never_predicted():
     members = hugging_face(shape)
     members["ln_f.bias"][2] = struct.pack("<8f", *[1] * 8)
     members["wte.weight"][2] = struct.pack("<%df" % (270 * 8), *[0] * (265 * 8), *[9] * 40)
-    write_tokenizer("own", "files", "first")
+    write_tokenizer("own", "files", "last")
     write_model("own", safetensors({}, members), config_text(shape))
     o = run("--generate -e own --temperature 0 -g 5 --prompt=a --quiet")
-    assert o.status == 0 and o.out == "a\n", o     # all logits of tokens are equal: the first
+    assert o.status == 0 and o.out == "a!!!!!\n", o  # all tokens have the same logit; 0 is "!"
     Path("text").write_text(TEXT * 9)
     tokenize("--bpe --val-fraction 0 -o x --tokenizer own text")
     succeeds("-i x_train.bin -e own -b 1 -x 1 -l 0 -v 0 -o out --quiet")
