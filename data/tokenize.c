@@ -845,10 +845,12 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
 
 // Writes the tokenizer as PREFIX_merges.txt and, if its ids differ from the ranks, two more files.
 static void tokenizer_write(const Bpe *bpe, const char *prefix) {
+    static const char *const names[TOKENIZER_FILES] = {"merges.txt", "vocab.json",
+                                                       "tokenizer_config.json"};
     for (int file = 0; file < (bpe->plain ? 1 : TOKENIZER_FILES); file++) {
         char path[PATH_BYTES];
         size_t size;
-        path_print(path, "%s_%s", prefix, tokenizer_files[file]);
+        path_print(path, "%s_%s", prefix, names[file]);
         char *text = tokenizer_file_text(bpe, file, 0, &size);
         const int fd = output_open(path);
         output_write(fd, text, size);

@@ -480,10 +480,9 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
     return length;
 }
 
-// The files that keep a tokenizer. One that is plain needs only the first.
+// The files that keep a tokenizer: merges.txt, vocab.json and tokenizer_config.json. One that is
+// plain needs only the first.
 enum { FILE_OF_MERGES, FILE_OF_IDS, FILE_OF_ROLES, TOKENIZER_FILES };
-static const char *const tokenizer_files[TOKENIZER_FILES] = {"merges.txt", "vocab.json",
-                                                             "tokenizer_config.json"};
 
 // Returns the text of a tokenizer's file, *size bytes, which the caller frees. `length`: the
 // model's longest sequence, or 0.
@@ -744,56 +743,40 @@ static int token_exists(const Bpe *bpe, int64_t id) {
     return id >= 0 && id < NO_ID && bpe->ranks[id];
 }
 
-// Returns the id of the end of text: eos_token_id in config.json, else eos_token in
-// tokenizer_config.json, else <|endoftext|>; -1 if the tokenizer has none of them. Ends the run if
-// the settings would give other tokens than this program does.
-static Token end_of_text(const Bpe *bpe, const char *file) {
-    static const char *const settings[2][2] = {{"add_prefix_space", "false"},
-                                               {"add_bos_token", "false"}};
-    static const char *const special[1][2] = {{"special", "true"}};
-    char path[PATH_BYTES], names[2][BPE_LONGEST] = {"", "<|endoftext|>"};
+// Returns `id`, or the id of the token with this text if `id` is not a token; -1 if neither is.
+static int64_t token_find(const Bpe *bpe, int64_t id, const char *text) {
     const char *bytes;
-    int64_t end = -1;
-    for (int i = 0; i < 2; i++) {
-        Mapping map;
-        if (file_beside(path, file, i ? tokenizer_files[FILE_OF_ROLES] : "config.json") &&
-            mapping_open(&map, path) == 0) {
-            const Json all = {map.bytes, 0, map.size, NULL};
-            Json j = all, inner;
-            if (i == 0 && json_find(&j, "eos_token_id")) {
-                json_take(&j, '[');  // the first of a list
-                end = json_count(&j);
-                end = j.fault ? -1 : end;
-            } else if (i) {
-                json_require(all, path, settings, 2);
-                if (json_find(&j, "eos_token")) {
-                    inner = j;
-                    json_string(json_find(&inner, "content") ? &inner : &j, names[0], BPE_LONGEST);
-                }
-                j = all;
-                const int some = json_find(&j, "added_tokens_decoder");
-                for (int n = 0; some && json_next(&j, &n, '{', NULL, 0); json_skip(&j)) {
-                    json_require(j, path, special, 1);
-                }
-            }
-            mapping_close(&map);
-        }
+    for (int rank = 0; rank < bpe->count && !token_exists(bpe, id); rank++) {
+        const size_t n = (size_t)bpe_bytes(bpe, rank, &bytes);
+        id = n == strlen(text) && memcmp(bytes, text, n) == 0 ? bpe->ids[rank] : -1;
     }
-    for (int i = 0; i < 2 && !token_exists(bpe, end); i++) {
-        for (int rank = 0; rank < bpe->count; rank++) {
-            const size_t n = (size_t)bpe_bytes(bpe, rank, &bytes);
-            end = n == strlen(names[i]) && memcmp(bytes, names[i], n) == 0 ? bpe->ids[rank] : end;
-        }
-    }
-    return token_exists(bpe, end) ? (Token)end : -1;
+    return token_exists(bpe, id) ? id : -1;
 }
 
-// Reads a tokenizer: a folder with a tokenizer.json or merges.txt, or one of these files. Ends the
-// run unless it agrees with `want`, the tokenizer of the data named `of`; if `want` is NULL, any
-// tokenizer is allowed.
+// Reads eos_token from a tokenizer_config.json. Ends the run if a setting would give other tokens.
+static void roles_read(const char *name, Json j, char eos[BPE_LONGEST]) {
+    static const char *const settings[][2] = {{"add_prefix_space", "false"},
+                                              {"add_bos_token", "false"}, {"special", "true"}};
+    Json added = j, inner;
+    json_require(j, name, settings, 2);
+    if (json_find(&j, "eos_token")) {
+        inner = j;
+        json_string(json_find(&inner, "content") ? &inner : &j, eos, BPE_LONGEST);
+    }
+    const int some = json_find(&added, "added_tokens_decoder");
+    for (int n = 0; some && json_next(&added, &n, '{', NULL, 0); json_skip(&added)) {
+        json_require(added, name, settings + 2, 1);
+    }
+}
+
+// Reads a tokenizer: a folder with a tokenizer.json or merges.txt, or one of these files, and those
+// beside it. End of text is eos_token_id in config.json, else eos_token, else <|endoftext|>. Ends
+// the run unless the tokenizer agrees with `want`, that of the data named `of`, if not NULL.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
-    static const char *const names[] = {"", "vocab.json", "added_tokens.json"};
-    char file[PATH_BYTES], beside[PATH_BYTES];
+    static const char *const names[] = {"", "vocab.json", "added_tokens.json", "config.json",
+                                        "tokenizer_config.json"};
+    char file[PATH_BYTES], beside[PATH_BYTES], eos[BPE_LONGEST] = "";
+    int64_t end = -1;
     BpeReader r;
     Mapping map;
     path_print(beside, "%s/merges.txt", path);
@@ -804,26 +787,32 @@ static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const ch
         path_print(file, "%s", beside);
     }
     reader_open(&r, bpe, file);
-    for (int i = 0, is_json = 0; i < 3 && !is_json; i++) {
-        if (i == 0 || file_beside(beside, file, names[i])) {
-            r.name = i ? beside : file;
-            if (mapping_open(&map, r.name) != 0) {
-                die("cannot read vocabulary %s: %s", r.name, file_error());
-            }
-            Json j = {map.bytes, 0, map.size, NULL};
-            is_json = i == 0 && json_peek(&j) == '{';
-            if (i == 0) {
-                is_json ? tokenizer_json_read(&r, j) : merges_read(&r, map);
-            } else {
-                tokens_read(&r, j);
-            }
-            mapping_close(&map);
-        } else if (i == 1) {
-            bpe_number_plainly(bpe);
+    for (int i = 0, is_json = 0; i < 5; i += i == 0 && is_json ? 3 : 1) {
+        if (i && !file_beside(beside, file, names[i])) {
+            i == 1 ? bpe_number_plainly(bpe) : 0;
+            continue;
         }
+        r.name = i ? beside : file;
+        if (mapping_open(&map, r.name) != 0) {
+            die("cannot read vocabulary %s: %s", r.name, file_error());
+        }
+        Json j = {map.bytes, 0, map.size, NULL};
+        is_json = json_peek(&j) == '{';
+        if (i == 0) {
+            is_json ? tokenizer_json_read(&r, j) : merges_read(&r, map);
+        } else if (i < 3) {
+            tokens_read(&r, j);
+        } else if (i == 4) {
+            roles_read(r.name, j, eos);
+        } else if (json_find(&j, "eos_token_id")) {
+            json_take(&j, '[');  // the first of a list
+            end = json_count(&j);
+            end = j.fault ? -1 : end;
+        }
+        mapping_close(&map);
     }
     bpe_encoder_close(&r.encoder);
-    bpe->tokenizer.end = end_of_text(bpe, file);
+    bpe->tokenizer.end = (Token)token_find(bpe, token_find(bpe, end, eos), marker);
     if (bpe->plain && bpe->tokenizer.end < bpe->ordinary) {
         die("%s: config.json says that the end of text is %d; without vocab.json it is %d", file,
             bpe->tokenizer.end, bpe->ordinary);

@@ -356,7 +356,9 @@ static void target_bpe_merges(const unsigned char *bytes, size_t size) {
     } else if (!is_json) {
         bpe_number_plainly(&fuzz_bpe);
     }
-    fuzz_bpe.tokenizer.end = end_of_text(&fuzz_bpe, "merges.txt");
+    char eos[BPE_LONGEST] = "";
+    roles_read("tokenizer_config.json", j, eos);
+    fuzz_bpe.tokenizer.end = (Token)token_find(&fuzz_bpe, -1, eos);
     bpe_identify(&fuzz_bpe, "merges.txt");
     for (int rank = 0; rank < fuzz_bpe.count; rank++) {
         const int id = fuzz_bpe.ids[rank];
