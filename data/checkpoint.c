@@ -102,8 +102,7 @@ static void checkpoint_remove(const char *folder) {
     rmdir(folder);
 }
 
-// The state of a run apart from its tensors. Random numbers are functions of the seed and these
-// counters, so no generator state is saved.
+// The state of a run apart from its tensors. Random numbers are functions of the seed and these.
 typedef struct {
     int64_t step, updates, position, skipped;  // position: sequences consumed (chapter Data)
     int64_t pending_validation;  // 1: a signal interrupted the validation after `step`
@@ -208,8 +207,7 @@ typedef struct {
     Span span;
 } StateRange;
 enum { RANGE_NAME = 48 };
-// State files hold only the part of the weights that model.safetensors lacks: "master", the low
-// halves of the fp32 masters.
+// "master": the low halves of the fp32 masters, which model.safetensors lacks.
 static const char *const range_names[STATES] = {"master", "m", "v"};
 
 // Writes the name of the range's tensor in the file: state, bucket, first element: "m.3.0".
@@ -520,8 +518,7 @@ static int64_t step_of_name(const char *name, const char *suffix) {
     return named && strcmp(name + end, suffix) == 0 ? step : -1;
 }
 
-// Lists the folders step-NNNNNNNN`suffix` of `output`: checkpoints with suffix "", unfinished ones
-// with ".tmp".
+// Lists the folders step-NNNNNNNN`suffix` of `output`. Suffix ".tmp": unfinished checkpoints.
 static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     struct dirent **names;
     CheckpointList list = {NULL, 0};
@@ -639,8 +636,7 @@ static int state_text(char out[PATH_BYTES], const unsigned char *bytes, size_t s
     return !j.fault;
 }
 
-// Copies the text of `key` in a checkpoint's first state file to `out`. Returns 0 if it cannot be
-// read.
+// Copies the text of `key` in a checkpoint's first state file to `out`. Returns 0 on failure.
 static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char *key) {
     static Manifest manifest;
     char path[PATH_BYTES], file[FILE_NAME];
@@ -868,8 +864,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     free(values);
 }
 
-// Writes the checkpoint's value of an option to `was`, as text, or the option's default if the
-// checkpoint predates the option.
+// Writes the checkpoint's value of an option to `was`, or the default if it predates the option.
 static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRow *row) {
     Options defaults;
     char text[64];

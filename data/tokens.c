@@ -169,8 +169,7 @@ static int bpe_rank(const Bpe *bpe, const char *bytes, size_t n) {
     return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
 }
 
-// Appends a special token, which bpe_rank() does not find. Returns 0 if it is too long or if the
-// vocabulary is full.
+// Appends a special token, which bpe_rank() does not find. Returns 0 if there is no space for it.
 static int bpe_add_special(Bpe *bpe, const char *bytes, size_t n) {
     const uint32_t begin = bpe->start[bpe->count];
     if (n == 0 || n > BPE_LONGEST || bpe->count == MAX_VOCABULARY || n > BPE_TEXT - begin) {
@@ -844,8 +843,7 @@ static int merges_find(char path[PATH_BYTES], const char *asked, const char *sha
     return asked[0] || end;
 }
 
-// Writes the text of one token to `out` and returns its number of bytes. Without a vocabulary
-// (bpe NULL), tokens that are not bytes are printed as numbers.
+// Writes the text of one token to `out`, or its number if bpe is NULL. Returns the bytes written.
 static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe, Token token) {
     if (t->kind == TOKENIZER_BYTES) {
         out[0] = (char)token;
