@@ -15,8 +15,7 @@
 //         build/test_gpt2 --list      list the tests' names
 //
 // Contents
-//   1  Harness
-//   2  The parts
+// 1 Harness; 2 The parts
 
 #define GPT2_NO_MAIN 1
 #ifndef TEST_CUDA

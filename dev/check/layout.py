@@ -8,6 +8,7 @@ no trailing blanks and a newline at the end. In C and CUDA, no two consecutive l
 Prints one line per fault and finally `N passed, N failed, N skipped`; exit status 1 on any fault.
 Needs only python3.
 """
+import itertools
 import re
 import subprocess
 import sys
@@ -32,13 +33,12 @@ def contents(lines):
     """Titles in the list under `// Contents`, or None if there is no such list."""
     if "// Contents" not in lines:
         return None
-    listed = []
-    for line in lines[lines.index("// Contents") + 1:]:
-        match = re.match(r"^// (?:(Part [A-Z]+\. .+)| +(\d+)  (.+))$", line)
-        if not match:
-            break
-        listed.append(match.group(1) or f"{match.group(2)}. {match.group(3)}")
-    return listed
+    start = lines.index("// Contents") + 1
+    rows = itertools.takewhile(lambda line: line.startswith("// "), lines[start:])
+    text = " ".join(line[3:].strip() for line in rows)
+    text = re.sub(r"(Part [A-Z]+\. [^:]+): ", r"; \1; ", text)
+    items = filter(None, (item.strip() for item in text.split("; ")))
+    return [i if i.startswith("Part") else i.replace(" ", ". ", 1) for i in items]
 
 
 def title(chapter):

@@ -10,8 +10,9 @@
 Options: --only N,N or --sample N with --seed S (default 1) select mutations; --jobs N runs N tests
 at once (default 1); --scratch DIR keeps the copy and rebuilds only changed files. An expression E
 becomes (mutant(N) ? NEW : E), where N is selected by the environment variable MUTANT, so each
-target is built only once; Python files need `import os`. A test that fails without a mutation is named and not used. Prints a line
-per mutation, then `N of M caught`; status 1 if a result differs from the list or a test is unused.
+target is built only once; Python files need `import os`. A test that fails without a mutation is
+named and not used. Prints a line per mutation, then `N of M caught`; status 1 if a result differs
+from the list or a test is unused.
 """
 import argparse, concurrent.futures, os, random, re, subprocess, sys, tempfile
 

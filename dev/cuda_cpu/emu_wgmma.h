@@ -22,10 +22,7 @@
 // Source: PTX ISA 9.0, section 9.7.15, "Asynchronous Warpgroup Level Matrix Instructions".
 //
 // Contents
-//   1  State
-//   2  Descriptors
-//   3  Products
-//   4  Wrappers
+// 1 State; 2 Descriptors; 3 Products; 4 Wrappers
 //
 // Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #pragma once

@@ -7,12 +7,8 @@
 //     g++ -std=c++17 -O1 -Idev/cuda_cpu -isystem <CUDA>/include test_cuda_cpu.cpp
 //
 // Contents
-//   1  Device arrays
-//   2  Shared memory and seeds
-//   3  Memory and streams
-//   4  cp.async and wgmma
-//   5  NCCL
-//   6  Injected bugs
+// 1 Device arrays; 2 Shared memory and seeds; 3 Memory and streams; 4 cp.async and wgmma; 5 NCCL; 6
+//   Injected bugs
 //
 // Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #include <cuda_runtime.h>
