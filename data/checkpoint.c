@@ -112,7 +112,6 @@ typedef struct {
     NormWindow norms;
 } RunState;
 
-// The counters, stored as text in the state file's metadata.
 static const struct {
     const char *name;
     size_t offset;
@@ -324,7 +323,6 @@ typedef struct {
     ManifestRow files[CHECKPOINT_FILES];
 } Manifest;
 
-// Writes manifest.json: sizes and SHA-256 of all other files.
 static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
     char text[256], name[FILE_NAME];
     int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
@@ -549,7 +547,6 @@ static void checkpoint_sweep(const char *output) {
     free(list.steps);
 }
 
-// Makes the link `output`/best point to the checkpoint `path`.
 static void checkpoint_mark_best(const char *output, const char *path) {
     char link[PATH_BYTES], next[PATH_BYTES];
     path_print(link, "%s/best", output);

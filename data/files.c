@@ -251,7 +251,6 @@ static void fsync_folder(const char *folder) {
     close(fd);
 }
 
-// Creates `path` and its missing parent folders.
 static void make_folders(const char *path) {
     char part[PATH_BYTES], parent[PATH_BYTES];
     path_print(parent, path[0] == '/' ? "/" : ".");
@@ -785,7 +784,6 @@ static void json_require(Json text, const char *name, const char *const (*rows)[
     }
 }
 
-// Ends the run on an error.
 static void json_check(const Json *j, const char *name) {
     if (j->fault) {
         die("%s: invalid JSON: %s at byte %zu", name, j->fault, j->offset);
@@ -999,7 +997,6 @@ static void writer_put(Writer *w, const void *data, size_t bytes) {
     w->bytes += (int64_t)bytes;
 }
 
-// Syncs and closes the file.
 static void writer_close(Writer *w) {
     if (w->fd >= 0) {
         w->error = !w->error && fsync(w->fd) != 0 ? errno : w->error;

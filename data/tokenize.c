@@ -312,7 +312,6 @@ static void words_free(WordTable *t) {
     memset(t, 0, sizeof *t);
 }
 
-// Adds `count` occurrences of a word of n bytes.
 static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, int64_t count) {
     if (t->word_count >= t->slot_count / 2) {
         free(t->slots);
@@ -349,7 +348,6 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
     t->slots[slot] = t->word_count;
 }
 
-// Adds the pre-tokens of a text of n bytes.
 static void words_count(WordTable *t, const Bpe *bpe, const char *text, size_t n) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     for (const unsigned char *next; p < end; p = next) {
@@ -359,7 +357,6 @@ static void words_count(WordTable *t, const Bpe *bpe, const char *text, size_t n
     }
 }
 
-// Adds all words of `more` and frees it.
 static void words_merge(WordTable *t, WordTable *more) {
     for (uint32_t i = 0; i < more->word_count; i++) {
         const Word *w = &more->words[i];
@@ -470,7 +467,6 @@ static void word_merge(Learner *l, uint32_t word, int a, int b, int id) {
     l->lengths[word] = kept;
 }
 
-// Initializes the symbols of all words and the pairs of bytes.
 static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
     l->table = t;
     l->symbols = (uint16_t *)alloc_zero(t->text_bytes + 1, sizeof *l->symbols);
@@ -553,7 +549,6 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
 static char (*outputs)[PATH_BYTES];  // all files of this run, written with the suffix .part
 static int output_count;
 
-// Renames the files of this run to their final names, or removes them.
 static void outputs_end(int complete) {
     char part[PATH_BYTES + 8];
     for (int i = 0; i < output_count; i++) {
@@ -581,7 +576,6 @@ static int output_open(const char *path) {
     return fd;
 }
 
-// Writes to the most recently opened file.
 static void output_write(int fd, const void *data, size_t bytes) {
     if (write_all(fd, data, bytes) != 0) {
         die("cannot write %s.part: %s", outputs[output_count - 1], strerror(errno));
@@ -774,7 +768,6 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     return count;
 }
 
-// Encodes a text into a sink, or counts its pre-tokens.
 static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
     const Part *parts = text->parts;
     const int count = text->count;
@@ -859,7 +852,6 @@ static void tokenizer_write(const Bpe *bpe, const char *prefix) {
     }
 }
 
-// Learns the vocabulary of --train-bpe from the training part of the text.
 static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *train) {
     WordTable words;
     memset(&words, 0, sizeof words);

@@ -45,7 +45,6 @@ static int tokenizers_agree(const Tokenizer *a, const Tokenizer *b) {
                               : !a->vocabulary || !b->vocabulary || a->vocabulary == b->vocabulary;
 }
 
-// Describes a tokenizer for error messages.
 static ShortText tokenizer_text(const Tokenizer *t) {
     ShortText text;
     const int n = t->kind == TOKENIZER_MERGES && t->vocabulary
@@ -113,7 +112,6 @@ static void class_runs(unsigned char classes[CLASSES], const char *runs, int kin
     }
 }
 
-// Returns whether c has Unicode's property White_Space.
 static int is_space(uint32_t c) {
     return (c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xA0 || c == 0x1680 ||
            (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||
@@ -216,7 +214,6 @@ static int bpe_number_plainly(Bpe *bpe) {
     return bpe->plain;
 }
 
-// Clears the vocabulary and fills in the character classes.
 static void bpe_begin(Bpe *bpe) {
     memset(bpe, 0, offsetof(Bpe, text));
     class_runs(bpe->classes, letter_runs, CLASS_LETTER);
@@ -682,7 +679,6 @@ static int file_beside(char path[PATH_BYTES], const char *file, const char *name
     return 0;
 }
 
-// Reads a tokenizer.json, whose text is `j`.
 static void tokenizer_json_read(BpeReader *r, Json j) {
     static const char *const settings[][2] = {
         {"model.type", "BPE"}, {"model.dropout", "0|null"}, {"model.byte_fallback", "false"},
@@ -907,7 +903,6 @@ static Tokenizer tokenizer_of_header(const LlmcHeader *h, int vocabulary) {
     return t;
 }
 
-// Opens one shard and checks its header against the file size.
 static void shard_open(Shard *shard, const char *path) {
     unsigned char header[LLMC_HEADER_BYTES] = {0};
     int64_t size = 0;

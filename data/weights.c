@@ -253,7 +253,6 @@ static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, 
     }
 }
 
-// Writes the path of the file `name` in the folder of the weights.
 static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const char *name) {
     const char *slash = strrchr(f->name, '/');
     path_print(path, "%.*s%s", slash ? (int)(slash + 1 - f->name) : 0, f->name, name);
@@ -430,7 +429,6 @@ static float master_join(float high, uint16_t low) {
     return high;
 }
 
-// Loads the engine's weights from a file.
 static void model_file_load(Engine *e, const ModelFile *f) {
     const Model *m = &f->model;
     char name[80];
