@@ -24,18 +24,21 @@
 // Intermediate results between the kernels of a launcher are not counted, since their number is an
 // implementation choice.
 enum Use { SCRATCH = 0, READ = 1, WRITE = 1, READ_WRITE = 2 };
-// Contents of an array.
 enum Fill { NOISE, POSITIVE, INTS };
 
 struct Array {
     size_t bytes;
     Use use;
-    Fill fill;
-    const int *ints;  // for INTS
-    size_t touched;   // bytes that a launch accesses; 0: all of them
+    Fill fill = NOISE;
+    const int *ints = nullptr;  // for INTS
+    size_t touched = 0;         // bytes that a launch accesses; 0: all of them
 };
 
-typedef std::vector<char *> Buffers;  // one address per array
+struct Address {  // converts to a pointer to any type
+    char *p;
+    template <class T> operator T *() const { return (T *)(void *)p; }
+};
+typedef std::vector<Address> Buffers;  // one per array
 struct Case {
     std::string name;
     int launches;  // per micro-step; 0: only in the update
@@ -46,7 +49,7 @@ struct Case {
 
 static struct {
     const char *model;
-    int batch, length, rounds, tsv;
+    int batch, length, rounds;
     std::vector<const char *> what;
     double peak_flops, bytes_per_ms, ms_sum;
     size_t cache_bytes, arena_bytes;
@@ -94,8 +97,8 @@ static std::vector<Buffers> case_buffers(const Case &c) {
         set_bytes += aligned(array.bytes);
     }
     if (set_bytes > bench.arena_bytes) {
-        printf("%s%s: needs %zu MiB, this GPU has %zu MiB left\n", bench.tsv ? "# " : "",
-               c.name.c_str(), set_bytes >> 20, bench.arena_bytes >> 20);
+        printf("%s: needs %zu MiB, this GPU has %zu MiB left\n", c.name.c_str(), set_bytes >> 20,
+               bench.arena_bytes >> 20);
         return {};
     }
     size_t sets = 2 * bench.cache_bytes / set_bytes + 1;
@@ -105,16 +108,11 @@ static std::vector<Buffers> case_buffers(const Case &c) {
     for (Buffers &set : buffers) {
         for (const Array &array : c.arrays) {
             array_fill(at, array);
-            set.push_back(at);
+            set.push_back({at});
             at += aligned(array.bytes);
         }
     }
     return buffers;
-}
-
-static double case_ms(const Case &c, const std::vector<Buffers> &buffers) {
-    return gpu_time_ms(bench.rounds, bench.stream,
-                       [&](int i) { c.run(buffers[(size_t)i % buffers.size()]); });
 }
 
 // Returns the minimum number of bytes that a case must read and write.
@@ -126,42 +124,30 @@ static double case_bytes(const Case &c) {
     return bytes;
 }
 
-// Prints one line; "-" if a limit is not known.
-static void print_line(const Case &c, double ms) {
-    const double bytes = case_bytes(c);
+// Times a case and prints one line; "-" if a limit is not known.
+static void bench_case(const Case &c) {
+    bool asked = bench.what.empty();
+    for (const char *prefix : bench.what) {
+        asked |= c.name.compare(0, strlen(prefix), prefix) == 0;
+    }
+    const std::vector<Buffers> buffers = asked ? case_buffers(c) : std::vector<Buffers>();
+    if (buffers.empty()) {
+        return;
+    }
+    const double bytes = case_bytes(c), ms = gpu_time_ms(bench.rounds, bench.stream, [&](int i) {
+        c.run(buffers[(size_t)i % buffers.size()]);
+    });
     double limit_ms = fmax(bytes / bench.bytes_per_ms,
                            bench.peak_flops > 0 ? c.flops / bench.peak_flops * 1e3 : 0);
-    bool known = c.flops == 0 || bench.peak_flops > 0;
     char percent[16] = "-";
-    if (known) {
+    if (c.flops == 0 || bench.peak_flops > 0) {
         snprintf(percent, sizeof percent, "%.0f", 100 * limit_ms / ms);
     }
-    printf(bench.tsv ? "%s\t%d\t%.5f\t%.4f\t%.3f\t%s\n" : "%-28s %5d %10.4f %8.3f %9.2f %8s\n",
-           c.name.c_str(), c.launches, ms, bytes / ms * 1e-9, c.flops / ms * 1e-9, percent);
+    printf("%-28s %5d %10.4f %8.3f %9.2f %8s\n", c.name.c_str(), c.launches, ms,
+           bytes / ms * 1e-9, c.flops / ms * 1e-9, percent);
     fflush(stdout);
     bench.ms_sum += ms * c.launches;
 }
-
-static bool is_asked_for(const std::string &name) {
-    for (const char *prefix : bench.what) {
-        if (name.compare(0, strlen(prefix), prefix) == 0) {
-            return true;
-        }
-    }
-    return bench.what.empty();
-}
-
-static void bench_case(const Case &c) {
-    if (!is_asked_for(c.name)) {
-        return;
-    }
-    std::vector<Buffers> buffers = case_buffers(c);
-    if (!buffers.empty()) {
-        print_line(c, case_ms(c, buffers));
-    }
-}
-
-template <class E> static E *as(char *p) { return (E *)(void *)p; }
 
 // Type of the matrices' gradients in a run of type E with default options.
 template <class E> using Grad = std::conditional_t<traits<E>.small_range, float, E>;
@@ -191,68 +177,58 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
     const float dloss = 1.0f / (float)N;
     return {
         {"embedding_forward", 1, 0,
-         {{n, WRITE, NOISE, nullptr}, ints(tokens), {table, READ, NOISE, nullptr, used},
-          {positions, READ, NOISE, nullptr}},
+         {{n, WRITE}, ints(tokens), {table, READ, NOISE, nullptr, used}, {positions, READ}},
          [=](const Buffers &p) {
-             gpu_embedding_forward(as<E>(p[0]), as<int>(p[1]), as<E>(p[2]), as<E>(p[3]), B, T, C,
-                                   stream);
+             gpu_embedding_forward<E>(p[0], p[1], p[2], p[3], B, T, C, stream);
          }},
         {"embedding_backward", 1, 0,
          {{wider * table, READ_WRITE, NOISE, nullptr, wider * used},
-          {wider * positions, READ_WRITE, NOISE, nullptr},
-          {n, READ_WRITE, NOISE, nullptr}, ints(plan)},  // dout: read by both of its kernels
+          {wider * positions, READ_WRITE},
+          {n, READ_WRITE}, ints(plan)},  // dout: read by both of its kernels
          [=](const Buffers &p) {
-             gpu_embedding_backward(as<Grad<E>>(p[0]), as<Grad<E>>(p[1]), as<E>(p[2]),
-                                    as<int>(p[3]), segments, B, T, C, T, false, stream);
+             gpu_embedding_backward<E, Grad<E>>(p[0], p[1], p[2], p[3], segments, B, T, C, T, false,
+                                                stream);
          }},
-        {"classifier", chunks, 0, {{losses, WRITE, NOISE, nullptr}, {logits, READ_WRITE, NOISE,
-         nullptr}, ints(targets), {sizeof(float), SCRATCH, POSITIVE, nullptr}},  // fp16's scale
+        {"classifier", chunks, 0,
+         {{losses, WRITE}, {logits, READ_WRITE}, ints(targets),
+          {sizeof(float), SCRATCH, POSITIVE}},  // fp16's scale
          [=](const Buffers &p) {
-             gpu_classifier(as<float>(p[0]), as<E>(p[1]), as<int>(p[2]), dloss, as<float>(p[3]),
-                            rows, V, Vp, true, stream);
+             gpu_classifier<E>(p[0], p[1], p[2], dloss, p[3], rows, V, Vp, true, stream);
          }},
-        {"loss_sum", 1, 0, {{sizeof(GpuState), WRITE, NOISE, nullptr}, {losses, READ, NOISE,
-         nullptr}},
+        {"loss_sum", 1, 0, {{sizeof(GpuState), WRITE}, {losses, READ}},
          [=](const Buffers &p) {
-             launch(loss_sum_kernel, 1, 256, 0, stream, as<float>(p[0]), as<float>(p[1]), N, true);
+             launch(loss_sum_kernel, 1, 256, 0, stream, p[0], p[1], N, true);
          }},
     };
 }
 
-// Returns the kernels of LayerNorm, GELU and bias gradients.
 template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     const int N = s->B * s->T, C = s->model.C, L = s->model.L;
     const size_t n = (size_t)N * C * sizeof(E), stat = N * sizeof(float);
     const size_t partials = 4 * partial_count(s->B, s->T, C, s->model.NH, 0);
-    const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
-    const Array in4 = {4 * n, READ, NOISE, nullptr}, out4 = {4 * n, WRITE, NOISE, nullptr};
-    const Array weight = {C * sizeof(E), READ, NOISE, nullptr};
-    const Array sums = {4 * C * sizeof(float), READ_WRITE, NOISE, nullptr};
-    const Array stat_in = {stat, READ, POSITIVE, nullptr}, stat_out = {stat, WRITE, NOISE, nullptr};
-    const Array scratch = {partials, SCRATCH, NOISE, nullptr};
+    const Array in = {n, READ}, out = {n, WRITE};
+    const Array in4 = {4 * n, READ}, out4 = {4 * n, WRITE};
+    const Array weight = {C * sizeof(E), READ};
+    const Array sums = {4 * C * sizeof(float), READ_WRITE};
+    const Array stat_in = {stat, READ, POSITIVE}, stat_out = {stat, WRITE};
+    const Array scratch = {partials, SCRATCH};
     cudaStream_t stream = bench.stream;
     return {
         {"layernorm_forward", 2 * L + 1, 0, {out, stat_out, stat_out, in, weight, weight},
          [=](const Buffers &p) {
-             gpu_layernorm_forward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
-                                   as<E>(p[4]), as<E>(p[5]), N, C,
-                                   stream);
+             gpu_layernorm_forward<E>(p[0], p[1], p[2], p[3], p[4], p[5], N, C, stream);
          }},
         {"layernorm_backward", 2 * L + 1, 0,
          {out, sums, sums, sums, in, in, weight, stat_in, stat_in, in, scratch},
          [=](const Buffers &p) {
-             gpu_layernorm_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<float>(p[3]),
-                                    as<E>(p[4]), as<E>(p[5]), as<E>(p[6]), as<float>(p[7]),
-                                    as<float>(p[8]), as<E>(p[9]), as<float>(p[10]), N, C, stream);
+             gpu_layernorm_backward<E>(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9],
+                                       p[10], N, C, stream);
          }},
         {"gelu_forward", L, 0, {out4, in4},
-         [=](const Buffers &p) {
-             gpu_gelu_forward(as<E>(p[0]), as<E>(p[1]), (size_t)N * 4 * C, stream);
-         }},
+         [=](const Buffers &p) { gpu_gelu_forward<E>(p[0], p[1], (size_t)N * 4 * C, stream); }},
         {"gelu_backward", L, 0, {out4, sums, in4, in4, scratch},
          [=](const Buffers &p) {
-             gpu_gelu_backward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), as<E>(p[3]),
-                               as<float>(p[4]), N, 4 * C, stream);
+             gpu_gelu_backward<E>(p[0], p[1], p[2], p[3], p[4], N, 4 * C, stream);
          }},
     };
 }
@@ -263,22 +239,21 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     const int B = s->B, T = s->T, N = B * T, C = s->model.C, L = s->model.L, NH = s->model.NH;
     const size_t n = (size_t)N * C * sizeof(E), lse = (size_t)N * NH * sizeof(float);
     const double attention = 2.0 * N * T * C;  // two matmuls of T x T / 2 by HS, per head
-    const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
-    const Array in3 = {3 * n, READ, NOISE, nullptr}, out3 = {3 * n, WRITE, NOISE, nullptr};
+    const Array in = {n, READ}, out = {n, WRITE};
+    const Array in3 = {3 * n, READ}, out3 = {3 * n, WRITE};
     cudaStream_t stream = bench.stream;
     std::vector<Case> cases = {
-        {"attention_forward", L, attention, {out, {lse, WRITE, NOISE, nullptr}, in3},
+        {"attention_forward", L, attention, {out, {lse, WRITE}, in3},
          [=](const Buffers &p) {
-             gpu_attention_forward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), B, T, C, NH, stream);
+             gpu_attention_forward<E>(p[0], p[1], p[2], B, T, C, NH, stream);
          }},
         {"attention_backward", L, 2.5 * attention,
-         {out3, {3 * C * sizeof(float), READ_WRITE, NOISE, nullptr},
-          {lse, SCRATCH, NOISE, nullptr}, in, in3, in, {lse, READ, POSITIVE, nullptr},
-          {4 * (size_t)partial_count(B, T, C, NH, s->dtype == TYPE_FP16), SCRATCH, NOISE, nullptr}},
+         {out3, {3 * C * sizeof(float), READ_WRITE}, {lse, SCRATCH}, in, in3, in,
+          {lse, READ, POSITIVE},
+          {4 * (size_t)partial_count(B, T, C, NH, s->dtype == TYPE_FP16), SCRATCH}},
          [=](const Buffers &p) {
-             gpu_attention_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
-                                    as<E>(p[4]), as<E>(p[5]), as<float>(p[6]), as<float>(p[7]),
-                                    B, T, C, NH, stream);
+             gpu_attention_backward<E>(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], B, T, C, NH,
+                                       stream);
          }},
     };
     // The cases above use the default kernels; add those with wgmma if this GPU supports it.
@@ -305,27 +280,25 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     const size_t count = (size_t)(model_parameters(&s->model) / 8 * 8);
     static const UpdateState state = {1, 1, 1, 0, 0};
     const Array decided = {sizeof state, READ, INTS, (const int *)(const void *)&state};
-    const Array grads = {count * sizeof(G), READ, NOISE, nullptr};
-    const Array partials = {NORM_BLOCKS * sizeof(float), SCRATCH, NOISE, nullptr};
-    const Array weights = {count * sizeof(E), READ_WRITE, NOISE, nullptr};
-    const Array low = {SPLIT ? count * sizeof(Master<E>) : 256, READ_WRITE, NOISE, nullptr};
-    const Array moment = {count * sizeof(float), READ_WRITE, POSITIVE, nullptr};
+    const Array grads = {count * sizeof(G), READ};
+    const Array partials = {NORM_BLOCKS * sizeof(float), SCRATCH};
+    const Array weights = {count * sizeof(E), READ_WRITE};
+    const Array low = {SPLIT ? count * sizeof(Master<E>) : 256, READ_WRITE};
+    const Array moment = {count * sizeof(float), READ_WRITE, POSITIVE};
     cudaStream_t stream = bench.stream;
-    auto of = [](char *p) { return (void *)p; };
     return {
         {"grad_norm", 0, 0, {decided, partials, grads},
          [=](const Buffers &p) {
-             gpu_grad_square_sum((float *)of(p[0]), (float *)of(p[1]), (G *)of(p[2]), count,
-                                 true, stream);
+             gpu_grad_square_sum<G>(p[0], p[1], p[2], count, true, stream);
          }},
         {"adamw", 0, 0, {weights, low, moment, moment, grads, decided},
          [=](const Buffers &p) {
+             Master<E> *master = p[1];
              launch((adamw_kernel<E, G, float, SPLIT>),
                     (unsigned)((count + UPDATE_CHUNK - 1) / UPDATE_CHUNK), UPDATE_THREADS, 0,
-                    stream, (E *)of(p[0]), SPLIT ? (Master<E> *)of(p[1]) : nullptr,
-                    (float *)of(p[2]), (float *)of(p[3]), (G *)of(p[4]), count, (size_t)0,
+                    stream, p[0], SPLIT ? master : nullptr, p[2], p[3], p[4], count, (size_t)0,
                     AdamW{1e-4f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f}, UpdateRandom{1, 1},
-                    (UpdateState *)of(p[5]));
+                    p[5]);
          }},
     };
 }
@@ -340,14 +313,13 @@ struct LayerShape {
 
 template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
     const size_t C = (size_t)l.C, OC = (size_t)l.OC, N = (size_t)l.rows;
-    const Array inp = {N * C * sizeof(E), READ, NOISE, nullptr};
-    const Array out = {N * OC * sizeof(E), READ, NOISE, nullptr};  // or WRITE: counted once
-    const Array weight = {OC * C * sizeof(E), READ, NOISE, nullptr};
-    const Array bias = {OC * sizeof(E), READ, NOISE, nullptr};
+    const Array inp = {N * C * sizeof(E), READ};
+    const Array out = {N * OC * sizeof(E), READ};  // or WRITE: counted once
+    const Array weight = {OC * C * sizeof(E), READ};
+    const Array bias = {OC * sizeof(E), READ};
     const double flops = 2.0 * (double)N * (double)C * (double)OC;
     const std::string name = std::string("matmul ") + l.name + " ";
     const int rows = l.rows, c = l.C, oc = l.OC;
-    auto e = [](char *p) { return (E *)(void *)p; };
     cudaStream_t stream = bench.stream;
     std::vector<Array> forward = {out, inp, weight, bias};
     if (l.addend) {
@@ -356,13 +328,14 @@ template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
     std::vector<Case> cases = {
         {name + "forward", l.launches, flops, forward,
          [=](const Buffers &p) {
-             gpu_matmul_forward<E>(e(p[0]), e(p[1]), e(p[2]), l.bias ? e(p[3]) : nullptr,
-                                   l.addend ? e(p[4]) : nullptr, rows, c, oc, stream);
+             E *none = nullptr, *b = p[3], *addend = p.back();
+             gpu_matmul_forward<E>(p[0], p[1], p[2], l.bias ? b : none, l.addend ? addend : none,
+                                   rows, c, oc, stream);
          }},
         {name + "dinp", l.launches, flops, {inp, weight, out},
          [=](const Buffers &p) {
-             matmul_run<E, E>(e(p[0]), e(p[1]), e(p[2]), nullptr, e(p[0]), 0, false, false, c, rows,
-                              oc, stream);
+             matmul_run<E, E>(p[0], p[1], p[2], nullptr, p[0], 0, false, false, c, rows, oc,
+                              stream);
          }},
     };
     for (int adds = 0; adds < 2; adds++) {  // the first micro-step overwrites, others accumulate
@@ -371,16 +344,13 @@ template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
         dweight.use = adds ? READ_WRITE : WRITE;
         cases.push_back({name + (adds ? "dweight +=" : "dweight ="), adds ? l.launches : 0, flops,
                          {dweight, inp, out}, [=](const Buffers &p) {
-                             Grad<E> *sum = as<Grad<E>>(p[0]);
-                             matmul_run<E, Grad<E>>(sum, e(p[1]), e(p[2]), nullptr, sum,
-                                                    adds ? 1.0f : 0.0f, false, true, c, oc, rows,
-                                                    stream);
+                             matmul_run<E, Grad<E>>(p[0], p[1], p[2], nullptr, p[0], adds, false,
+                                                    true, c, oc, rows, stream);
                          }});
     }
     return cases;
 }
 
-// Runs all cases of one model.
 template <class E> static void bench_model(const Settings *s) {
     const Model *m = &s->model;
     const int N = s->B * s->T, C = m->C, L = m->L, rows = (int)min_i64(s->logit_rows, N);
@@ -391,8 +361,7 @@ template <class E> static void bench_model(const Settings *s) {
                                  {"head", rows, C, m->Vp, ceil_div(N, rows), false, false}};
     bench_patterns<E>();
     bench.ms_sum = 0;
-    printf(bench.tsv ? "%s\t%s\t%s\t%s\t%s\t%s\n" : "%-28s %5s %10s %8s %9s %8s\n", "kernel",
-           "times", "ms", "TB/s", "TFLOP/s", "% limit");
+    printf("%-28s %5s %10s %8s %9s %8s\n", "kernel", "times", "ms", "TB/s", "TFLOP/s", "% limit");
     for (auto *cases : {token_cases<E>, layer_cases<E>, attention_cases<E>, update_cases<E>}) {
         for (const Case &c : cases(s)) {
             bench_case(c);
@@ -403,7 +372,7 @@ template <class E> static void bench_model(const Settings *s) {
             bench_case(c);
         }
     }
-    if (!bench.tsv && bench.what.empty()) {
+    if (bench.what.empty()) {
         printf("sum of a micro-step that adds gradients: %.3f ms, %.0f tokens/s\n", bench.ms_sum,
                N / bench.ms_sum * 1e3);
     }
@@ -431,9 +400,8 @@ static void bench_open(const Settings *s) {
                                    bench.stream));
     });
     bench.bytes_per_ms = 2.0 * (double)half / ms;
-    printf(bench.tsv ? "# %s; copies %.3f TB/s; peak %.1f TFLOP/s; cuBLASLt %zu\n"
-                     : "\n%s\ncopies %.3f TB/s; peak %.1f TFLOP/s; cuBLASLt %zu\n",
-           gpu->name, bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
+    printf("\n%s\ncopies %.3f TB/s; peak %.1f TFLOP/s; cuBLASLt %zu\n", gpu->name,
+           bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
 }
 
 static void bench_run(const char *dtype) {
@@ -454,8 +422,7 @@ static void bench_run(const char *dtype) {
     settings_from_options(&s, &o, &m, 1);
     gpu_settings_check(&s);
     bench_open(&s);
-    printf(bench.tsv ? "# %s, -b %d -t %d, %s\n" : "%s, -b %d -t %d, %s\n", bench.model, s.B, s.T,
-           dtype);
+    printf("%s, -b %d -t %d, %s\n", bench.model, s.B, s.T, dtype);
     with_type(s.dtype, [&](auto element) { bench_model<decltype(element)>(&s); });
     cuda_check(cudaStreamSynchronize(bench.stream));
     cuda_check(cudaFree(bench.arena));
@@ -481,9 +448,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const std::string word = argv[i];
         const char *next = i + 1 < argc ? argv[i + 1] : nullptr;
-        if (word == "--tsv") {
-            bench.tsv = 1;
-        } else if (word == "-e" && next) {
+        if (word == "-e" && next) {
             bench.model = argv[++i];
         } else if (word == "--dtype" && next && choice_find(dtypes, next, strlen(next)) > 0) {
             dtype = argv[++i];
@@ -495,21 +460,20 @@ int main(int argc, char **argv) {
             bench.rounds = whole_number("-n", next, 99), i++;
         } else if (word[0] == '-') {
             die("bench [-e MODEL] [-b BATCH] [-t LENGTH] [-n MEASUREMENTS] "
-                "[--dtype bf16|fp16|fp32] [--tsv] [KERNEL...]: unknown argument '%s'", argv[i]);
+                "[--dtype bf16|fp16|fp32] [KERNEL...]: unknown argument '%s'", argv[i]);
         } else {
             bench.what.push_back(argv[i]);
         }
     }
-    if (bench.model) {
-        bench.batch = bench.batch ? bench.batch : 16;
-        bench_run(dtype);
-        return 0;
-    }
+    const char *given = bench.model;
     const int batch = bench.batch;
     for (const char *model : {"d12", "d48"}) {
-        bench.model = model;
-        bench.batch = batch ? batch : !strcmp(model, "d12") ? 64 : 16;
+        bench.model = given ? given : model;
+        bench.batch = batch ? batch : !given && !strcmp(model, "d12") ? 64 : 16;
         bench_run(dtype);
+        if (given) {
+            break;
+        }
     }
     return 0;
 }
