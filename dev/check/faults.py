@@ -75,11 +75,6 @@ def digest(folder):
     return found
 
 
-def environment(work):
-    return dict(os.environ, OMP_NUM_THREADS="1", XDG_CACHE_HOME=os.path.join(work, "cache"),
-                OMP_WAIT_POLICY="passive")
-
-
 def violation(what, command, why):
     violations.append(what)
     print(f"{what}: {why}: {' '.join(command)}", flush=True)
@@ -92,11 +87,17 @@ class Place:
         self.path = os.path.join(work, name)
         os.mkdir(self.path)
         os.symlink(os.path.join(work, "t_train.bin"), os.path.join(self.path, "t_train.bin"))
-        self.env = environment(work)
+        self.env = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive",
+                        XDG_CACHE_HOME=os.path.join(work, "cache"))
 
     def run(self, command, before=()):
         return subprocess.run([*before, *command], cwd=self.path, env=self.env, encoding="latin-1",
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=600)
+
+    def must_run(self, command, before=()):
+        done = self.run(command, before)
+        if done.returncode:
+            sys.exit(f"faults.py: {' '.join(command)}: {done.stderr.strip()[:500]}")
 
     def out(self):
         return os.path.join(self.path, "out")
@@ -119,9 +120,7 @@ def undisturbed(work, command, known={}):
     if key not in known:
         place = Place(work, f"whole{len(known)}-{random.random()}")
         began = time.monotonic()
-        done = place.run(command)
-        if done.returncode:
-            sys.exit(f"faults.py: {' '.join(command)}: {done.stderr.strip()[:500]}")
+        place.must_run(command)
         known[key] = digest(place.out()), time.monotonic() - began
         shutil.rmtree(place.path)
     return known[key]
@@ -327,11 +326,8 @@ def unhex(text):
 def journal(place, command):
     """Runs a command under strace. Returns its calls in order: name, arguments, result."""
     trace = os.path.join(place.path, "trace")
-    done = place.run(command, ["strace", "-f", "-qq", "-y", "-xx", "-s", "100000000",
-                               "-o", trace, "-e",
-                               "trace=openat,write,ftruncate,fsync,mkdir,rename,unlink,rmdir"])
-    if done.returncode:
-        sys.exit(f"faults.py: under strace: {done.stderr.strip()[:500]}")
+    place.must_run(command, ["strace", "-f", "-qq", "-y", "-xx", "-s", "100000000", "-o", trace,
+                             "-e", "trace=openat,write,ftruncate,fsync,mkdir,rename,unlink,rmdir"])
     calls, begun = [], {}
     with open(trace, encoding="latin-1") as f:
         for line in f:
@@ -482,17 +478,13 @@ class GpuKind:
         self.number, self.work = number, work
         place = Place(work, f"gpu{number}")
         self.path = place.path
-        done = place.run([program, "-x", "1"] + self.command[3:])
-        if done.returncode:
-            sys.exit(f"faults.py: {' '.join(self.command)}: {done.stderr.strip()[:500]}")
+        place.must_run([program, "-x", "1"] + self.command[3:])
         self.first = digest(place.out())
         shutil.copytree(place.out(), place.out() + ".kept", symlinks=True)
         shutil.rmtree(place.env["XDG_CACHE_HOME"], ignore_errors=True)
         journal = os.path.join(place.path, "calls")
         place.env["EMU_CALLS"] = journal
-        done = place.run(self.command)
-        if done.returncode:
-            sys.exit(f"faults.py: {' '.join(self.command)}: {done.stderr.strip()[:500]}")
+        place.must_run(self.command)
         self.whole = digest(place.out())
         self.calls = {}    # (process, function, line): number of calls
         with open(journal) as f:

@@ -237,18 +237,6 @@ def test_variables(variables, expected):
     refused(TINY + "-x 1", expected, env=dict(word.split("=") for word in variables.split()))
 
 
-@pytest.mark.parametrize("arguments,variables", [
-    ("--gpus 2", {}), ("", {"WORLD_SIZE": "2"}), ("", {"OMPI_COMM_WORLD_SIZE": "3"}),
-    ("", {"PMI_SIZE": "2"}), ("", {"SLURM_STEP_NUM_TASKS": "2"})])
-def test_cpu_program(arguments, variables, monkeypatch):
-    """The CPU program refuses to run as one of several copies."""
-    monkeypatch.setattr(program, "path", program.cpu_path)
-    expected = "--gpus is 2" if arguments else "%s is %s" % next(iter(variables.items()))
-    refused(TINY + arguments, expected + ", but several ranks are not supported: this program runs",
-            env=variables)
-    succeeds(TINY + "-x 1 --quiet", env={name: "1" for name in variables})
-
-
 def port_of(rank, ranks=2, **more):
     return torchrun(rank, ranks, MASTER_ADDR="localhost", MASTER_PORT=str(PORT), **more)
 

@@ -141,8 +141,6 @@ REFUSED = [
 REFUSED_BPE = [
     ("text", "missing --bpe, --bytes, --tokens or --train-bpe; see --help"),
     ("--bpe text", "--bpe needs GPT-2's vocab.bpe; run data/prepare.sh"),
-    ("--bpe --tokenizer fifo text", "fifo: not a regular file"),
-    ("--bpe --tokenizer text text", "text: not a vocab.bpe"),
     ("--bpe --tokenizer never text", "never:4: this merge can never apply: earlier"),
     ("--train-bpe 400 text", "--train-bpe 400: this text yields only 6 merges, a vocab"),
     ("--train-bpe 256 text", "'256'; expected an integer between 257 and 65535"),
@@ -298,13 +296,6 @@ def test_gpt2():
     Path("text").write_bytes(b"a" * 6000000)  # no place to cut
     succeeds(bpe + "text")
     assert shards()[1] == [24794] * 150000
-
-
-def test_made_vocabulary():
-    Path("made").write_text("#version: 0.2\na b\n")
-    succeeds("--bpe --tokenizer made --val-fraction 0 -o out text")
-    assert header("out_train.bin")[3:] == [258, OWN]
-    assert Path("out_merges.txt").read_text() == Path("made").read_text()
 
 
 def test_learned():

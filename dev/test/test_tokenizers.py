@@ -4,6 +4,7 @@ tokens and settings are those of the tokenizers library 0.23 and transformers 5.
 
 import random
 
+import program
 import pytest
 from files import *
 from program import *
@@ -213,7 +214,7 @@ def texts(tmp_path_factory):
     Path("hash_train.bin").write_bytes(with_ints(Path("a_train.bin").read_bytes(), 5, 0, 6, 0))
     Path("hash_merges.txt").write_bytes(Path("a_merges.txt").read_bytes())
     for model, data in ("a", "a"), ("few", "few"), ("bytes", None):
-        subprocess.run([program_path(), *("-i %s_train.bin -e l1h1c8t16 -x 1 -b 2 -v 0 --quiet -o "
+        subprocess.run([program.path, *("-i %s_train.bin -e l1h1c8t16 -x 1 -b 2 -v 0 --quiet -o "
                                           "run-%s" % (data, model)).replace(
             "None_train", "train").split()], check=True)
     for name, V in ("unknown", 257), ("padded", 320), ("own", 50257), ("more", 50258):
@@ -228,11 +229,6 @@ def texts(tmp_path_factory):
 
 HASH = hashlib.sha256("\n".join(["#version: 0.2", *MERGES, ""]).encode() + array.array(
     "H", [IDS[token] for token in PLAIN]).tobytes()).hexdigest()[:8]
-
-
-def program_path():
-    import program
-    return program.path
 
 
 @pytest.mark.parametrize("arguments, expected", [
