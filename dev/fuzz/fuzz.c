@@ -74,8 +74,7 @@ static void touch(const unsigned char *p, uint64_t count) {
     fuzz_sink = sum;
 }
 
-// -------------------------------------------------------------------------------------------------
-// Token files
+// --- Token files ---------------------------------------------------------------------------------
 // Shards: every token counted in the header is in the file.
 
 static Shard fuzz_shard;
@@ -125,8 +124,7 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     }
 }
 
-// -------------------------------------------------------------------------------------------------
-// Model files
+// --- Model files ---------------------------------------------------------------------------------
 // llm.c files and config.json: sizes are within their limits, and tensors are inside the file.
 
 static Span fuzz_spans[400 * FILE_TENSORS];
@@ -194,8 +192,7 @@ static void target_index(const unsigned char *bytes, size_t size) {
     }
 }
 
-// -------------------------------------------------------------------------------------------------
-// Evaluation files
+// --- Evaluation files ----------------------------------------------------------------------------
 // Every example fits in the row in which it is scored.
 
 // Reads every example again as scoring does: rows of T inputs and targets.
@@ -233,8 +230,7 @@ static void target_eval(const unsigned char *bytes, size_t size) {
     FACT(at == size);
 }
 
-// -------------------------------------------------------------------------------------------------
-// Safetensors
+// --- Safetensors ---------------------------------------------------------------------------------
 // Tensors tile the data: every byte belongs to exactly one.
 
 typedef struct {
@@ -286,8 +282,7 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
     FACT(strlen(text) < sizeof text);
 }
 
-// -------------------------------------------------------------------------------------------------
-// Checkpoints
+// --- Checkpoints ---------------------------------------------------------------------------------
 // Manifests and states. A state's counters are not checked: the manifest vouches for them.
 
 static void target_manifest(const unsigned char *bytes, size_t size) {
@@ -333,8 +328,7 @@ static void target_state_text(const unsigned char *bytes, size_t size) {
     FACT(!state_text(text, bytes, size, "--lr") || strlen(text) < sizeof text);
 }
 
-// -------------------------------------------------------------------------------------------------
-// Tokenizer
+// --- Tokenizer -----------------------------------------------------------------------------------
 // Merges files are read, and texts must survive encoding and decoding.
 
 static Bpe fuzz_bpe;
@@ -446,8 +440,7 @@ static void target_bpe_encode(const unsigned char *bytes, size_t size) {
     free(again);
 }
 
-// -------------------------------------------------------------------------------------------------
-// Options
+// --- Options -------------------------------------------------------------------------------------
 // Command lines: accepted values are within the table's limits, and the plan fits its arrays.
 
 enum { FUZZ_WORDS = 64 };
@@ -508,7 +501,6 @@ static void target_options(const unsigned char *bytes, size_t size) {
     }
 }
 
-// The plan of any allowed options fits its arrays.
 static void target_plan(const unsigned char *bytes, size_t size) {
     Options o;
     Model m;
@@ -537,8 +529,7 @@ static void target_sizes(const unsigned char *bytes, size_t size) {
     free(text);
 }
 
-// -------------------------------------------------------------------------------------------------
-// JSON
+// --- JSON ----------------------------------------------------------------------------------------
 // The cursor stays inside the text.
 
 static void target_json(const unsigned char *bytes, size_t size) {
@@ -562,8 +553,7 @@ static void target_json(const unsigned char *bytes, size_t size) {
 #endif
 
 #if FUZZ_PROGRAM == 1
-// -------------------------------------------------------------------------------------------------
-// Tokenizing: blocks and learned merges
+// --- Tokenizing: blocks and learned merges -------------------------------------------------------
 
 // Text and token files: what is not refused is encoded block by block, without a byte lost. The
 // first byte chooses the mode.
@@ -632,8 +622,7 @@ static void target_bpe_train(const unsigned char *bytes, size_t size) {
 }
 #endif
 
-// -------------------------------------------------------------------------------------------------
-// Running
+// --- Running -------------------------------------------------------------------------------------
 // Targets by name, called by libFuzzer or run over files.
 
 static const struct {

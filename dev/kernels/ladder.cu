@@ -25,8 +25,7 @@ typedef __nv_bfloat16 E;
 typedef std::vector<double> Doubles;
 enum { HS = 64, STRIDE = 3 * HS, KEYS = 64 };  // channels of a head, of q, k and v; keys of a tile
 
-// -------------------------------------------------------------------------------------------------
-// LayerNorm: out = (inp - mean) / sqrt(variance + 1e-5) * weight + bias for each row.
+// --- LayerNorm: out = (inp - mean) / sqrt(variance + 1e-5) * weight + bias for each row. ---------
 
 struct Norm {
     E *out, *inp, *weight, *bias;  // (N,C), (N,C), (C), (C)
@@ -108,8 +107,7 @@ template <int C> __global__ void norm_4(Norm a) {
 // 5. The program's layernorm_forward_kernel moves the same bytes with an eighth of the requests: a
 // lane loads and stores 16 bytes at a time. It also stores mean and rstd for the backward pass.
 
-// -------------------------------------------------------------------------------------------------
-// Causal attention of one head: out[t] = sum over j <= t of softmax_j(q[t] . k[j] / 8) v[j].
+// --- Causal attention of one head: out[t] = sum over j <= t of softmax_j(q[t] . k[j] / 8) v[j]. --
 
 struct Attention {
     E *out, *qkv;         // (T,HS), (T,3,HS)
@@ -216,8 +214,7 @@ __global__ void __launch_bounds__(4 * WARP) attention_4(Attention a) {
 // often. The next tile is copied into a second buffer while this one is multiplied. That leaves one
 // barrier per tile and hides the copy. On Hopper, wgmma reads its operands from shared memory.
 
-// -------------------------------------------------------------------------------------------------
-// References in double, arrays and the table.
+// --- References in double, arrays and the table. -------------------------------------------------
 
 static Doubles norm_reference(const Norm &a) {
     Doubles out(a.N * a.C);

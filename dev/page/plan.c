@@ -16,7 +16,6 @@ int sync_file_range(int fd, off_t at, off_t bytes, unsigned flags) {
     return 0;
 }
 
-// Prints `before`, then `text` as a JSON string.
 static void print_string(const char *before, const char *text) {
     printf("%s\"", before);
     json_text(stdout, text, strlen(text));

@@ -10,7 +10,6 @@
 typedef std::vector<uint16_t> Ids;
 enum { GPT2_TOKENS = 0, BYTE_TOKENS = 1 };  // token kinds
 
-// Returns a token file that holds these tokens.
 inline Text shard_bytes(const Ids &tokens, int kind) {
     const int32_t header[256] = {20240520, 1, (int32_t)tokens.size(),
                                  kind == GPT2_TOKENS ? 50257 : 257, kind};
@@ -18,7 +17,6 @@ inline Text shard_bytes(const Ids &tokens, int kind) {
            Text((const char *)tokens.data(), tokens.size() * 2);
 }
 
-// Returns the same bytes with the int32 at `index` of the header replaced.
 inline Text with_int(Text bytes, size_t index, int32_t value) {
     memcpy(&bytes[index * 4], &value, 4);
     return bytes;

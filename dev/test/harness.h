@@ -157,8 +157,7 @@ inline double random_unit(uint64_t seed, uint64_t index) {
     return (double)(z >> 11) * 0x1p-53;
 }
 
-// -------------------------------------------------------------------------------------------------
-// Files
+// --- Files ---------------------------------------------------------------------------------------
 // Paths are relative to the test's folder, which is removed afterwards.
 
 // Returns the contents of a file; empty if it does not exist.
@@ -185,7 +184,6 @@ inline void write_file(const Text &path, const Text &bytes) {
 
 inline int exists(const Text &path) { return access(path.c_str(), F_OK) == 0; }
 
-// Creates `folder` and changes into it.
 inline void enter(const Text &folder) {
     if ((mkdir(folder.c_str(), 0755) != 0 && errno != EEXIST) || chdir(folder.c_str()) != 0) {
         give_up("cannot enter " + folder);
@@ -200,8 +198,7 @@ inline void remove_folder(const Text &folder) {
     nftw(folder.c_str(), one, 16, FTW_DEPTH | FTW_PHYS);
 }
 
-// -------------------------------------------------------------------------------------------------
-// Child processes
+// --- Child processes -----------------------------------------------------------------------------
 // What a child process wrote and how it ended is an Outcome.
 
 struct Outcome {
@@ -225,7 +222,6 @@ inline pid_t spawn(const std::function<void()> &action) {
     return pid;
 }
 
-// Waits for a child of spawn().
 inline Outcome outcome(pid_t pid) {
     int status = 0;
     waitpid(pid, &status, 0);
@@ -271,7 +267,6 @@ inline void refused_at(const char *file, int line, const Outcome &o, const Text 
 #define expect_death(action, words)                                                                \
     refused_at(__FILE__, __LINE__, outcome(spawn([&] { action; })), words, #action)
 
-// Expects status 0 and an empty stderr.
 inline void expect_success_at(const char *file, int line, const Outcome &o, const Text &who) {
     if (o.status != 0 || !o.err.empty()) {
         fail(file, line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
@@ -279,11 +274,9 @@ inline void expect_success_at(const char *file, int line, const Outcome &o, cons
 }
 #define expect_success(outcome, who) expect_success_at(__FILE__, __LINE__, outcome, who)
 
-// -------------------------------------------------------------------------------------------------
-// Running the tests
+// --- Running the tests ---------------------------------------------------------------------------
 // Selects tests by name, lists them, runs each in its own process, and counts results.
 
-// Runs a test in its own folder and prints its line.
 inline void run_here(const Test *t) {
     if (chdir(scratch.c_str()) != 0) {
         give_up("cannot enter " + scratch);
@@ -337,7 +330,6 @@ inline Text make_scratch() {
     return folder;
 }
 
-// Runs the tests that the arguments select.
 inline int harness_main(int argc, char **argv) {
     // On a busy machine, threads that spin at a barrier take processor time from each other.
     if (!getenv("OMP_WAIT_POLICY")) {

@@ -626,6 +626,16 @@ TEST(gpu_kv_cache, CUDA_ALL) {
     }
 }
 
+static Outputs states(Net *net) {
+    return {net->state(STATE_WEIGHTS), net->state(STATE_M), net->state(STATE_V)};
+}
+
+static StepResult step(Net *net, const Batch &b, double limit) {
+    const Options o = default_options();
+    net->e.micro_step(&net->e, b.inputs.data(), b.targets.data(), 0, 1);
+    return net->e.update(&net->e, &o, 1e-2, limit, 0);
+}
+
 // With --skip-zscore, a step whose norm is above the limit changes no state on the device, and the
 // next step equals that of a network without the outlier.
 TEST(gpu_skip, CUDA_ALL) {
@@ -634,27 +644,19 @@ TEST(gpu_skip, CUDA_ALL) {
           "-b 2 -t 9 --dtype fp16"}) {
         Model m = shape("l2h2c32t9", 257);
         Batch b(18, m.V, 1);
-        Options o = default_options();
-        auto step = [&](Net *net, double limit) {
-            net->e.micro_step(&net->e, b.inputs.data(), b.targets.data(), 0, 1);
-            return net->e.update(&net->e, &o, 1e-2, limit, 0);
-        };
-        auto states = [](Net *net) {
-            return Outputs{net->state(STATE_WEIGHTS), net->state(STATE_M), net->state(STATE_V)};
-        };
         StepResult free;
         Outputs stepped;
         {
             Net n(m, options);
-            free = step(&n, HUGE_VAL);
+            free = step(&n, b, HUGE_VAL);
             stepped = states(&n);
         }
         Net n(m, options);
         const Outputs start = states(&n);
-        StepResult r = step(&n, 0.999 * free.norm);
+        StepResult r = step(&n, b, 0.999 * free.norm);
         expect(r.skipped == 1 && r.norm == free.norm, "%s: norm %g, limit below", options, r.norm);
         expect(states(&n) == start, "%s: a skipped step changes nothing", options);
-        r = step(&n, 1.001 * free.norm);
+        r = step(&n, b, 1.001 * free.norm);
         expect(r.skipped == 0 && r.loss == free.loss, "%s: limit above", options);
         expect(states(&n) == stepped && stepped != start, "%s: the next step", options);
     }
@@ -667,14 +669,6 @@ TEST(gpu_skip, CUDA_ALL) {
 TEST(gpu_overflow, CUDA_ALL) {
     Model m = shape("l2h2c32t9", 257);
     Batch b(18, m.V, 1);
-    Options o = default_options();
-    auto states = [](Net *net) {
-        return Outputs{net->state(STATE_WEIGHTS), net->state(STATE_M), net->state(STATE_V)};
-    };
-    auto step = [&](Net *net, double limit) {
-        net->e.micro_step(&net->e, b.inputs.data(), b.targets.data(), 0, 1);
-        return net->e.update(&net->e, &o, 1e-2, limit, 0);
-    };
     auto grow_after = [](Net *net, int steps) {
         auto *network = (GpuNetwork *)net->e.self;
         copy_sync(&gpu_buffer<GpuState>(network, BUF_STATE)->update.scale_grows, &steps,
@@ -687,11 +681,11 @@ TEST(gpu_overflow, CUDA_ALL) {
     {
         Net n(m, options);
         const Outputs start = states(&n);
-        r = step(&n, 0);
+        r = step(&n, b, 0);
         expect(r.skipped && r.scale_log2 == LOSS_SCALE_LOG2 && r.scale_steps == 1,
                "the warm-up's steps are counted: %d at 2^%d", r.scale_steps, r.scale_log2);
         n.e.scale_loss(&n.e, 30, 1234);
-        for (r = step(&n, HUGE_VAL); r.skipped && falls < 30; r = step(&n, HUGE_VAL)) {
+        for (r = step(&n, b, HUGE_VAL); r.skipped && falls < 30; r = step(&n, b, HUGE_VAL)) {
             falls++;
             expect(r.scale_log2 == 30 - falls && r.scale_steps == 0 && r.scale_moved == -1 &&
                        !isfinite(r.norm) && isfinite(r.loss), "scale 2^%d", r.scale_log2);
@@ -703,17 +697,17 @@ TEST(gpu_overflow, CUDA_ALL) {
         stepped = states(&n);
         expect(stepped != start);
         grow_after(&n, 3);
-        r = step(&n, 0);
+        r = step(&n, b, 0);
         expect(r.skipped && r.scale_steps == 2 && r.scale_moved == 0, "%d steps", r.scale_steps);
         n.e.scale_loss(&n.e, 4, 2);  // like a resume
         grow_after(&n, 3);
-        r = step(&n, HUGE_VAL);
+        r = step(&n, b, HUGE_VAL);
         expect(!r.skipped && r.scale_log2 == 5 && r.scale_steps == 0 && r.scale_moved == 1,
                "2^%d after %d steps", r.scale_log2, r.scale_steps);
     }
     Net n(m, options);
     n.e.scale_loss(&n.e, 30 - falls, 0);
-    r = step(&n, HUGE_VAL);
+    r = step(&n, b, HUGE_VAL);
     expect(r.loss == good.loss && r.norm == good.norm && states(&n) == stepped, "same start scale");
     detail = text("from 2^30 to 2^%d", 30 - falls);
 }
