@@ -21,15 +21,11 @@
 // Sums run over k = 0, 1, ... in fp32, rounded at each step; hardware uses a different order.
 // Source: PTX ISA 9.0, section 9.7.15, "Asynchronous Warpgroup Level Matrix Instructions".
 //
-// Contents
-// 1 State; 2 Descriptors; 3 Products; 4 Wrappers
-//
 // Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #pragma once
 #include "emu_ptx.h"
 
-// -------------------------------------------------------------------------------------------------
-// 1. State
+// --- State ---------------------------------------------------------------------------------------
 // The state of the running block, created by its first call of a function in this file.
 
 namespace emu {
@@ -118,8 +114,7 @@ inline AsyncState &async(const char *what, Loc loc) {
     return s;
 }
 
-// -------------------------------------------------------------------------------------------------
-// 2. Descriptors
+// --- Descriptors ---------------------------------------------------------------------------------
 // Bits 0..13 start >> 4, 16..29 leading offset >> 4, 32..45 stride offset >> 4, 49..51 base offset,
 // 62..63 swizzle, 1 = 128 bytes; all others 0. In that swizzle, bits 4..6 of an address are XORed
 // with bits 7..9. Source: PTX ISA, "Matrix Descriptor Format", "Strides", tables of layouts.
@@ -166,10 +161,8 @@ inline void read_operand(float *to, uint64_t descriptor, bool mn_major, int firs
     }
 }
 
-// -------------------------------------------------------------------------------------------------
-// 3. Products
+// --- Products ------------------------------------------------------------------------------------
 
-// Computes warp `warp`'s rows of a product.
 inline void product_run(AsyncWarp &w, int warp, const AsyncProduct &x) {
     Accumulator &sum = w.accumulators[x.accumulator];
     float a[16][PRODUCT_K], b[PRODUCT_COLUMNS][PRODUCT_K];
@@ -252,7 +245,6 @@ inline size_t accumulator_of(AsyncWarp &w, AsyncArgs **lane) {
     return unused;
 }
 
-// Issues a product; all 32 lanes of a warp call it.
 inline void product_issue(AsyncArgs &mine, bool add, bool mn_major, Loc loc) {
     async("wgmma", loc);
     warp_op(OP_WGMMA, ~0u, mine, loc, [=](AsyncArgs **lane, uint32_t) {
@@ -291,8 +283,7 @@ inline void product_issue(AsyncArgs &mine, bool add, bool mn_major, Loc loc) {
 }
 }  // namespace emu
 
-// -------------------------------------------------------------------------------------------------
-// 4. Wrappers
+// --- Wrappers ------------------------------------------------------------------------------------
 
 // Returns the address that instructions use for shared memory: its offset in the block's arena.
 inline uint32_t shared_address(const void *p, EMU_LOC) {

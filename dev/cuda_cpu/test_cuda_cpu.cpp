@@ -6,10 +6,6 @@
 //
 //     g++ -std=c++17 -O1 -Idev/cuda_cpu -isystem <CUDA>/include test_cuda_cpu.cpp
 //
-// Contents
-// 1 Device arrays; 2 Shared memory and seeds; 3 Memory and streams; 4 cp.async and wgmma; 5 NCCL; 6
-//   Injected bugs
-//
 // Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
@@ -21,8 +17,7 @@
 
 typedef __nv_bfloat16 bf16;
 
-// -------------------------------------------------------------------------------------------------
-// 1. Device arrays
+// --- Device arrays -------------------------------------------------------------------------------
 // Arrays live until the test ends; each test runs in a separate process. A test continues after a
 // failed expectation.
 
@@ -56,11 +51,9 @@ static float uniform() {  // in [-1, 1), always the same sequence
     return (float)(int32_t)(emu::random_bits(s) >> 32) / 2147483648.0f;
 }
 
-// Returns a flag that is true until a kernel clears it.
 static int *true_flag() { return device(std::vector<int>(1, 1)); }
 
-// -------------------------------------------------------------------------------------------------
-// 2. Shared memory and seeds
+// --- Shared memory and seeds ---------------------------------------------------------------------
 // Correct kernels give the same bits for every seed; results of incorrect ones differ.
 
 // One dynamic and three static variables; each template instance has its own.
@@ -234,8 +227,7 @@ TEST(shuffled) {
     detail = text("at least %d %% of neighbors reversed; 50 expected", least);
 }
 
-// -------------------------------------------------------------------------------------------------
-// 3. Memory and streams
+// --- Memory and streams --------------------------------------------------------------------------
 
 TEST(memory) {  // new memory is NaN; EMU_GPU_MEM can be allocated to the last byte
     Setting limit(emu::set.gpu_mem, (long)emu::allocated_bytes + 1000);
@@ -371,8 +363,7 @@ TEST(failing_call) {  // EMU_FAIL: the second call on a line fails as if the run
     emu::failures.fail = nullptr;
 }
 
-// -------------------------------------------------------------------------------------------------
-// 4. cp.async and wgmma
+// --- cp.async and wgmma --------------------------------------------------------------------------
 // The results are compared with sums in double.
 
 static bf16 small_range(float x) { return __float2bfloat16_rn(x); }
@@ -550,7 +541,6 @@ TEST(wgmma) {
     expect(worst < 1e-3);
     detail = text("max err %.1e", worst);
 }
-// Ends the process with code 86 if the results are wrong for every seed.
 template <int BUG> static void run_wgmma() {
     for (long seed = 0; seed < 3; seed++) {
         emu::set.seed = seed;
@@ -563,8 +553,7 @@ template <int BUG> static void run_wgmma() {
     _exit(86);
 }
 
-// -------------------------------------------------------------------------------------------------
-// 5. NCCL
+// --- NCCL ----------------------------------------------------------------------------------------
 // Ranks are child processes; the id is created before the fork, as a launcher would distribute it.
 
 #if EMU_NCCL
@@ -613,7 +602,6 @@ static void expect_codes(int code) {
     }
 }
 
-// Gathers `count` numbers of each rank in place.
 static ncclResult_t gathers(float *x, size_t count, ncclComm_t comm, int rank) {
     return ncclAllGather(x + (size_t)rank * count, x, count, ncclFloat32, comm, 0);
 }
@@ -696,8 +684,7 @@ TEST(nccl_deaths) {
 }
 #endif
 
-// -------------------------------------------------------------------------------------------------
-// 6. Injected bugs
+// --- Injected bugs -------------------------------------------------------------------------------
 // Each ends with code 86 and a line with the information needed to find the bug. If a sanitizer
 // detects it first, the sanitizer's report is expected instead.
 
