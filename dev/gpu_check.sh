@@ -138,15 +138,14 @@ why() {
     fi
 }
 
-# passes NAME COMMAND...: reports ok and the last line of the output if the command succeeds.
-passes() {
-    local what=$1
+# must NAME COMMAND...: like logged, but reports a failure.
+must() {
+    local status what=$1
     shift
-    if logged "$@"; then
-        report "$what" ok "$(tail -n 1 "$work/last")"
-    else
-        report "$what" FAILED "$(why $?)"
-    fi
+    logged "$@"
+    status=$?
+    [ $status -eq 0 ] || report "$what" FAILED "$(why $status)"
+    return $status
 }
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -238,12 +237,12 @@ stage_build() {
     [ -n "$given_test" ] || targets+=(build/test_gpt2cu)
     [ -n "$given_bench" ] || targets+=(build/bench)
     if ! compgen -G 'data/*.bin' > /dev/null; then
-        logged make data || report data FAILED "$(why $?)"
+        must data make data
     fi
     # Builds all at once and, if that fails, one by one, so that each failure is reported.
     [ ${#targets[@]} -eq 0 ] || logged make -k -j"$(nproc)" "${targets[@]}" ||
         for target in "${targets[@]}"; do
-            logged make "$target" || report "$target" FAILED "$(why $?)"
+            must "$target" make "$target"
         done
     for target in "$GPT2CU" "$TEST" "$BENCH"; do
         [ ! -f "$target" ] || report "$target" ok "$(du -m "$target" | cut -f 1) MiB"
@@ -264,14 +263,11 @@ stage_check() {
     for batch in "1 $T" "42 26"; do
         for dtype in "$DTYPE" fp32; do
             set -- "$first_model $dtype B ${batch/ / T }"
-            if logged "$GPT2CU" --check -e "$first_model" -b "${batch% *}" -t "${batch#* }" \
-                --dtype "$dtype"; then
-                worst=$(sed -n 's/^check *d.* relative difference \([0-9.e+-]*\).*/\1/p' \
-                    "$work/last" | sort -g | tail -n 1)
-                report "$1" ok "largest relative difference of a gradient $worst"
-            else
-                report "$1" FAILED "$(why $?)"
-            fi
+            must "$1" "$GPT2CU" --check -e "$first_model" -b "${batch% *}" -t "${batch#* }" \
+                --dtype "$dtype" || continue
+            worst=$(sed -n 's/^check *d.* relative difference \([0-9.e+-]*\).*/\1/p' \
+                "$work/last" | sort -g | tail -n 1)
+            report "$1" ok "largest relative difference of a gradient $worst"
         done
     done
 }
@@ -280,10 +276,7 @@ stage_check() {
 stage_bits() {
     local each dir=$work/bits
     for each in a b; do
-        if ! logged "$GPT2CU" -e "$first_model" -b 4 -x 10 -v 0 -o "$dir"; then
-            report "two runs" FAILED "$(why $?)"
-            return
-        fi
+        must "two runs" "$GPT2CU" -e "$first_model" -b 4 -x 10 -v 0 -o "$dir" || return
         mv "$dir" "$dir.$each"
     done
     if same_steps "$dir.a" "$dir.b" && compgen -G "$dir.a/step-*" > /dev/null &&
@@ -336,9 +329,9 @@ ${measured:-no} MiB, planned $planned and libraries"
     fi
 }
 
-stage_test() { passes "$TEST" "$TEST"; }
+stage_test() { must "$TEST" "$TEST" && report "$TEST" ok "$(tail -n 1 "$work/last")"; }
 
-stage_bench() { passes "$BENCH" "$BENCH"; }
+stage_bench() { must "$BENCH" "$BENCH" && report "$BENCH" ok "$(tail -n 1 "$work/last")"; }
 
 # The probe has a race in shared memory, a write past the end of an allocation and a read of memory
 # that nothing has written. Each tool must find its kind of error in it; otherwise the tool does not
