@@ -76,9 +76,9 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint's folder, its manifest first: a process killed in between must not leave a
-// folder that looks complete. Of a symbolic link, only the link is removed: its target was put
-// elsewhere on purpose.
+// Removes a checkpoint folder, manifest first: a process killed midway must not leave a folder that
+// looks complete. For a symbolic link, removes only the link: the user chose where to put its
+// target.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {

@@ -863,8 +863,8 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
         die("%s: this is a Git LFS pointer, not the file itself; run git lfs pull", name);
     }
     if (length < 2 || length > 100000000 || length > size - 8) {
-        die("%s: not a safetensors file: header of %" PRIu64 " bytes in a file of %zu bytes", name,
-            length, size);
+        die("%s: not a safetensors file: invalid header length of %" PRIu64 " bytes in a file of "
+            "%zu bytes", name, length, size);
     }
     f->json.bytes = bytes;
     f->json.offset = 8;

@@ -480,8 +480,8 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
 // plain needs only the first.
 enum { FILE_OF_MERGES, FILE_OF_IDS, FILE_OF_ROLES, TOKENIZER_FILES };
 
-// Returns the text of a tokenizer's file, *size bytes, which the caller frees. `length`: the
-// model's longest sequence, or 0.
+// Returns the text of a tokenizer file, and its size in *size. The caller frees the text. `length`:
+// the model's maximum sequence length, or 0.
 static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
@@ -648,8 +648,8 @@ static void token_read(const BpeReader *r, const char *text, int64_t id) {
     int rank = bpe_rank(bpe, bytes, length);
     rank = rank < 0 && bpe_add_special(bpe, bytes, length) ? bpe->count - 1 : rank;
     if (!bpe_number(bpe, rank, id)) {
-        die("%s: cannot give '%.40s' the id %" PRId64 ": expected tokens of 1 to %d bytes and "
-            "different ids below %d", r->name, text, id, BPE_LONGEST, NO_ID);
+        die("%s: token '%.40s' cannot have the id %" PRId64 "; expected tokens of 1 to %d bytes "
+            "and unique ids below %d", r->name, text, id, BPE_LONGEST, NO_ID);
     }
 }
 

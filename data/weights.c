@@ -356,7 +356,7 @@ static void model_file_open(ModelFile *f, const char *path) {
     }
     model_file_beside(config, f, "config.json");
     if (mapping_open(&map, config) != 0) {
-        die("--model (-e): cannot open %s: %s; it must be next to the weights",
+        die("--model (-e): cannot open %s: %s; config.json must be next to the weights",
             config, file_error());
     }
     config_parse(&f->model, &f->tokenizer, map.bytes, map.size, config);

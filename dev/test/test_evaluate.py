@@ -32,7 +32,7 @@ def test_no_vocabulary(sampled):
             "--tokenizer made": "made has 50257 custom tokens (",
             }.items():
         refused(RUN + more, expected)
-    refused(TINY + "--tokenizer made", "--tokenizer: train.bin has byte tokens")
+    refused(TINY + "--tokenizer made", "--tokenizer: train.bin uses single bytes as tokens")
 
 
 def test_bpe_samples(sampled):

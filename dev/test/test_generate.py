@@ -176,7 +176,8 @@ def contradictions(tmp_path_factory):
     ("-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 custom tokens"),
     ("-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 custom tokens"),
     ("-i gpt2.bin --tokenizer mine_merges.txt", "has 1000 custom tokens (9ffa328f), but "),
-    ("-i train.bin --tokenizer mine_merges.txt", "--tokenizer: train.bin has byte tokens"),
+    ("-i train.bin --tokenizer mine_merges.txt",
+     "--tokenizer: train.bin uses single bytes as tokens"),
     ("-i mine_train.bin -e l1h1c8t16v999", "v999 has a vocabulary of 999 tokens, but the data "),
     ("-i train.bin -e model", "model has a vocabulary of 1000 tokens, but the data train.bin has")])
 def test_own_refused(contradictions, monkeypatch, arguments, expected):
@@ -202,7 +203,7 @@ def test_own_more(contradictions, monkeypatch):
     ("-t 17", "--seq-len (-t): 17 exceeds the model's maximum of 16"),
     ("--prompt=12345678901234567", "' is too long: 17 tokens, --seq-len (-t) is 16"),
     ("-t 4 --prompt=12345", "--prompt: '12345' is too long: 5 tokens, --seq-len (-t) is 4"),
-    ("--tokenizer v", "--tokenizer: l1h1c8t16 has byte tokens")])
+    ("--tokenizer v", "--tokenizer: l1h1c8t16 uses single bytes as tokens")])
 def test_refused(arguments, expected):
     """Options without effect on generation, and a prompt longer than T, are refused."""
     refused("--generate -e l1h1c8t16 " + arguments, expected)
