@@ -496,7 +496,7 @@ def test_version():
 def test_launcher(variable):
     """A run that a launcher starts several times is refused in one line, because each copy would
     train the whole model independently. A plan is not affected."""
-    refused(TINY + "-x 1 -o out", variable + " is 8, but several ranks are not supported: this "
+    refused(TINY + "-x 1 -o out", variable + " is 8, but only one rank is supported: this "
             "program runs", env={variable: "8"})
     assert not Path("out").exists()
     succeeds("--plan -e l2h2c16t16", env={variable: "8"})
