@@ -63,8 +63,7 @@ endif
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
 OPT += -pthread -Wall -Wextra -Wundef $(WERROR)
 C := $(CC) -std=c11 $(OPT) -Wc++-compat
-# AROUND: for programs that include train_gpt2.c but do not use all its functions. CPP: g++ warns
-# about C's partial initializers.
+# AROUND: for programs that include train_gpt2.c. CPP: g++ warns about C's partial initializers.
 AROUND := -Wno-unused-function
 CPP := $(CXX) -std=c++17 $(OPT) -Wno-missing-field-initializers $(AROUND) -x c++
 # Keeping only line tables and dropping checks that duplicate ASan's halves the compile time.
@@ -146,8 +145,7 @@ train_gpt2cu build/test_gpt2cu build/bench:
 	$(if $(ARCH),,@echo 'No GPU found: $@ is built for sm_80 and newer;' \
 	    'ARCH="89 90a" selects other GPUs, ARCH=75 a T4 or RTX 20.')
 	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt $(WITH_NCCL)
-# The GPU program and its tools, emulated on the CPU. The benchmark's times are meaningless there;
-# its target only shows that it runs.
+# The GPU program and its tools, emulated on the CPU. The benchmark only shows that it runs.
 train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the GPU program, emulated on the CPU
 build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
 build/test_gpt2cu_cpu build/test_gpt2cu_cpu_asan: test_gpt2.cu build/flags
@@ -168,8 +166,7 @@ build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
 	@[ "$(NVCC)" ] && $(NVCC) --version | tail -n 2 > $@
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2>> $@ || \
 	{ cat $@ >&2; false; }
-# Each program as a single file: every line that includes one of the project's files is replaced
-# by that file.
+# Each program as a single file: lines that include the project's files are replaced by these.
 one: build/train_gpt2_one.c build/train_gpt2_one.cu ## each program as one file, to copy
 build/train_gpt2_one.c build/train_gpt2_one.cu: build/train_gpt2_one.%: train_gpt2.% $(BOOK)
 	@mkdir -p build

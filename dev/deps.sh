@@ -2,8 +2,7 @@
 # Lists the packages that targets need but this machine lacks; installs them if run as root on
 # Debian or Ubuntu.
 #   dev/deps.sh build|test|lint|cuda...  CC and NVCC override the compilers cc and nvcc
-# Prints nothing if everything is installed. Exits with status 1 only if a target would fail because
-# of a missing package.
+# Prints nothing if everything is installed. Status 1 only if a target would fail without a package.
 set -u
 
 have() { command -v "$1" > /dev/null 2>&1; }
@@ -48,8 +47,7 @@ look() {
     done
 }
 
-# Updates the package lists first, since a bare container has none. If a package is unavailable,
-# the others are still installed.
+# Updates the package lists first, since a bare container has none. One unavailable stops no other.
 install() {
     local apt=(env DEBIAN_FRONTEND=noninteractive timeout 600 apt-get -qq
                -o Acquire::Retries=1 -o Acquire::http::Timeout=15 -o Dpkg::Use-Pty=0)

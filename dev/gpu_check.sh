@@ -89,8 +89,7 @@ reported=0
 
 # --- Lines, time and logs -------------------------------------------------------------------------
 
-# Packs LOGS into ARCHIVE, which is never incomplete, even if this script is killed. tar returns 1
-# if a file grew meanwhile.
+# Packs LOGS into ARCHIVE, which is never incomplete. tar returns 1 if a file grew meanwhile.
 archive() {
     { tar -czf "$ARCHIVE.part" --exclude="${ARCHIVE##*/}*" -C "${LOGS%/*}" "${LOGS##*/}" ||
         [ $? -eq 1 ]; } 2> /dev/null && mv "$ARCHIVE.part" "$ARCHIVE"
@@ -362,8 +361,7 @@ CUDA
         return
     fi
     for tool in memcheck racecheck initcheck; do
-        # OMP_WAIT_POLICY is set because the program would otherwise restart itself to set it, and
-        # the tool might lose the new process.
+        # Without OMP_WAIT_POLICY the program restarts itself, and the tool might lose it.
         set -- env OMP_WAIT_POLICY=passive compute-sanitizer --tool $tool --error-exitcode 9 \
             --kernel-name kns=_kernel --report-api-errors explicit --print-limit 1000
         if logged "$@" "$work/injected" || ! grep -q injected_kernel "$work/last"; then
@@ -473,9 +471,8 @@ stage_torch() {
 
 # --- Summary --------------------------------------------------------------------------------------
 
-# Prints the rows (program model level batch ms tokens/s MiB planned) as a table. Our rows are
-# compared with compiled PyTorch with the same recomputation and batch, or with eager PyTorch if
-# that is missing.
+# Prints the rows (program model level batch ms tokens/s MiB planned) as a table. Ours are compared
+# with compiled PyTorch at the same recomputation and batch, or else with eager PyTorch.
 table() {
     echo "| program | model | -r | B | ms/step | tokens/s | measured MiB | planned MiB |" \
         "ratio to PyTorch |"

@@ -20,9 +20,8 @@
 #include <string>
 #include <vector>
 
-// How a kernel uses an array. Each byte is counted once per necessary transfer over the memory bus.
-// Intermediate results between the kernels of a launcher are not counted, since their number is an
-// implementation choice.
+// How a kernel uses an array. Each byte is counted once per necessary transfer over the memory bus,
+// without intermediate results between the kernels of a launcher.
 enum Use { SCRATCH = 0, READ = 1, WRITE = 1, READ_WRITE = 2 };
 enum Fill { NOISE, POSITIVE, INTS };
 
@@ -60,8 +59,7 @@ static struct {
 enum { PATTERN = CUDA_CPU ? 1 << 16 : 1 << 24 };  // bytes of a pattern
 
 // Fills the patterns with numbers of type E between -1 and 1, and between 1/4 and 1. A pair of
-// 16-bit numbers read as one fp32 is in that range too: it has the sign of its upper half and, for
-// bf16, nearly its magnitude.
+// 16-bit numbers read as one fp32 is in that range too, because its upper half determines it.
 template <class E> static void bench_patterns() {
     std::vector<E> host(PATTERN / sizeof(E));
     for (int positive = 0; positive < 2; positive++) {
@@ -89,8 +87,7 @@ static void array_fill(char *to, const Array &array) {
     }
 }
 
-// Returns enough sets of arrays to fill the cache twice, or as many as fit in the arena (possibly
-// none).
+// Returns enough sets of arrays to fill the cache twice, or as many as fit in the arena, even none.
 static std::vector<Buffers> case_buffers(const Case &c) {
     size_t set_bytes = 0;
     for (const Array &array : c.arrays) {
@@ -152,8 +149,7 @@ static void bench_case(const Case &c) {
 // Type of the matrices' gradients in a run of type E with default options.
 template <class E> using Grad = std::conditional_t<traits<E>.small_range, float, E>;
 
-// Returns the kernels of a micro-step that use tokens, with their reads and writes and the number
-// of launches.
+// Returns the kernels of a micro-step that use tokens, with their arrays and number of launches.
 template <class E> static std::vector<Case> token_cases(const Settings *s) {
     const Model *m = &s->model;
     const int B = s->B, T = s->T, N = B * T, C = m->C, V = m->V, Vp = m->Vp;
@@ -233,8 +229,7 @@ template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     };
 }
 
-// Returns the kernels of attention. Their FLOPs are those of the causal half and exclude the
-// matmuls that backward recomputes.
+// Attention. Its FLOPs are those of the causal half, without the matmuls that backward repeats.
 template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     const int B = s->B, T = s->T, N = B * T, C = s->model.C, L = s->model.L, NH = s->model.NH;
     const size_t n = (size_t)N * C * sizeof(E), lse = (size_t)N * NH * sizeof(float);
@@ -272,8 +267,7 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     return cases;
 }
 
-// Returns the cases of the norm and AdamW, over all parameters as one bucket; in 16 bits, with a
-// master copy and fp32 moments.
+// Norm and AdamW, over all parameters as one bucket; in 16 bits, with a master and fp32 moments.
 template <class E> static std::vector<Case> update_cases(const Settings *s) {
     using G = Grad<E>;
     constexpr bool SPLIT = sizeof(E) == 2;

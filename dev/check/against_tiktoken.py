@@ -103,25 +103,17 @@ def fragment(rng, sources):
     """A short random text of a random kind."""
     kind, low_high = rng.randrange(10), rng.choice(SCRIPTS)
     part = lambda text, most: text[(at := rng.randrange(max(1, len(text) - most))):at + most]
-    if kind == 0:
-        return rng.choice(PHRASES)
-    if kind == 1:
-        return part(rng.choice(PHRASES), rng.randint(1, 12))
-    if kind == 2:
-        return "".join(code_point(rng, *low_high) for _ in range(rng.randint(1, 20)))
-    if kind == 3:
-        return "".join(code_point(rng, 0, 0x10FFFF) for _ in range(rng.randint(1, 8)))
-    if kind == 4:
-        return "".join(rng.choice(SPACES) for _ in range(rng.randint(1, 6)))
-    if kind == 5:
-        return rng.choice(SPACES + NEARLY_SPACES) * rng.choice((1, 2, 3, 4, 8, 31, 32, 33))
-    if kind == 6:
-        return rng.choice(CONTRACTIONS)
-    if kind == 7:
-        return str(rng.randrange(10 ** rng.randint(1, 18)))
-    if kind == 8:
-        return rng.choice("aeX=-*#.!0 \n_é中ا") * rng.choice((2, 3, 5, 15, 16, 31, 32, 100))
-    return part(rng.choice(sources), rng.randint(1, 400))
+    return [
+        lambda: rng.choice(PHRASES),
+        lambda: part(rng.choice(PHRASES), rng.randint(1, 12)),
+        lambda: "".join(code_point(rng, *low_high) for _ in range(rng.randint(1, 20))),
+        lambda: "".join(code_point(rng, 0, 0x10FFFF) for _ in range(rng.randint(1, 8))),
+        lambda: "".join(rng.choice(SPACES) for _ in range(rng.randint(1, 6))),
+        lambda: rng.choice(SPACES + NEARLY_SPACES) * rng.choice((1, 2, 3, 4, 8, 31, 32, 33)),
+        lambda: rng.choice(CONTRACTIONS),
+        lambda: str(rng.randrange(10 ** rng.randint(1, 18))),
+        lambda: rng.choice("aeX=-*#.!0 \n_é中ا") * rng.choice((2, 3, 5, 15, 16, 31, 32, 100)),
+        lambda: part(rng.choice(sources), rng.randint(1, 400))][kind]()
 
 
 def mixed_texts(count, seed, sources):

@@ -143,8 +143,7 @@ class Report:
         print(f"{name:34} {numbers:26}  {'ok' if ok else 'FAILED'}", flush=True)
 
     def lines(self, title, differences):
-        """Prints the worst difference and its tolerance for each kind of tensor over all layers,
-        or for each name before a colon."""
+        """Prints the worst difference of each kind of tensor, or of each name before a colon."""
         print(f"\n{title}\n{'':34} {'rel':>8} {'tol':>8}  used")
         worst = {}
         for name, (away, tolerance) in differences.items():
@@ -362,8 +361,7 @@ def gradient_differences(ours, step, weights):
     """Repeats a step (from 0) from `weights`; {name: difference} of loss, norm and gradients."""
     model = hf_model(ours.case, weights)
     loss, norm = gradients(model, ours.batches(step))
-    # Losses and norms are sums in double over many elements, whose errors largely cancel, so the
-    # tolerance is a few roundings.
+    # Losses and norms are sums in double, in which errors largely cancel: a few roundings.
     found = {"loss": difference(ours.loss[step], loss, 4 * U),
              "gradient norm": difference(ours.norm[step], norm, 4 * U)}
     for name, parameter in named(model).items():

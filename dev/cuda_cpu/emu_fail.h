@@ -62,8 +62,7 @@ inline bool fails(const char *function, int line) {
 }
 
 // Returns a function that takes a call's arguments and returns `error`. The compiler must assume
-// that it writes to the memory they point to, as the call itself would; otherwise it would warn
-// about uninitialized variables.
+// that it writes to the memory they point to, or it would warn about uninitialized variables.
 template <class E> inline auto failure(E error) {
     return [error](auto... arguments) {
         const void *each[] = {nullptr, (const void *)&arguments...};

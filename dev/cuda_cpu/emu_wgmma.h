@@ -200,8 +200,7 @@ inline void product_run(AsyncWarp &w, int warp, const AsyncProduct &x) {
     sum.products--;
 }
 
-// Computes the products of all but the newest `keep` of `groups` committed groups, and writes their
-// accumulators back to the threads.
+// Computes all but the newest `keep` of `groups` groups; returns their accumulators to the threads.
 inline void products_finish(AsyncWarp &w, int warp, int groups, int keep) {
     size_t done = 0;
     while (done < w.queue.size() && w.queue[done].group < groups - keep) {
@@ -223,8 +222,7 @@ inline void products_finish(AsyncWarp &w, int warp, int groups, int keep) {
     }
 }
 
-// Returns the index of the accumulator in `lane`'s registers, after loading their values if no
-// product that uses it is under way.
+// Returns the index of the accumulator in `lane`'s registers; loads them if no product uses it.
 struct AsyncArgs { float *d; const uint32_t *a; uint64_t a_descriptor, b; };
 inline size_t accumulator_of(AsyncWarp &w, AsyncArgs **lane) {
     size_t unused = w.accumulators.size();

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Runs the example with three seeds: the race must be detected, and the fixed kernel must pass.
-# PROGRAM is the built example.cu. The last line is `N passed, N failed, N skipped`; the exit status
-# is 1 if a run fails.
+# PROGRAM is the built example.cu. The last line is `N passed, N failed, N skipped`.
 #   dev/cuda_cpu/example.sh PROGRAM
 set -u
 passed=0 failed=0

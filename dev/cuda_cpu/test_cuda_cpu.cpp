@@ -18,8 +18,7 @@
 typedef __nv_bfloat16 bf16;
 
 // --- Device arrays -------------------------------------------------------------------------------
-// Arrays live until the test ends; each test runs in a separate process. A test continues after a
-// failed expectation.
+// Arrays live until the test ends. A test continues after a failed expectation.
 
 #define OK(call) expect((call) == 0)  // cudaSuccess, CUBLAS_STATUS_SUCCESS and ncclSuccess are 0
 
@@ -324,8 +323,7 @@ static int transfers(bool wait_arrived, bool wait_gone) {
     OK(cudaFreeHost(pinned));
     return result;
 }
-// With both waits, every order is correct. A missing wait is detected by the order designed to
-// reveal it, and by some seeds.
+// With both waits, every order is correct. A missing wait is found by its order and by some seeds.
 TEST(orders) {
     enum { SEEDS = 16 };
     int right = 0, seen_arrived = 0, seen_gone = 0;

@@ -333,8 +333,7 @@ static void target_state_text(const unsigned char *bytes, size_t size) {
 
 static Bpe fuzz_bpe;
 
-// A tokenizer.json, or a merges.txt and, after the first 0, a vocab.json. What is written is read
-// as the same tokenizer.
+// A tokenizer.json, or a merges.txt and, after a 0, a vocab.json. What is written is read again.
 static void target_bpe_merges(const unsigned char *bytes, size_t size) {
     static BpeReader r;
     const unsigned char *end = (const unsigned char *)memchr(bytes, 0, size);
@@ -555,8 +554,7 @@ static void target_json(const unsigned char *bytes, size_t size) {
 #if FUZZ_PROGRAM == 1
 // --- Tokenizing: blocks and learned merges -------------------------------------------------------
 
-// Text and token files: what is not refused is encoded block by block, without a byte lost. The
-// first byte chooses the mode.
+// What is not refused is encoded block by block, without a byte lost. Byte 0 chooses the mode.
 static void target_text(const unsigned char *bytes, size_t size) {
     static Coder coder;
     static BpeEncoder encoder;

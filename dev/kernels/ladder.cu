@@ -254,8 +254,7 @@ static Doubles attention_reference(const Attention &a) {
     return out;
 }
 
-// Returns n random numbers between low and low + 2 in pinned memory, which both the host and
-// kernels access.
+// Returns n random numbers between low and low + 2 in pinned memory, for the host and kernels.
 template <class T = E> static T *array(size_t n, double low = 0, uint64_t seed = 0) {
     T *p;
     cuda_check(cudaMallocHost((void **)&p, n * sizeof(T)));

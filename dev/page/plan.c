@@ -29,8 +29,7 @@ static void print_pair(int first, const char *name, const char *meaning) {
     printf("]");
 }
 
-// Prints the table of options, and the models, cards, recompute levels and offload levels that the
-// form offers.
+// Prints the options, and the models, cards, recompute and offload levels that the form offers.
 static void tables_print(void) {
     static const char *const types[] = {"text", "choice", "text", "number",
                                         "number", "choice", "flag", "text"};

@@ -64,8 +64,7 @@ TEST(messages) {
            Text(duration_text(3725).s) == "1:02:05");
 }
 
-// Files are mapped unchanged, including empty ones. Folders and pipes are refused, pipes without
-// waiting for a writer.
+// Files are mapped unchanged, even empty ones. Folders and pipes are refused without waiting.
 TEST(mapping) {
     const Text data = random_bytes(3 * 4096 + 5, 4);
     Mapping m;

@@ -45,8 +45,7 @@ inline Ids bytes_in_order() {
     return order;
 }
 
-// Returns a token as vocab.bpe writes it: a printable byte by its own character, the others by
-// those from U+0100 on.
+// Returns a token as vocab.bpe writes it: printable bytes as such, others as U+0100, U+0101, ...
 inline Text merges_word(const Text &token) {
     static Words characters;
     if (characters.empty()) {

@@ -249,8 +249,7 @@ inline std::vector<char *> arguments_of(Words *words) {
     return argv;
 }
 
-// Expects exit status 1 and exactly one line on stderr, which contains `words`; this also excludes
-// sanitizer reports.
+// Expects exit status 1 and exactly one line on stderr, which contains `words`.
 inline void refused_at(const char *file, int line, const Outcome &o, const Text &words,
                        const Text &who, int status = 1) {
     int one_line = !o.err.empty() && o.err.find('\n') == o.err.size() - 1;

@@ -90,7 +90,7 @@ def test_eval_command():
 def test_eval_checkpoint():
     """A checkpoint answers the questions that its run memorized."""
     succeeds("-i train.bin --shuffle 0 -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 --quiet -o out")
-    corpus = array.array("H", Path("train.bin").read_bytes()[HEADER:]).tolist()
+    corpus = tokens("train.bin")
     asked = questions(8, 257, 4)
     for i, question in enumerate(asked):
         question[1] = corpus[i:i + 6]

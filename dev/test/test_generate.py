@@ -32,8 +32,7 @@ def made(arguments, **more):
 
 def test_sample(sample):
     """--generate repeats the run's own sample up to its end-of-text token, from a checkpoint or a
-    copy of its weights and config, with any number of threads. Of several samples, the first is
-    the same and the others differ."""
+    copy of its weights and config, with any number of threads. Only the first of several is it."""
     text = made(TRAINED + "-g 60 --prompt abc")
     assert len(text) > 30 and sample.startswith(text[:-1])
     err = run(TRAINED + "-g 60 --prompt abc").err
@@ -74,8 +73,7 @@ def test_stdin(sample):
 
 
 def test_newest():
-    """Without -e, the model is the most recently written checkpoint in runs/; if -e names a run's
-    folder, it is the newest checkpoint there."""
+    """Without -e, the model is the newest checkpoint in runs/; of a run's folder, the newest."""
     refused("--generate", "--generate: no checkpoint found in runs/; use --model (-e)")
     for name, steps in ("old", 2), ("new", 1):
         succeeds(TINY + "--quiet -n 1 -o runs/%s -x %d" % (name, steps))
@@ -101,8 +99,7 @@ def test_end():
 
 
 def test_gpt2():
-    """GPT-2 tokens are printed as numbers if there is no vocabulary, and as text if one is next to
-    the weights."""
+    """GPT-2 tokens are printed as text if a vocabulary is next to the weights, else as numbers."""
     Path("gpt2.bin").write_bytes(shard([50256, 995, 995, 995] * 100, GPT2))
     succeeds("-i gpt2.bin -e l1h2c16t16 -b 2 -x 40 -l 2e-2 --quiet -o out")
     generate = "--generate -e out/step-00000040 --temperature 0 --quiet -g 3 "
@@ -114,9 +111,8 @@ def test_gpt2():
 
 
 def test_own():
-    """A model with its own vocabulary of 1,000 tokens trains, samples, saves its tokenizer,
-    resumes with the same bits, and generates text from its checkpoint, or from a copy of two
-    checkpoint files and the merges."""
+    """A model of 1,000 custom tokens trains, samples, saves its tokenizer, resumes with the same
+    bits, and generates text from its checkpoint, or from a copy of two files and the merges."""
     texts = write_own_data()
     line = b"".join(texts).decode()
     options = ("-i mine_train.bin -j mine_val.bin -e l1h2c32t16 -b 4 -l 2e-2 -k constant -n 60 -m "
@@ -181,8 +177,7 @@ def contradictions(tmp_path_factory):
     ("-i mine_train.bin -e l1h1c8t16v999", "v999 has a vocabulary of 999 tokens, but the data "),
     ("-i train.bin -e model", "model has a vocabulary of 1000 tokens, but the data train.bin has")])
 def test_own_refused(contradictions, monkeypatch, arguments, expected):
-    """Data, tokenizer, weights and shape that disagree are refused with a message that names
-    them."""
+    """Data, tokenizer, weights and shape that disagree are refused by name."""
     monkeypatch.chdir(contradictions)
     refused(("" if "-e " in arguments else "-e l1h1c8t16 ") + "-x 1 -b 2 " + arguments, expected)
 
@@ -215,8 +210,7 @@ def test_whole_prompt():
 
 
 def test_signal():
-    """A signal or a closed pipe ends --generate like any program that has nothing to save; a full
-    disk is an error."""
+    """A signal or closed pipe ends --generate like any program; a full disk is an error."""
     with open("stdout", "w") as out:
         process = start("--generate -e l2h2c64t64 -g 1000000 --temperature 2", stdout=out,
                         before=default_signal())

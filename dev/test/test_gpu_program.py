@@ -1,6 +1,5 @@
 """The GPU program, emulated or on a GPU: what it refuses, its commands, checkpoints exchanged with
-the CPU program, choices of kernels, and training. Environment variables configure the emulated
-device (dev/cuda_cpu/emu_core.h)."""
+the CPU program, choices of kernels, and training. EMU_*: see dev/cuda_cpu/emu_core.h."""
 
 import math
 import os
@@ -73,8 +72,7 @@ def test_unsuitable(arguments, env, status, expected):
 
 @emulated
 def test_driver():
-    """A plan needs neither driver nor GPU. Kernels are loaded at their first launch, unless the
-    user's environment says otherwise."""
+    """A plan needs neither driver nor GPU. By default kernels are loaded at their first launch."""
     old = {"EMU_DRIVER": "11080"}
     succeeds("--plan -e d12 --gpu h100", env=old)
     succeeds("--plan -e d12", env={"EMU_GPUS": "0"})
@@ -165,8 +163,7 @@ def test_compare():
 
 
 def test_eval():
-    """--eval gives the same scores in both programs, byte for byte, and needs only the memory of a
-    forward pass."""
+    """--eval gives the same bytes in both programs, and needs only the memory of a forward pass."""
     Path("e.bin").write_bytes(eval_file(questions(3, 50257, 2)))
     options = "-e l1h1c16t16 --eval e.bin --json -b 3"
     assert succeeds(options + " --dtype fp32") == succeeds(on_cpu(options))
@@ -209,8 +206,7 @@ def resume(folder, more, start=lambda arguments: arguments):
 
 @emulated
 def test_resume_types():
-    """A resumed run keeps the types, logit rows and workspace that were chosen where it began; what
-    a device or program cannot do is named."""
+    """A resumed run keeps the types, logit rows and workspace chosen first; lacks are named."""
     options = "-i train.bin -e l1h1c16t16 -b 2 -v 0 --tune 0 "
     t4, lacks = {"EMU_CC": "75"}, lambda out: re.findall(r"^  --(\S+) is '(\w+)' \(this device's "
                                                         r"default\), was '(\w+)'$", out, re.M)
@@ -260,8 +256,7 @@ def test_exchange():
 
 
 def test_exchange_master():
-    """bf16 weights and the low halves of their master weights together keep every bit of the CPU's
-    weights; bf16 weights alone do not."""
+    """bf16 weights and their masters' low halves keep every bit of the CPU's weights."""
     usual = "-i train.bin -e l2h2c16t16 -b 2 -d 64 -y 1 --quiet -o cpu -x "
     succeeds(on_cpu(usual + "2"))
     start = weights("cpu", 2)
@@ -402,8 +397,7 @@ def chosen(folder):
 
 @emulated
 def test_kernels():
-    """Attention uses wgmma on Hopper, in bf16 with heads of 64 channels, unless --tune 0 is given
-    or the resumed checkpoint did not."""
+    """Attention uses wgmma on Hopper for bf16 heads of 64, except with --tune 0 or after it."""
     for name, options, env in (
             ("fast", ATTENTION, {}), ("plain", ATTENTION + "--tune 0", {}),
             ("ampere", ATTENTION, {"EMU_CC": "80"}), ("fp32", ATTENTION + "--dtype fp32", {}),
@@ -499,8 +493,7 @@ def test_fp16_fails():
 
 
 def test_learns():
-    """The loss of each of 100 steps in bf16 is within 2 % of the CPU program's; in fp16 the means
-    over five steps are within 0.5 %."""
+    """100 losses in bf16 are within 2 % of the CPU's; means of five in fp16 within 0.5 %."""
     text = [97 + (i * i // 7 + i % 11) % 20 for i in range(30000)]
     Path("t.bin").write_bytes(shard(text, BYTES))
     options = "-i t.bin -e l2h2c64t64 -b 2 -x 100 -l 1e-3 -u 20 -v 0 -r gelu --quiet -o "
@@ -515,9 +508,8 @@ def test_learns():
 
 @pytest.mark.parametrize("more", ["", pytest.param(" --gpus 2 -z 2", marks=emulated)])
 def test_own_tokens(more):
-    """With a custom vocabulary of 1,000 tokens, losses and norms in fp32 equal those of the CPU
-    program up to rounding, on one GPU and on two. The CPU program generates the same text from
-    their checkpoint."""
+    """With 1,000 custom tokens, losses and norms in fp32 equal the CPU program's up to rounding, on
+    one GPU and on two. The CPU program generates the same text from their checkpoint."""
     write_own_data()
     options = ("-i mine_train.bin -j mine_val.bin -e l2h2c32t16 -b 2 -d 64 -x 24 -l 1e-2 -v 24 "
                "--quiet -o ")

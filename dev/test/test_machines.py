@@ -227,8 +227,7 @@ def drawn_plans(count, seed):
                                           "none moments weights,gradients,moments,residuals"))))
 
 
-# The other queries. With --dtype, --minimum leaves out the CPU program, whose workspace depends on
-# the width of vectors.
+# With --dtype, --minimum leaves out the CPU program, whose workspace depends on vectors' width.
 QUERIES = ["--fit any -e gpt2-xl --gpu 4090", "--fit all -e d24 --gpu 3080 -d 65536",
            "--plan --gpu all -e gpt2-xl", "--largest batch -e d36 --gpu 4070",
            "--largest seq-len -e d36 --gpu 4070 -b 2", "--minimum -e gpt2-xl --dtype bf16"]

@@ -79,8 +79,7 @@ def loads(path, members):
 @pytest.mark.parametrize("shape", [(2, 2, 20, 7, 257), (1, 2, 68, 5, 257)])
 def test_accepted(dtypes, shape):
     """Models load from a folder or a file, in one or several dtypes, in any order of tensors, with
-    and without the prefix, mask buffers, a tied head and a padded header. Sizes are below and above
-    those of the loader's tiles and strips."""
+    and without the prefix, mask buffers, a tied head and a padded header, around tiles' sizes."""
     members = hugging_face(shape, dtypes)
     write_model("model", safetensors({}, members), config_text(shape))
     loads("model/model.safetensors", members)

@@ -16,7 +16,7 @@ import pytest
 import program
 from files import *
 from program import *
-from test_tokenize import STORIES, header, tokens
+from test_tokenize import STORIES, header
 
 MADE = "data: tinyshakespeare is not available; using generated stories\n"
 MIRROR = TOP / os.environ.get("DATA_MIRROR", "data")

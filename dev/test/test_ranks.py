@@ -1,6 +1,5 @@
-"""Runs on several ranks, as processes on the emulated device: the same numbers as one rank, the
-same bits at every ZeRO stage and in every stream order, checkpoints that any number of ranks can
-resume, and clean ends."""
+"""Runs on several ranks, as processes on the emulated device: the numbers of one rank, the same
+bits at every ZeRO stage and stream order, checkpoints for any number of ranks, and clean ends."""
 
 import array
 import json
@@ -309,8 +308,7 @@ def test_stranger():
 
 
 def test_late_for_handshake():
-    """Ranks wait for one that starts later. Rank 0 waits for a rank that opens its data slowly, and
-    names one that exits."""
+    """Ranks wait for one that starts late or opens its data slowly; one that exits is named."""
     ranks = start_ranks(TINY + "-x 1 --quiet", [port_of(r, 3) for r in (1, 0)])
     time.sleep(4)
     ranks += start_ranks(TINY + "-x 1 --quiet", [port_of(2, 3)])
@@ -711,8 +709,7 @@ def test_traffic(ranks, stage, optimizer):
     """A step sends exactly the shards of every bucket, once in the reduce-scatter and once in the
     all-gather; with k micro-steps, blocks' gradients are reduced in each from stage 2 on. Muon
     gathers blocks if they are sharded. Of each block's two large and four square matrices, the
-    busiest of three ranks has one of each, and every rank's share is gathered with that size. The
-    plan prints the same number."""
+    busiest of three ranks has one of each, the size of every share. The plan prints the number."""
     C, L, k = 80, 3, 3 if ranks == 2 and stage > 0 else 1
     padded = lambda count, to: -(-count // to) * to
     to = 64 * ranks

@@ -32,9 +32,8 @@ import pytest
 
 TOP = pathlib.Path(__file__).resolve().parents[2]
 RECORDED = "release 13.0,"
-# Maximum threads, KiB of shared memory and blocks per SM; shared memory per block that the system
-# uses, in bytes. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability".
+# Maximum threads, KiB of shared memory and blocks per SM; shared bytes per block that the system
+# uses. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 Gpu = namedtuple("Gpu", "threads shared_kib blocks system")
 GPUS = {"80": Gpu(2048, 164, 32, 1024), "89": Gpu(1536, 100, 24, 1024),
         "90a": Gpu(2048, 228, 32, 1024), "75": Gpu(1024, 64, 16, 0)}

@@ -1,5 +1,4 @@
-"""data/tokenize and data/stories: shards and merges of small texts, and what is refused. A run that
-fails or is interrupted leaves no file."""
+"""data/tokenize and data/stories: shards and merges of small texts, and refusals without a file."""
 
 import array
 import bz2
@@ -35,10 +34,6 @@ def tokenize(folder):
 
 def header(name):
     return list(struct.unpack("<5i", Path(name).read_bytes()[:20]))
-
-
-def tokens(name):
-    return list(array.array("H", Path(name).read_bytes()[HEADER:]))
 
 
 def shards(prefix="out"):

@@ -68,10 +68,6 @@ def tokenize(arguments):
     assert o.status == 0 and o.err == "", o
 
 
-def tokens(name):
-    return list(array.array("H", Path(name).read_bytes()[HEADER:]))
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("form", ["files", "added", "json", "both"])
 def test_ids(form, order):

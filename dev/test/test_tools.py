@@ -98,8 +98,7 @@ def test_report_resumed():
 
 
 def test_report_compare(reported):
-    """Several runs share one picture; the page has each run's numbers and the options that
-    differ."""
+    """Several runs share one picture; the page has their numbers and the options that differ."""
     succeeds("-i train.bin -e l2h2c32t32 -b 2 -x 4 -l 1e-2 --quiet -o other")
     report("run other")
     page = Path("compare.html").read_text()

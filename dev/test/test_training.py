@@ -86,8 +86,7 @@ def test_seed():
 @BOTH
 def test_validation(fp32):
     """The validation loss is a mean over sequences: it is the same for any batch size and, if the
-    sequences are identical, equals the loss of one. Sequences at the end that do not fill a batch
-    count too."""
+    sequences are identical, equals the loss of one. The last, partial batch counts too."""
     T, windows = 16, 11  # the last windows differ from the others
     Path("val").write_bytes(shard([97 + i % 3 if i < 8 * T else i * 37 % 256
                                    for i in range(windows * T + 1)], BYTES))
@@ -123,8 +122,7 @@ def test_resident_memory():
 
 
 def test_max_skips():
-    """After --max-skips consecutive skipped steps the run ends; regardless of --save-every, its
-    newest checkpoint is from before them."""
+    """After --max-skips skipped steps in a row the run ends with a checkpoint from before them."""
     diverging = TINY + "--quiet -l 1 -c 11 -k constant -v 0 -n 1 -o out "
     err = refused(diverging + "-x 100 --max-skips 7",
                   "--max-skips: 7 consecutive steps were skipped")

@@ -14,8 +14,7 @@ static void write_three_shards() {
     }
 }
 
-// Together, the ranks read the sequences that one rank with the same tokens per step would read,
-// each exactly once.
+// Together, the ranks read each sequence once that one rank with the same tokens per step reads.
 TEST(rank_positions, HOST) {
     Settings s = draw_settings();
     const int sequences = 24;
@@ -123,8 +122,7 @@ TEST(prompts, HOST) {
     expect(token_text(out, &gpt2_tokenizer, &bpe, 50256) == 0);
 }
 
-// A batch that cannot be read is reported with the reason: a token outside the vocabulary, or a
-// file truncated during the run.
+// A token outside the vocabulary, or a file truncated during the run, is reported.
 TEST(loader_problems, HOST) {
     enum { T = 8 };
     Token in[2][T], out[2][T];
@@ -143,8 +141,7 @@ TEST(loader_problems, HOST) {
     dataset_close(&d);
 }
 
-// Reads the last tokens of a shard of 2^31 - 1 tokens (a sparse file of 4 GiB), whose offsets need
-// 64 bits.
+// Reads the end of a shard of 2^31 - 1 tokens (a sparse file of 4 GiB): offsets need 64 bits.
 TEST(loader_large, FLOAT) {
     const int64_t count = INT32_MAX, T = 1000, window = (count - 1) / T - 1;
     write_file("large.bin", with_int(shard_bytes({}, TOKENIZER_GPT2), 2, INT32_MAX));

@@ -61,8 +61,7 @@ static void round_all(real *x, int64_t n) {
 }
 
 // The plan of the reference while it simulates a 16-bit type. Whenever a buffer's lifetime begins
-// or ends, which happens at every tick, all live activations and gradients are rounded. LayerNorm
-// and attention statistics stay fp32.
+// or ends, at every tick, all live activations and gradients are rounded, except for statistics.
 static Plan *rounded_plan;
 static void mark_and_round(void *memory, size_t bytes, int alive) {
     plan_mark(memory, bytes, alive);
@@ -122,8 +121,7 @@ static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, 
 }
 
 // The error of every gradient in 16 bits is at most twice that of the naive computation above, both
-// relative to the fp32 reference with the same weights. fp16 uses a loss scale suited to the small
-// number of rows.
+// relative to the fp32 reference with the same weights. The loss scale of fp16 suits few rows.
 template <class E> static void check_gradients() {
     const int log2 = 10;
     for (auto &row : gpu_shapes) {
@@ -347,8 +345,7 @@ TEST(gpu_bits_wgmma, CUDA_ALL) {
 }
 
 // wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding.
-// Measures the error relative to the same sums in fp32, for one chunk and for eight, the default
-// maximum for up to 65,536 tokens.
+// Measures the error relative to fp32 for one chunk and for eight, the maximum up to 65,536 tokens.
 TEST(gpu_wte_rounding, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c32t64", 257);

@@ -16,8 +16,7 @@ TEST(philox, ALL) {
     }
 }
 
-// Mean and standard deviation are within four standard errors; the numbers do not depend on the
-// chunk size.
+// Mean and deviation are within four standard errors; the chunk size changes no number.
 TEST(rng_normal, ALL) {
     enum { COUNT = 200001 };
     Reals whole(COUNT), pieces(COUNT);
@@ -90,8 +89,7 @@ static void parse(Options *o, const char *arguments) {
 }
 
 // Names, letters and fields are unique, defaults are within their ranges, and every form of an
-// option sets its field. A value just outside its range or choices ends the run with a message that
-// names the option.
+// option sets its field. A value just outside its range is refused with the option's name.
 TEST(options_table, HOST) {
     Options o;
     char value[64];

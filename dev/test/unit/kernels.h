@@ -301,8 +301,7 @@ template <class E> static void check_gelu(int N, int OC) {
                who + " dbias alone");
 }
 
-// Tests GELU forward and backward, and both column sums. Far from zero, the results are exactly x,
-// dout or 0.
+// GELU forward and backward, and both column sums. Far from zero, results are exactly x, dout or 0.
 TEST(gpu_gelu, CUDA_ALL) {
     static const int shapes[][2] = {{1, 64}, {65, 80}, {130, 768}, {1500, 48}, {2100, 264}};
     for (auto &s : shapes) {
@@ -340,8 +339,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     Nums want_dw = nums(dw), zero(dw.size()), no_bias(OC);
     naive_matmul_backward(&want_dinp, &want_dw, &no_bias, dout, inp, w, N, C, OC);
     naive_matmul_backward(&none, &zero, &no_bias, dout, inp, w, N, C, OC);
-    // The library may start from the addend or, in place in 16 bits, round the product before it
-    // adds.
+    // The library may start from the addend or, in place in 16 bits, round the product first.
     auto rounding = [](const Num &product, double once) { return once * fabs((double)product.v); };
     const double e_unit = is_fp32<E> ? 0 : traits<E>.unit, g_unit = is_fp32<G> ? 0 : traits<G>.unit;
     for (int i = 0; i < N * OC; i++) {
@@ -361,8 +359,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
 
 #if CUDA_CPU
 // In bf16, a product that is added in place is rounded before the sum, as on Hopper; out of place,
-// and in place in fp32, only the sum is rounded. The product is 1 + 2^-8 + 2^-12, which rounds to
-// 1 + 2^-7, and is added to -1.
+// and in place in fp32, only the sum is. The product 1 + 2^-8 + 2^-12 rounds to 1 + 2^-7; plus -1.
 TEST(gpu_matmul_rounding, EMULATED_ALL) {
     enum { N = 8 };
     Reals terms(N * N), ones(N * N, 1), old(N * N, -1);
@@ -491,9 +488,8 @@ template <class E> static Outputs check_attention(int B, int T, int HS, int NH, 
     return got;
 }
 
-// Attention in fp16 is bitwise equal on the default emulated GPU and on an emulated GPU of compute
-// capability 7.5, which has smaller mma instructions, no asynchronous copies and 64 KiB of shared
-// memory.
+// Attention in fp16 has the same bits on an emulated GPU of compute capability 7.5, which has
+// smaller mma instructions, no asynchronous copies and 64 KiB of shared memory.
 static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
     const Outputs want = check_attention<__half>(B, T, HS, NH, sharp);
 #if CUDA_CPU
@@ -509,8 +505,7 @@ static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
 #endif
 }
 
-// Tests attention with lengths around the tile size, with heads of 8 to 128 channels, and with flat
-// and sharp scores.
+// Attention with lengths around the tile size, heads of 8 to 128 channels, flat and sharp scores.
 TEST(gpu_attention, CUDA_ALL) {
     static const int shapes[][4] = {
         {1, 1, 16, 5},  {2, 1, 64, 3},   {3, 2, 80, 1},   {1, 63, 64, 3},  {2, 64, 32, 2},
@@ -674,8 +669,7 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
     compare_as(E, got[1], want_d, who + " dlogits");
 }
 
-// Tests the classifier with vocabularies from one pack to the largest, and with padding that would
-// dominate every softmax.
+// Vocabularies from one pack to the largest, with padding that would dominate every softmax.
 TEST(gpu_classifier, CUDA_ALL) {
     static const int shapes[][2] = {{1, 2}, {2, 5}, {1, 257}, {65, 257}, {3, 1000}, {2, 50257},
                                     {1, 65536}};
@@ -836,8 +830,7 @@ TEST(gpu_adamw_nan, CUDA_ALL) {
     check_adamw_nan<bf16, bf16, bf16, false>("no master");
 }
 
-// Splitting a state into two parts, as on two ranks, does not change its rounding, in any order of
-// thread blocks.
+// Splitting a state into two parts, as on two ranks, changes no rounding in any order of blocks.
 TEST(gpu_rounding, CUDA_ALL) {
     enum { N = 20000, CUT = 8816 };
     Reals p = noise_in<bf16>(N, 1, 1), g = noise_in<bf16>(N, 1, 2), zero(N);
@@ -1033,8 +1026,7 @@ template <class E, class G> static void check_misaligned() {
     refuses("gpu_grad_square_sum", [&] { gpu_grad_square_sum(f, f, g + 1, 64, true, 0); });
 }
 
-// Launchers reject misaligned pointers, rows that are not a multiple of 16 bytes, and sizes beyond
-// the limits.
+// Launchers reject misaligned pointers, rows of other than multiples of 16 bytes, and large sizes.
 TEST(gpu_misaligned, CUDA) {
     check_misaligned<float, float>();
     check_misaligned<bf16, bf16>();
@@ -1061,8 +1053,7 @@ static int algorithm_of(const MatmulPlan &plan) {
 }
 
 // A matmul uses the heuristic's first algorithm; out of place (D is not C), the first that supports
-// this, or simply the first if none does. If the library does not support a matmul at all, the
-// error message gives its sizes.
+// this, or else the first. A matmul that the library does not support is named with its sizes.
 TEST(gpu_algorithms, EMULATED_ALL) {
     const int N = 8, C = 16, OC = 24;
     Array<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
@@ -1272,8 +1263,7 @@ static void check_huge_update() {
 }
 
 // For tensors of more than 2^31 elements, the last block of every grid computes the same results as
-// for the same rows in a small tensor. An index computed as a product of two 32-bit sizes would be
-// out of bounds.
+// for the same rows in a small tensor. A product of two 32-bit sizes would be out of bounds.
 TEST(gpu_huge, EMULATED) {
     emu::set.last_blocks = 1;
     check_huge_rows();

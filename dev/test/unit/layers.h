@@ -88,8 +88,7 @@ static real fast_tanh(real x) {
     return tanh_end(r, n, x);
 }
 
-// exp and tanh are accurate over their whole range and correct for NaN, infinities, zero and huge
-// arguments.
+// exp and tanh are accurate over their range and correct for NaN, infinities, zero and huge values.
 TEST(fast_maths, ALL) {
     const double low = GPT2_DOUBLE ? -800 : -120, range = GPT2_DOUBLE ? 1500 : 208;
     for (int i = 0; i <= 400000; i++) {
@@ -386,8 +385,7 @@ static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, 
     }
 }
 
-// Tests attention over one key, over whole tiles of keys, and over one key more or less than that,
-// with heads of 1 to 128 channels.
+// Attention over one key, whole tiles of keys, and one more or less, with heads of 1 to 128.
 TEST(attention, ALL) {
     static const int shapes[][4] = {{1, 1, 8, 1},   {2, 1, 48, 3},   {1, 2, 3, 3},
                                     {2, 7, 48, 3},  {1, 65, 192, 3}, {2, 64, 64, 1},
@@ -427,8 +425,7 @@ static Num num_power(wide x, wide most) {
     return Num(v, (double)v * unit * (LOG2_E_ERROR * size(x) + size(x - most) + 4) + smallest);
 }
 
-// Computes losses and dlogits from the first V logits of each row of length Vp. If in_powers_of_2,
-// uses the exponentials of num_power.
+// Computes losses and dlogits from the first V of Vp logits per row; in_powers_of_2: num_power.
 static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
                             const std::vector<Token> &targets, real dloss, int V, int Vp,
                             bool in_powers_of_2 = false) {
@@ -481,8 +478,7 @@ TEST(classifier, ALL) {
 #if GPT2_DOUBLE
 typedef std::function<double()> Loss;
 
-// Returns the derivative of `loss` in one direction; `move` displaces the parameters in this
-// direction by its argument.
+// Returns the derivative of `loss` in the direction in which `move` displaces the parameters.
 static double slope(const Loss &loss, const std::function<void(double)> &move) {
     const double h = 1e-3;
     double f[4];

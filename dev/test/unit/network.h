@@ -109,8 +109,7 @@ static Reals busy_trace(Net *n, int accum_steps) {
 }
 
 // Offloading any single state, or all of them, changes no bit. The networks have one block, as many
-// blocks as slots, one more than that, and more than are prefetched at the start. Sanitizer builds
-// run a quarter of the cases.
+// blocks as slots, one more, and more than are prefetched. Sanitizers run a quarter of the cases.
 TEST(offload_bits, ALL) {
     int runs = 0, turn = 0;
     for (const char *e : {"l1h1c16t8", "l2h2c16t8", "l3h1c24t9", "l6h2c20t7"}) {
@@ -160,8 +159,7 @@ TEST(slots, HOST) {
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick 0");
 }
 
-// Losses, gradients, weights, and results of matmuls large enough to be split are bitwise equal
-// with 1, 2 and 3 threads.
+// Losses, gradients, weights and split matmuls are bitwise equal with 1, 2 and 3 threads.
 TEST(thread_bits, ALL) {
 #ifdef _OPENMP
     Trace first[4];
@@ -371,8 +369,7 @@ TEST(generated_tokens, ALL) {
     sampler_close(&without);
 }
 
-// The standard deviations of the initial weights are within four standard errors; constant weights
-// are exact.
+// The deviations of the initial weights are within four standard errors; constants are exact.
 TEST(initialize, ALL) {
     Model m = shape("l3h2c64t20", 257);
     Net n(m, 1, 4);

@@ -1,7 +1,6 @@
 // optimizer.h -- tests of train_gpt2.c's optimizers and schedules, against values computed by hand.
 
-// Two updates match values computed by hand. The number of elements is not a multiple of the vector
-// length.
+// Two updates match values computed by hand, for a number of elements that fills no vector.
 TEST(adamw, ALL) {
     // lr 0.1, beta 0.9 and 0.99, eps 1e-8, decay 0.1, p = 1.
     // g = 0.5: m = 0.05, v = 0.0025; corrected 0.5, 0.25; p = 1 - 0.1 (0.5 / 0.5 + 0.1) = 0.89.
@@ -148,9 +147,8 @@ template <class A> static double away(const A *got, const Doubles &want) {
     return sqrt(difference / (norm + 1e-300));
 }
 
-// Tests tall, wide and square matrices. Some have rank 3 (scale 0), so each iteration amplifies
-// rounding errors in the other directions by 3.4; some have huge or tiny numbers (the norm is
-// clamped to 1e-7).
+// Tall, wide and square matrices. With rank 3 (scale 0), each iteration amplifies rounding errors
+// in the other directions by 3.4; some have huge or tiny numbers (the norm is clamped to 1e-7).
 TEST(muon_orthogonalize, ALL) {
     give_workspace();
     static const int shapes[][2] = {{12, 12}, {48, 12}, {12, 48}, {32, 128}};
@@ -165,8 +163,7 @@ TEST(muon_orthogonalize, ALL) {
             const real *got = muon_orthogonalize(x.data(), work.data(), rows, cols);
             expect_near((wide)away(got, want), 0, scale == 0 ? 1e-4 : 1e-5, "%dx%d, scale %g", rows,
                         cols, scale);
-            // The largest eigenvalue of 1.6 I - X X^T gives X's smallest singular value; that of
-            // X X^T gives the largest.
+            // The largest eigenvalues of 1.6 I - X X^T and X X^T give X's extreme singular values.
             for (double shift : {1.6, 0.0}) {
                 Doubles v((size_t)rows, 1), old;
                 double norm = 1;
@@ -262,8 +259,7 @@ TEST(muon_update, ALL) {
     }
 }
 
-// The norm of all gradients, with buckets smaller and larger than a chunk of 65,536 numbers, one of
-// them not a multiple of a vector.
+// Buckets smaller and larger than a chunk of 65,536 numbers, one not a multiple of a vector.
 TEST(norm, ALL) {
     Model m = shape("l2h1c36t77", 3000);
     Net n(m, 1, 4);

@@ -21,8 +21,7 @@ static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     return bucket_at(m, 1, p.bucket).offset + p.first;
 }
 
-// The presets have GPT-2's parameter counts; within each bucket, tensors are contiguous and do not
-// overlap.
+// The presets have GPT-2's parameter counts; tensors fill their buckets without overlap.
 TEST(model_sizes, HOST) {
     // GPT-2's published parameter counts; buffers also hold 47 rows that pad the vocabulary.
     static const struct {
@@ -98,8 +97,7 @@ static Settings draw_settings() {
     return s;
 }
 
-// Returns random settings for a GPU run in which any state may be offloaded and up to 1,024 ranks
-// share a step.
+// Returns random settings for a GPU run with any state offloaded and up to 1,024 ranks.
 static Settings draw_placements() {
     static const int ranks[] = {1, 2, 3, 4, 7, 8, 1024};
     Settings s = draw_settings();
@@ -143,8 +141,7 @@ static size_t padded(const Buffer &b) {
     return (b.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
 }
 
-// No two buffers share a byte at any tick, the plan ends with its last buffer, and equal settings
-// give equal plans.
+// Live buffers share no byte, the plan ends with its last buffer, equal settings give equal plans.
 TEST(plan_layout, ALL) {
     for (int n = 0; n < 300; n++) {
         Settings s = n % 2 ? draw_settings() : draw_placements();
@@ -189,8 +186,7 @@ TEST(plan_layout, ALL) {
 }
 
 // No memory-saving change increases memory: a higher recompute level, more blocks at that level, a
-// smaller batch, narrower moments, no master weights, fewer logits and a smaller workspace, or
-// offloading a state.
+// smaller batch, narrower moments, no master weights, fewer logits and workspace, or offloading.
 TEST(plan_monotone, FLOAT) {
     const int count = full_or(200, 5000);
     int compared = 0;
@@ -284,8 +280,7 @@ TEST(places, HOST) {
     for (int n = 0; n < 60; n++) {
         check_placements(draw_placements());
     }
-    // wpe has 9 rows: T is below maxT, and maxT C is not a multiple of 64. With 1,024 ranks, some
-    // shards contain only padding.
+    // T < maxT, and maxT C is not a multiple of 64. With 1,024 ranks, some shards are padding.
     for (int ranks : {3, 7, 1024}) {
         check_placements(planned(text("-e l2h3c96t9 -t 8 -b 1 --gpus %d -z %d", ranks, ranks % 4)));
     }
