@@ -196,13 +196,7 @@ near_steps() {
 }
 
 # positions MODEL: prints 64 for l2h2c64t64, 1024 for a preset.
-positions() {
-    if [[ $1 =~ ^l[0-9]+h[0-9]+c[0-9]+t([0-9]+)$ ]]; then
-        echo "${BASH_REMATCH[1]}"
-    else
-        echo 1024
-    fi
-}
+positions() { [[ $1 =~ c[0-9]+t([0-9]+)$ ]] && echo "${BASH_REMATCH[1]}" || echo 1024; }
 
 # --- Stages ---------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class Place:
     """A folder to run in, with the data that all runs share."""
 
     def __init__(self, work, name):
-        self.path = os.path.join(work, name)
+        self.path, self.out = os.path.join(work, name), os.path.join(work, name, "out")
         os.mkdir(self.path)
         os.symlink(os.path.join(work, "t_train.bin"), os.path.join(self.path, "t_train.bin"))
         self.env = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive",
@@ -99,16 +99,13 @@ class Place:
         if done.returncode:
             sys.exit(f"faults.py: {' '.join(command)}: {done.stderr.strip()[:500]}")
 
-    def out(self):
-        return os.path.join(self.path, "out")
-
     def ends_as(self, whole, command, what, saved):
         """Resumes, from step `saved` or later, and compares with the undisturbed run."""
         done = self.run(command)
         resumed = re.search(r"^resumed from out/step-(\d+)", done.stdout, re.M)
         if done.returncode:
             violation(what, command, f"the next run: {done.stderr.strip()[:300]}")
-        elif digest(self.out()) != whole:
+        elif digest(self.out) != whole:
             violation(what, command, "the next run ends with different bytes")
         elif saved and int(resumed[1] if resumed else 0) < saved and saved < 9:
             violation(what, command, f"step {saved} was saved but is lost")
@@ -121,20 +118,12 @@ def undisturbed(work, command, known={}):
         place = Place(work, f"whole{len(known)}-{random.random()}")
         began = time.monotonic()
         place.must_run(command)
-        known[key] = digest(place.out()), time.monotonic() - began
+        known[key] = digest(place.out), time.monotonic() - began
         shutil.rmtree(place.path)
     return known[key]
 
 
 # --- SIGKILL --------------------------------------------------------------------------------------
-
-def children(pid):
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as f:
-            return [int(word) for word in f.read().split()]
-    except OSError:
-        return []
-
 
 def kill_moment(out, process, seconds, draw):
     """Waits for a random time, or until a checkpoint is being written or removed."""
@@ -169,20 +158,21 @@ def kill_case(work, number, command, draw):
         process = subprocess.Popen(command, cwd=place.path, env=place.env, encoding="latin-1",
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                    start_new_session=True)
-        kill_moment(place.out(), process, seconds, draw)
-        ranks = children(process.pid)
+        kill_moment(place.out, process, seconds, draw)
         try:
+            with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
+                ranks = [int(word) for word in f.read().split()]
             if ranks and draw.random() < 0.5:
                 os.kill(draw.choice(ranks), signal.SIGKILL)
             else:
                 os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+        except OSError:    # it has ended
             pass
         stdout, stderr = process.communicate(timeout=300)
         if process.returncode == 0:
             break    # it ended before the signal
         kills += 1
-        count(command, 1, kill_place(place.out(), stdout))
+        count(command, 1, kill_place(place.out, stdout))
         saved = max(saved, saved_step(stdout))
     place.ends_as(whole, command, f"kill {number}", saved)
     shutil.rmtree(place.path)
@@ -356,7 +346,7 @@ def power_case(work, number, command, draw, losses):
     copy = os.path.join(work, f"copy{number}")
     os.mkdir(copy)
     disk.store(copy)
-    found, expected = digest(os.path.join(copy, "out")), digest(place.out())
+    found, expected = digest(os.path.join(copy, "out")), digest(place.out)
     if found != expected:
         differ = sorted(dict(found.items() ^ expected.items()))
         sys.exit(f"faults.py: the calls of {' '.join(command)} do not explain {differ}")
@@ -370,7 +360,7 @@ def power_case(work, number, command, draw, losses):
                 said += "".join(unhex(text) for text in re.findall(r'"([^"]*)"', arguments))
             disk.call(name, line, arguments, result)
         disk.lose_power(draw)
-        shutil.rmtree(place.out(), ignore_errors=True)
+        shutil.rmtree(place.out, ignore_errors=True)
         disk.store(place.path, durable=draw)
         place.ends_as(whole, command, f"power loss {number} after call {cut}", saved_step(said))
     count(command, losses)
@@ -403,8 +393,8 @@ def calls_case(work, command, pool):
         if begin == "resume":
             nine = command.index("-x") + 1
             place.run(command[:nine] + ["5"] + command[nine + 1:])
-            kept = place.out() + ".kept"
-            shutil.copytree(place.out(), kept, symlinks=True)
+            kept = place.out + ".kept"
+            shutil.copytree(place.out, kept, symlinks=True)
         trace = os.path.join(place.path, "trace")
         place.run(command, ["strace", "-f", "-qq", "-y", "-o", trace, "-e", "trace=" + names])
         count = {}
@@ -431,7 +421,7 @@ def call_fails(work, number, command, whole, kept, begin, name, n, way, lock):
     """Makes the n-th call of a function fail, or sends SIGKILL there."""
     place, what = Place(work, f"call{number}"), f"{begin}, {name} {n}, {way}"
     if kept:
-        shutil.copytree(kept, place.out(), symlinks=True)
+        shutil.copytree(kept, place.out, symlinks=True)
     done = place.run(command, ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=" + name,
                                "-e", f"inject={name}:{way}:when={n}"])
     if way == "signal=KILL":
@@ -442,7 +432,7 @@ def call_fails(work, number, command, whole, kept, begin, name, n, way, lock):
             violation(what, command, f"said {done.stderr[:300]!r}")
     elif done.returncode != 0:
         violation(what, command, f"status {done.returncode}: {done.stderr[:300]!r}")
-    elif not whole.items() <= digest(place.out()).items():    # unpruned checkpoints are allowed
+    elif not whole.items() <= digest(place.out).items():    # unpruned checkpoints are allowed
         violation(what, command, "succeeded but its checkpoints are wrong")
     elif ALIKE.get(name, name) == "fsync" and not lock:    # the lock's text is informational
         violation(what, command, "succeeded although a sync failed")
@@ -479,13 +469,13 @@ class GpuKind:
         place = Place(work, f"gpu{number}")
         self.path = place.path
         place.must_run([program, "-x", "1"] + self.command[3:])
-        self.first = digest(place.out())
-        shutil.copytree(place.out(), place.out() + ".kept", symlinks=True)
+        self.first = digest(place.out)
+        shutil.copytree(place.out, place.out + ".kept", symlinks=True)
         shutil.rmtree(place.env["XDG_CACHE_HOME"], ignore_errors=True)
         journal = os.path.join(place.path, "calls")
         place.env["EMU_CALLS"] = journal
         place.must_run(self.command)
-        self.whole = digest(place.out())
+        self.whole = digest(place.out)
         self.calls = {}    # (process, function, line): number of calls
         with open(journal) as f:
             for line in f:
@@ -495,7 +485,7 @@ class GpuKind:
     def fail(self, number, call, ordinal):
         """Runs with one failing call. Returns 1 if the run continued."""
         place = Place(self.work, f"gpu{self.number}.{number}")
-        shutil.copytree(os.path.join(self.path, "out.kept"), place.out(), symlinks=True)
+        shutil.copytree(os.path.join(self.path, "out.kept"), place.out, symlinks=True)
         place.env["EMU_NCCL_HANG"] = "1"    # as on GPUs, a rank waits for one that has exited
         place.env["EMU_FAIL"] = " ".join([*call, str(ordinal)])
         place.env["XDG_CACHE_HOME"] = os.path.join(place.path, "cache")
@@ -505,7 +495,7 @@ class GpuKind:
         except subprocess.TimeoutExpired:
             violation(what, self.command, "hangs")
             return 0
-        found, lines = digest(place.out()), done.stderr.count("\n")
+        found, lines = digest(place.out), done.stderr.count("\n")
         named = function in done.stderr or GPU_NAMED.get(function, function) in done.stderr
         if done.returncode == 0:
             if function not in GPU_SURVIVED:

@@ -658,7 +658,6 @@ static void rank_handshakes(ncclComm_t comm, int rank, int) {
     launch(k_use, 1, 1, 0, 0, x, x + 1, 1);
 }
 
-// Expects that all three ranks end with code 86 and that their output contains both texts.
 static void expect_ranks_die(Rank *body, int claimed, const char *a, const char *b) {
     run_ranks(body, 3, claimed);
     expect_codes(86);

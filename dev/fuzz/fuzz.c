@@ -23,7 +23,6 @@
 #define FUZZ_PROGRAM 0
 #endif
 
-// Replacements for the program's exit and stderr.
 __attribute__((noreturn)) static void fuzz_exit(int status);
 static FILE *fuzz_errors;
 static const unsigned char *input_bytes;

@@ -11,7 +11,6 @@
 #include <sys/time.h>
 #include <map>
 
-// Returns `n` bytes that depend only on the seed.
 inline Text random_bytes(size_t n, uint64_t seed) {
     Text out(n, 0);
     for (size_t i = 0; i < n; i++) {
@@ -563,7 +562,6 @@ TEST(bpe_own) {
     detail = text("%zu bad files", sizeof table / sizeof table[0]);
 }
 
-// Returns a table that counts how often each word occurs in the list.
 static WordTable word_table(const Words &words) {
     WordTable t = {};
     for (const Text &word : words) {

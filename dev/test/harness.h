@@ -131,7 +131,6 @@ inline void expect_near_at(const char *file, int line, long double got, long dou
 #define expect_near(got, want, tol, ...)                                                           \
     expect_near_at(__FILE__, __LINE__, got, want, tol, text(__VA_ARGS__))
 
-// Ends a test that cannot run on this machine.
 __attribute__((noreturn)) inline void skip(const char *why) {
     printf("(%s) ", why);
     exit(SKIPPED);
@@ -240,7 +239,6 @@ inline Words split(const char *arguments) {
     return words;
 }
 
-// Returns the argv of a program; it points into `words`.
 inline std::vector<char *> arguments_of(Words *words) {
     std::vector<char *> argv = {(char *)"train_gpt2"};
     for (Text &word : *words) {

@@ -196,7 +196,6 @@ TEST(auto, HOST) {
     expect(chosen(" -r mlp:2,norm", all, 0) == "mlp:2,norm none");
 }
 
-// Returns the cost model of the card that `options` names.
 static Speed card_speed(const Text &options, const Settings &s) {
     Options o;
     parse(&o, ("--plan " + options).c_str());

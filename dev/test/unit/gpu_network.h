@@ -52,7 +52,6 @@ TEST(gpu_gradients_fp32, CUDA_ALL) {
     }
 }
 
-// Rounds the reference's numbers to 16 bits.
 static real (*naive_round)(real);
 static void round_all(real *x, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
@@ -416,7 +415,6 @@ TEST(gpu_allocation, EMULATED_ALL) {
     }
 }
 
-// Returns busy_trace with states in host memory, in a stream order (0: as submitted).
 static Reals offloaded(const Model &m, const Text &options, int accum_steps, long order) {
     emu::set.order = order;
     Net n(m, options);

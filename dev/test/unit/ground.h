@@ -1,6 +1,5 @@
 // ground.h -- tests of train_gpt2.c's random numbers, number formatting and options.
 
-// The generator reproduces its authors' published test vectors.
 TEST(philox, ALL) {
     // Known answers of Random123 (kat_vectors, philox4x32 10): counter, key, result.
     static const uint32_t known[][10] = {
@@ -80,7 +79,6 @@ TEST(parse_bytes, HOST) {
     }
 }
 
-// Parses a line of arguments with options_parse().
 static void parse(Options *o, const char *arguments) {
     static Words words;  // static because options point into argv
     words = split(arguments);

@@ -432,7 +432,6 @@ TEST(gpu_matmul, CUDA_ALL) {
     }
 }
 
-// Rounds a number as a 16-bit computation of attention does.
 template <class E> static Num num_in(Num x) { return Num((wide)rounded_to<E>((real)x.v)); }
 
 // Expects that the norm of the error is at most twice that of a naive computation in 16 bits.

@@ -7,7 +7,6 @@ static Options default_options() {
     return o;
 }
 
-// Returns the model that -e describes, with a vocabulary of V tokens.
 static Model shape(const char *e, int V) {
     Model m;
     model_parse(&m, e);
@@ -118,7 +117,6 @@ static Settings draw_placements() {
     return s;
 }
 
-// Returns the settings of a run with the given options.
 static Settings planned(const Text &options) {
     Options o;
     Settings s;

@@ -8,7 +8,6 @@ static void put(const Text &path, const Text &bytes) {
     write_file(path, bytes);
 }
 
-// Memory limits of cgroups apply at any depth.
 TEST(host_memory, HOST) {
     auto found = [](const char *root, int64_t mib, const char *limit) {
         const HostMemory h = host_memory(root);
@@ -61,7 +60,6 @@ TEST(host_memory, HOST) {
            unknown.limit);
 }
 
-// CPU quotas of cgroups apply at any depth.
 TEST(host_cores, HOST) {
     auto found = [](const char *root, int cores) {
         expect(host_cores(root, 16) == cores, "%s: %d cores, not %d", root, host_cores(root, 16),
