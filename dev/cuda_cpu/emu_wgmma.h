@@ -18,7 +18,6 @@
 //    and addresses beyond dynamic shared memory end the program.
 //  - The program ends if a product is issued without a wgmma_fence() since the last wait, if lanes
 //    or warps of a warpgroup issue different products, or if a block ends with products under way.
-// Sums run over k = 0, 1, ... in fp32, rounded at each step; hardware uses a different order.
 // Source: PTX ISA 9.0, section 9.7.15, "Asynchronous Warpgroup Level Matrix Instructions".
 //
 // Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT

@@ -4,8 +4,6 @@
 // a mistake in a child process and expects exit code 86 and a certain message. The tests do not
 // show how real GPUs behave.
 //
-//     g++ -std=c++17 -O1 -Idev/cuda_cpu -isystem <CUDA>/include test_cuda_cpu.cpp
-//
 // Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>

@@ -109,8 +109,7 @@ def test_eval_tokens(data):
     name = "val.bin"
     if data == "merges":
         Path("text").write_text(("It was a sunny day. " * 3 + "\n<|endoftext|>\n") * 99)
-        subprocess.run([TOP / "data/tokenize", *"--train-bpe 262 --documents -o mine text".split()],
-                       check=True)
+        tokenize("--train-bpe 262 --documents -o mine text")
         name = "mine_val.bin"
     train = "-i %s -j %s -e l1h1c8t16 -x 1 -v 1 -m 0 -o out%%d -d 32 -b %%d" % (
         name.replace("val", "train"), name)

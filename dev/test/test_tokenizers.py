@@ -63,11 +63,6 @@ def write_tokenizer(folder, form, order, end=END):
     return ids
 
 
-def tokenize(arguments):
-    o = run([str(TOP / "data/tokenize"), *arguments.split()])
-    assert o.status == 0 and o.err == "", o
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("form", ["files", "added", "json", "both"])
 def test_ids(form, order):

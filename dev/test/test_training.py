@@ -47,8 +47,7 @@ def test_make_train():
     steps, bound = re.search(r"text=stories_bpe steps=(\d+) loss=([\d.]+)", script).groups()
     steps, reached = (int(steps), float(bound)) if FULL else (150, 1.2017 * 1.1)
     Path("stories.txt").write_text(stories_text())
-    subprocess.run([TOP / "data/tokenize", "--train-bpe", "1024", "--documents", "-o", "stories",
-                    "stories.txt"], check=True, stdout=subprocess.DEVNULL)
+    tokenize("--train-bpe 1024 --documents -o stories stories.txt")
     out = succeeds("-i stories_train.bin -j stories_val.bin -x %d %s -g 300 -o out --save-every 0"
                    % (steps, " ".join(recipe)))
     assert series("val_loss")[-1] < reached
