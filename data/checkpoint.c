@@ -143,7 +143,7 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     for (int i = 0; i < d->shard_count; i++) {  // a sample of tokens distinguishes datasets
         const Shard *shard = &d->shards[i];
         for (int64_t k = 0; k < 256; k++) {
-            uint16_t token;
+            uint16_t token = 0;
             const char *fault = shard_read(shard, &token, k * shard->count / 256, 1);
             if (fault) {
                 die("cannot read token file %s: %s", shard->path, fault);
@@ -884,7 +884,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
         option_was(was, f, row);
         // What this command did not give was taken from the checkpoint, unless the device lacks it.
         // Older checkpoints do not record what the program chose.
-        const int given = run->options->given[i], chosen = strcmp(row->subject, "Memory") == 0;
+        const int given = option_given(run->options, row->name);
+        const int chosen = strcmp(row->subject, "Memory") == 0;
         if (row->on_resume == NEW || strncmp(now, was, sizeof was - 1) == 0 ||
             (!given && (!was[0] || strcmp(was, "0") == 0 || row->letter == 'e'))) {
             continue;

@@ -319,6 +319,7 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
         t->slots = (uint32_t *)alloc_zero(t->slot_count, sizeof *t->slots);
         t->words = (Word *)grow(t->words, t->slot_count / 2 * sizeof(Word));
         for (uint32_t i = 0; i < t->word_count; i++) {
+            // NOLINTNEXTLINE(clang-analyzer-unix.Malloc): slot_count is not 0
             uint32_t slot = t->words[i].hash & (t->slot_count - 1);
             while (t->slots[slot]) {
                 slot = (slot + 1) & (t->slot_count - 1);
@@ -344,7 +345,7 @@ static void words_add(WordTable *t, const char *bytes, size_t n, uint32_t hash, 
     const Word w = {count, (uint32_t)t->text_bytes, (uint32_t)n, hash};
     memcpy(t->text + t->text_bytes, bytes, n);
     t->text_bytes += n;
-    t->words[t->word_count++] = w;
+    t->words[t->word_count++] = w;  // NOLINT(clang-analyzer-unix.Malloc)
     t->slots[slot] = t->word_count;
 }
 
@@ -812,8 +813,7 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
             if (!stop_signal) {
                 if (problem) {
                     die("%s %s", parts[part].name, problem);
-                }
-                if (coder->words) {
+                } else if (coder->words) {
                     words_merge(coder->words, &words);
                 } else {
                     sink_append(sink, tokens, n);
@@ -827,9 +827,7 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
         bpe_encoder_close(&encoder);
         free(tokens);
     }
-    if (draws) {
-        printf("\r\033[K");
-    }
+    fputs(draws ? "\r\033[K" : "", stdout);
     free(first);
 }
 
