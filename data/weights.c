@@ -285,8 +285,8 @@ static int index_parse(PartNames names, const unsigned char *bytes, size_t size,
     return count;
 }
 
-// Lists parts model-N-of-M.safetensors that have no index, for the lowest M of which the first or
-// last exists. Ends the run if there are none, and names what the folder has instead.
+// Lists the parts model-N-of-M.safetensors of a folder without an index. M is the lowest number for
+// which the first or last part exists. If there is none, fails and names what the folder has.
 static int parts_list(PartNames names, const char *folder) {
     static const char *const others[][2] = {
         {"adapter_config.json", ", only a LoRA adapter; merge it into its base model "

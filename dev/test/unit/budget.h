@@ -500,9 +500,9 @@ TEST(forecast_ranks, HOST) {
     }
 }
 
-// Every term of the forecast: with one rate of 1 and all others 0, nothing overlaps, and a step
-// takes what it counts of that rate's unit. Sizes follow from the shape: P parameters, of which V
-// are in vectors and M in the matrices of blocks, and S of which a sharded state has on each rank.
+// Every term of the forecast: with one rate of 1 and all others 0, nothing overlaps, and a step's
+// time is its count of that rate's unit. Sizes follow from the shape: P parameters, V in vectors
+// and M in matrices of blocks. Each rank has S elements of a sharded state.
 TEST(forecast_terms, HOST) {
     const double C = 768, L = 12, V = L * 13 * C + 2 * C, M = L * 12 * C * C;
     const double P = 50304 * C + 1024 * C + M + V, G = 2 * (P - V) + 4 * V;
