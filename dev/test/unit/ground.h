@@ -80,9 +80,9 @@ TEST(parse_bytes, HOST) {
 }
 
 static void parse(Options *o, const char *arguments) {
-    static Words words;  // static because options point into argv
-    words = split(arguments);
-    std::vector<char *> argv = arguments_of(&words);
+    static std::list<Words> all;  // kept because options point into argv
+    all.push_back(split(arguments));
+    std::vector<char *> argv = arguments_of(&all.back());
     options_parse(o, (int)argv.size(), argv.data());
 }
 
