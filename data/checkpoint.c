@@ -206,12 +206,10 @@ typedef struct {
     Span span;
 } StateRange;
 enum { RANGE_NAME = 48 };
-// "master": the low halves of the fp32 masters, which model.safetensors lacks.
-static const char *const range_names[STATES] = {"master", "m", "v"};
 
 // Writes the name of the range's tensor in the file: state, bucket, first element: "m.3.0".
 static void range_name(char name[RANGE_NAME], const StateRange *r) {
-    snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, range_names[r->state], r->range.bucket,
+    snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, saved_names[r->state], r->range.bucket,
              r->range.first);
 }
 
@@ -221,14 +219,15 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m);
-    const int all = muon ? STATE_V * buckets + BUCKET_BLOCKS : STATES * buckets;  // v is last
+    const int all = BUF_STORE * buckets;
     StateRange *ranges = (StateRange *)alloc_zero((size_t)all, sizeof *ranges);
     *count = 0;
     for (int i = low ? 0 : buckets; i < all; i++) {
         StateRange *r = &ranges[*count];
         r->state = i / buckets;
         r->range = shard_range(m, ranks, rank, i % buckets);
-        *count += r->range.count > 0;
+        const int no_v = muon && r->state == BUF_V && r->range.bucket >= BUCKET_BLOCKS;
+        *count += saved_names[r->state] && !no_v && r->range.count > 0;
     }
     return ranges;
 }
@@ -240,7 +239,7 @@ static double checkpoint_bytes(const Settings *s) {
     int count;
     StateRange *ranges = state_ranges(&s->model, 0, 1, s->split_master, s->muon, &count);
     for (int i = 0; i < count; i++) {
-        bytes += (ranges[i].state == STATE_WEIGHTS ? 2 : moment) * (double)ranges[i].range.count;
+        bytes += (ranges[i].state == BUF_WEIGHTS ? 2 : moment) * (double)ranges[i].range.count;
     }
     free(ranges);
     return bytes;
@@ -299,7 +298,7 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     for (int i = 0; i < count; i++) {
         char name[RANGE_NAME];
         range_name(name, &ranges[i]);
-        ranges[i].span.type = ranges[i].state == STATE_WEIGHTS ? (int)FILE_U16 : moments;
+        ranges[i].span.type = ranges[i].state == BUF_WEIGHTS ? (int)FILE_U16 : moments;
         header_tensor(&header, name, ranges[i].span.type, 0, ranges[i].range.count);
     }
     header_write(&header, w);
@@ -780,7 +779,7 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
         range_name(name, range);
         file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->range.count,
                      f->name, t.name, "is not the range that this model expects here");
-        file_require(range->state == STATE_WEIGHTS ? t.type == FILE_U16 : t.type <= FILE_BF16,
+        file_require(range->state == BUF_WEIGHTS ? t.type == FILE_U16 : t.type <= FILE_BF16,
                      f->name, t.name, "wrong dtype");
         range->span.data = t.data;
         range->span.type = t.type;
@@ -835,7 +834,7 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
 // calls on all ranks: with fp16, read() gathers them from their sharded master. All other loads are
 // local to this rank.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
-    const int bucket = r->range.bucket, in_weights = r->state == STATE_WEIGHTS && !s->split_master;
+    const int bucket = r->range.bucket, in_weights = r->state == BUF_WEIGHTS && !s->split_master;
     const int whole =
         in_weights && (bucket < BUCKET_BLOCKS || !(s->placement[KIND_WEIGHTS] & PLACE_SHARD));
     const Range all = {bucket, 0, bucket_elements(&s->model, bucket)};
@@ -846,8 +845,8 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     for (; p.first < end; p.first += p.count) {
         const int64_t offset = p.first - r->range.first;
         p.count = min_i64(IO_ELEMENTS, end - p.first);
-        if (r->state == STATE_WEIGHTS) {
-            (whole ? e->read : e->read_local)(e, STATE_WEIGHTS, p, values);
+        if (r->state == BUF_WEIGHTS) {
+            (whole ? e->read : e->read_local)(e, BUF_WEIGHTS, p, values);
             for (int64_t k = 0; k < p.count; k++) {
                 uint16_t low;
                 memcpy(&low, r->span.data + 2 * (offset + k), 2);

@@ -453,7 +453,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                     file_tensor_name(name, "", tensor, l);
                     die("%s: tensor %s: contains NaN or infinity", f->name, name);
                 }
-                e->write(e, STATE_WEIGHTS, tensor_range(m, tensor, l, i, count), values);
+                e->write(e, BUF_WEIGHTS, tensor_range(m, tensor, l, i, count), values);
             }
         }
     }
@@ -510,7 +510,7 @@ static void tensor_save(Engine *e, const Model *m, int type, int tensor, int lay
         const int64_t count = min_i64(strip, size - offset);
         if (!swap || offset == 0) {
             const Range p = tensor_range(m, tensor, layer, offset, swap ? size : count);
-            e->read(e, STATE_WEIGHTS, p, values);
+            e->read(e, BUF_WEIGHTS, p, values);
         }
         if (swap) {
             file_transposed(out, type, values + offset / rows, rows, size / rows, count / rows);

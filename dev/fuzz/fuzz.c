@@ -309,7 +309,7 @@ static void target_state(const unsigned char *bytes, size_t size) {
     for (int i = 0; i < f.files[0].count; i++) {
         const StateRange *r = &f.files[0].ranges[i];
         touch(r->span.data, (uint64_t)(r->range.count * file_types[r->span.type].bytes));
-        elements += r->state == STATE_M ? r->range.count : 0;
+        elements += r->state == BUF_M ? r->range.count : 0;
     }
     for (int b = 0; b < model_buckets(m); b++) {
         all += bucket_at(m, 1, b).count;

@@ -225,10 +225,10 @@ template <class E> static void check_steps() {
         for (real &g : gradients) {
             g *= factor;
         }
-        follows.set_state(STATE_GRADS, gradients);
+        follows.set_state(BUF_GRADS, gradients);
         o.clip = 0;
         follows.e.update(&follows.e, &o, 2e-3, HUGE_VAL, step);
-        for (int state : {STATE_WEIGHTS, STATE_M, STATE_V}) {
+        for (int state : {BUF_WEIGHTS, BUF_M, BUF_V}) {
             const Reals got = n.state(state), made = follows.state(state);
             expect(same_bits(got, made), "%s, step %d: state %d is off by %g of %g", dtype, step,
                    state, distance(got, made), distance(made, zeros));
@@ -259,21 +259,21 @@ static void check_muon(const char *options, double tolerance, double moments) {
     for (int step = 0; step < 3; step++) {
         Batch b(66, m.V, (uint64_t)step);
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
-        follows.set_state(STATE_GRADS, n.gradients());
+        follows.set_state(BUF_GRADS, n.gradients());
         Reals before[2];
         for (Net *each : {&n, &follows}) {
-            before[each == &follows] = each->state(STATE_WEIGHTS);
+            before[each == &follows] = each->state(BUF_WEIGHTS);
             each->e.update(&each->e, &o, 1e-2, step == 2 ? 0 : HUGE_VAL, step);
         }
-        for (int state : {STATE_WEIGHTS, STATE_M}) {
+        for (int state : {BUF_WEIGHTS, BUF_M}) {
             Reals got = n.state(state), want = follows.state(state);
-            for (size_t i = 0; i < got.size() && state == STATE_WEIGHTS; i++) {
+            for (size_t i = 0; i < got.size() && state == BUF_WEIGHTS; i++) {
                 got[i] -= before[0][i];
                 want[i] -= before[1][i];
             }
             const double norm = distance(want, Reals(want.size()));
             expect_near((wide)distance(got, want), 0,
-                        norm * (state == STATE_WEIGHTS ? tolerance : moments),
+                        norm * (state == BUF_WEIGHTS ? tolerance : moments),
                         "%s, step %d: state %d", options, step, state);
         }
     }
@@ -356,7 +356,7 @@ TEST(gpu_wte_rounding, CUDA_ALL) {
                           fp32 ? "fp32" : "bf16"));
             n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
             dwte[fp32] = Reals((size_t)tensor_size(&m, WTE));
-            n.e.read(&n.e, STATE_GRADS, tensor_range(&m, WTE, 0, 0, tensor_size(&m, WTE)),
+            n.e.read(&n.e, BUF_GRADS, tensor_range(&m, WTE, 0, 0, tensor_size(&m, WTE)),
                      dwte[fp32].data());
         }
         const double error =
@@ -433,7 +433,7 @@ TEST(gpu_host_read, EMULATED_ALL) {
         Net n(m, "-b 2 -t 7 --offload gradients");
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         grads[late].resize((size_t)count);
-        n.e.read(&n.e, STATE_GRADS, tensor_range(&m, QKVW, 0, 0, count), grads[late].data());
+        n.e.read(&n.e, BUF_GRADS, tensor_range(&m, QKVW, 0, 0, count), grads[late].data());
     }
     emu::set.order = 0;
     expect(same_bits(grads[0], grads[1]) && grads[0][0] != 0, "read too early");
@@ -622,7 +622,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
 }
 
 static Outputs states(Net *net) {
-    return {net->state(STATE_WEIGHTS), net->state(STATE_M), net->state(STATE_V)};
+    return {net->state(BUF_WEIGHTS), net->state(BUF_M), net->state(BUF_V)};
 }
 
 static StepResult step(Net *net, const Batch &b, double limit) {
@@ -719,7 +719,7 @@ TEST(gpu_rounding_updates, CUDA_ALL) {
         o.seed = seed;
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         n.e.update(&n.e, &o, 1e-2, HUGE_VAL, updates);
-        return n.state(STATE_M);
+        return n.state(BUF_M);
     };
     const Reals first = moments(0, 1);
     expect(same_bits(first, moments(0, 1)), "again");

@@ -498,7 +498,7 @@ TEST(derivatives_network, DOUBLE) {
     Net n(m, 2, 7, RECOMPUTE_MLP, 1, 5);
     Batch b(14, 257, 1);
     n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
-    const Reals g = n.gradients(), start = n.state(STATE_WEIGHTS);
+    const Reals g = n.gradients(), start = n.state(BUF_WEIGHTS);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         std::vector<size_t> elements;  // of this tensor, in the flat buffer
         double squares = 0;
@@ -527,7 +527,7 @@ TEST(derivatives_network, DOUBLE) {
                           for (size_t i = 0; i < count; i++) {
                               moved[elements[i]] = start[elements[i]] + by * direction[i];
                           }
-                          n.set_state(STATE_WEIGHTS, moved);
+                          n.set_state(BUF_WEIGHTS, moved);
                       });
             // The loss is about 6: rounding error 6e-13, truncation error of the same order.
             expect_near(want, found, 4e-12 + 1e-8 * typical, "%s, direction %zu (size %.1e)",

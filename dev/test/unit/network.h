@@ -31,7 +31,7 @@ static Trace trace(Net *n, int accum_steps) {
         expect(isfinite(r.norm) && r.norm > 0 && !r.skipped, "step %d: norm %g", step, r.norm);
         result.losses.push_back(r.loss);
     }
-    result.weights = n->state(STATE_WEIGHTS);
+    result.weights = n->state(BUF_WEIGHTS);
     return result;
 }
 
@@ -93,16 +93,16 @@ static Reals busy_trace(Net *n, int accum_steps) {
         StepResult r = n->e.update(&n->e, &o, 1e-2, limit, step);
         expect(r.skipped == (step == 1) && isfinite(r.norm) && r.norm > 0, "step %d", step);
         add({(real)r.loss, (real)r.norm});
-        for (int state : {STATE_WEIGHTS, STATE_M, STATE_V}) {
+        for (int state : {BUF_WEIGHTS, BUF_M, BUF_V}) {
             add(n->state(state));
         }
         if (step == 2) {
-            Reals half = n->state(STATE_WEIGHTS);
+            Reals half = n->state(BUF_WEIGHTS);
             n->e.forward_loss(&n->e, NULL, b.inputs.data(), b.targets.data());
             for (real &x : half) {
                 x *= (real)0.5;
             }
-            n->set_state(STATE_WEIGHTS, half);
+            n->set_state(BUF_WEIGHTS, half);
         }
     }
     return all;
@@ -152,7 +152,7 @@ TEST(slots, HOST) {
     expect_death(weight(p, FCW, 2), "weights of block 2 are not in their slot at tick");
     expect_death(dweight(p, QKVW, 3), "gradients of block 3 are not in their slot at tick");
     expect_death(act(p, ACT_X, 2), "residuals of block 2 are not in their slot at tick");
-    n.set_state(STATE_WEIGHTS, n.state(STATE_WEIGHTS));
+    n.set_state(BUF_WEIGHTS, n.state(BUF_WEIGHTS));
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick");
     plan_tick(p, 0);
     transfers_step(p, 0, FETCH, 0);
@@ -271,7 +271,7 @@ TEST(network_facts, ALL) {
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         n.e.update(&n.e, &o, 0.1, HUGE_VAL, step);
     }
-    Reals w = n.state(STATE_WEIGHTS);
+    Reals w = n.state(BUF_WEIGHTS);
     const real *wte = &w[(size_t)tensor_offset(&m, WTE, 0)];
     for (int i = m.V * m.C; i < m.Vp * m.C; i++) {
         expect(wte[i] == 0, "padded row %d", i / m.C);
@@ -373,9 +373,9 @@ TEST(generated_tokens, ALL) {
 TEST(initialize, ALL) {
     Model m = shape("l3h2c64t20", 257);
     Net n(m, 1, 4);
-    n.set_state(STATE_WEIGHTS, Reals((size_t)n.size()));  // as in a newly opened engine
+    n.set_state(BUF_WEIGHTS, Reals((size_t)n.size()));  // as in a newly opened engine
     engine_initialize(&n.e, &m, 42);
-    Reals w = n.state(STATE_WEIGHTS), v = n.state(STATE_V);
+    Reals w = n.state(BUF_WEIGHTS), v = n.state(BUF_V);
     expect(std::count(v.begin(), v.end(), (real)0) == n.size());
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         int64_t size = tensor_rows(&m, tensor) * tensor_cols(&m, tensor);
@@ -395,9 +395,9 @@ TEST(initialize, ALL) {
                     tensor_table[tensor].name);
     }
     engine_initialize(&n.e, &m, 42);
-    expect(same_bits(w, n.state(STATE_WEIGHTS)), "the same seed");
+    expect(same_bits(w, n.state(BUF_WEIGHTS)), "the same seed");
     engine_initialize(&n.e, &m, 43);
-    expect(!same_bits(w, n.state(STATE_WEIGHTS)), "another seed");
+    expect(!same_bits(w, n.state(BUF_WEIGHTS)), "another seed");
     const real *first = &w[(size_t)tensor_offset(&m, QKVW, 0)];
     expect(memcmp(first, &w[(size_t)tensor_offset(&m, QKVW, 1)], 64) != 0, "layers differ");
 }

@@ -56,13 +56,13 @@ TEST(update, ALL) {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);
     real *g = buffer(&n.plan, BUF_GRADS);
-    const Reals start = n.state(STATE_WEIGHTS);
+    const Reals start = n.state(BUF_WEIGHTS);
     Options o = default_options();
     o.weight_decay = 0.5;
     int skipped = -1;
     memset(g, 0, (size_t)n.size() * sizeof(real));
     expect(network_update(&n.plan, &o, 0.1, HUGE_VAL, 0, &skipped) == 0 && skipped == 0);
-    Reals w = n.state(STATE_WEIGHTS);
+    Reals w = n.state(BUF_WEIGHTS);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {  // 1 - 0.1 x 0.5 = 0.95
             size_t k = (size_t)(tensor_offset(&m, tensor, tensor_copies(&m, tensor) - 1) + i);
@@ -79,9 +79,9 @@ TEST(update, ALL) {
     for (double value : bad) {
         g[tensor_offset(&m, LNFB, 0)] = (real)value;
         network_update(&n.plan, &o, 0.1, 5, 0, &skipped);
-        expect(skipped == 1 && same_bits(w, n.state(STATE_WEIGHTS)), "norm %g, limit 5", value);
+        expect(skipped == 1 && same_bits(w, n.state(BUF_WEIGHTS)), "norm %g, limit 5", value);
     }
-    Reals zero = n.state(STATE_M);
+    Reals zero = n.state(BUF_M);
     expect(std::count(zero.begin(), zero.end(), (real)0) == n.size(),
            "moments after skipped steps");
     g[tensor_offset(&m, LNFB, 0)] = 0;
@@ -89,13 +89,13 @@ TEST(update, ALL) {
     g[at] = 3;
     g[at + 1] = -4;  // norm 5, clip 1: m = 0.1 x 3 / 5 and -0.1 x 4 / 5
     expect(network_update(&n.plan, &o, 0.1, HUGE_VAL, 0, &skipped) == 5 && !skipped);
-    Reals moments = n.state(STATE_M);
+    Reals moments = n.state(BUF_M);
     expect_near(moments[at], (wide)0.06, 0.06 * 8 * unit + 1e-17, "m, clipped");
     expect_near(moments[at + 1], (wide)-0.08, 0.08 * 8 * unit + 1e-17, "m, clipped");
     g[at] = g[at + 1] = 0;
     g[at + 2] = (real)0.5;  // norm 0.5, clip 1: not clipped
     network_update(&n.plan, &o, 0.1, HUGE_VAL, 1, &skipped);
-    expect_near(n.state(STATE_M)[at + 2], (wide)0.05, 0.05 * 8 * unit + 1e-17, "m, not clipped");
+    expect_near(n.state(BUF_M)[at + 2], (wide)0.05, 0.05 * 8 * unit + 1e-17, "m, not clipped");
 }
 
 // Muon's definition in double: divides x (rows,cols) by its norm, transposes it if rows > cols, and
@@ -204,7 +204,7 @@ TEST(muon_update, ALL) {
     o.clip = 1;
     auto second = [](Net &n) { return n.plan.buffers[n.plan.single[BUF_V]].bytes; };
     expect(second(adamw) - second(muon) == 2 * 12 * 16 * 16 * sizeof(real), "blocks have no v");
-    const Reals start = muon.state(STATE_WEIGHTS);
+    const Reals start = muon.state(BUF_WEIGHTS);
     Doubles w(start.begin(), start.end()), moment(w.size());
     for (int step = 0; step < 2; step++) {
         const Reals g = noise(w.size(), 0.1, (uint64_t)step);
@@ -235,8 +235,8 @@ TEST(muon_update, ALL) {
             }
         }
     }
-    Reals got = muon.state(STATE_WEIGHTS), other = adamw.state(STATE_WEIGHTS);
-    Reals m1 = muon.state(STATE_M), m2 = adamw.state(STATE_M);
+    Reals got = muon.state(BUF_WEIGHTS), other = adamw.state(BUF_WEIGHTS);
+    Reals m1 = muon.state(BUF_M), m2 = adamw.state(BUF_M);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         const bool is_muon =
             tensor == QKVW || tensor == ATTPROJW || tensor == FCW || tensor == FCPROJW;

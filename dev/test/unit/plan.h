@@ -629,7 +629,7 @@ struct Net {
                 for (real &x : w) {
                     x += (real)(tensor_table[tensor].init == INIT_ONE);
                 }
-                e.write(&e, STATE_WEIGHTS, tensor_range(&m, tensor, l, 0, (int64_t)size), w.data());
+                e.write(&e, BUF_WEIGHTS, tensor_range(&m, tensor, l, 0, (int64_t)size), w.data());
             }
         }
     }
@@ -641,7 +641,7 @@ struct Net {
     // A full state, its buckets back to back; see tensor_offset. With Muon, the blocks' v is 0.
     int64_t size() { return bucket_at(&s.model, 1, model_buckets(&s.model)).offset; }
     Reals state(int which) {
-        const int buckets = which == STATE_V ? adamw_buckets(&s) : model_buckets(&s.model);
+        const int buckets = which == BUF_V ? adamw_buckets(&s) : model_buckets(&s.model);
         Reals all((size_t)size());
         for (int bucket = 0; bucket < buckets; bucket++) {
             const int64_t at = bucket_at(&s.model, 1, bucket).offset;
@@ -655,7 +655,7 @@ struct Net {
             e.write(&e, which, {bucket, 0, bucket_elements(&s.model, bucket)}, &all[(size_t)at]);
         }
     }
-    Reals gradients() { return state(STATE_GRADS); }
+    Reals gradients() { return state(BUF_GRADS); }
 };
 
 // Random tokens below V: n inputs and n targets.
