@@ -542,18 +542,24 @@ def test_lost_output():
     assert names("A/out") == ["lock", "log.jsonl"]
 
 
-def test_slow_save():
-    """Saving may take ten times --timeout, whichever rank is slow: here rank 0."""
+@pytest.mark.parametrize("steps, call", [
+    (2, "-e trace=rename -e inject=rename:delay_enter=3000000:when=1"),
+    (3, "-P out/step-00000002/state-1-of-3.safetensors -e trace=openat "
+        "-e inject=openat:delay_enter=3000000:when=2")], ids=["save", "load"])
+def test_slow_files(steps, call):
+    """Saving or loading may take ten times --timeout, whichever rank is slow: here rank 0. A resume
+    opens a file first to verify it, then to load it."""
     if not shutil.which("strace"):
         pytest.skip("no strace")
-    line = TINY + "-x 2 --quiet -o out --timeout 2"
-    slow = "strace -f -qq -o /dev/null -e trace=rename -e inject=rename:delay_enter=3000000:when=1"
-    assert outcomes([start(TINY + "-x 1 --quiet -o try", under=slow)])[0].status == 0
-    ranks = start_ranks(line, [port_of(r, 3, EMU_NCCL_HANG="1") for r in range(3)],
-                        under=[slow, "", ""])
+    line = TINY + "--quiet -o out -y 1 "
+    if steps > 2:
+        succeeds(line + "-x 2 --gpus 3")
+    ranks = start_ranks(line + "--timeout 2 -x %d" % steps, [
+        port_of(r, 3, EMU_NCCL_HANG="1") for r in range(3)],
+        under=["strace -f -qqq -o /dev/null " + call, "", ""])
     all_ended = outcomes(ranks)
     assert [o.status for o in all_ended] == [0] * 3, all_ended
-    assert names("out", "step") == ["step-00000002"]
+    assert names("out", "step")[-1] == "step-%08d" % steps
 
 
 # Ends.
