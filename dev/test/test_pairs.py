@@ -13,21 +13,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
 # Change no number of a step. Samples of 20 tokens slide over T = 16.
 NEUTRAL = {
-    "eval": "-j val.bin -v 2 -m 3", "samples": "-s 2 -g 20 --temperature 0.7 --prompt abc",
-    "offload": "--offload moments,residuals", "recompute": "-r block:1,mlp",
-    "host": "--offload weights,gradients,moments", "checkpoints": "-n 1 --keep 1",
-    "lines": "--log-every 2"}
+    "eval": "-j val.bin -v 2 -m 3", "file": "-j val.bin -v 2 -m 0",
+    "samples": "-s 2 -g 20 --temperature 0.7 --prompt abc", "offload": "--offload moments,residuals",
+    "recompute": "-r block:1,mlp", "host": "--offload weights,gradients,moments",
+    "checkpoints": "-n 1 --keep 1", "lines": "--log-every 2"}
 # Change numbers.
 OTHER = {
     "documents": "-i documents.bin", "tokens": "-i mine_train.bin", "order": "--shuffle 0",
-    "muon": "--optimizer muon", "no master": "-w none", "moments": "--moments bf16",
-    "fp32": "--dtype fp32", "fp16": "--dtype fp16", "clip": "--clip 0.1 --skip-zscore 3",
-    "odd": "-t 13 -d 52", "one batch": "-a 1"}
+    "padding": "-e padded", "muon": "--optimizer muon", "no master": "-w none",
+    "moments": "--moments bf16", "fp32": "--dtype fp32", "fp16": "--dtype fp16",
+    "clip": "--clip 0.1 --skip-zscore 3", "odd": "-t 13 -d 52", "one batch": "-a 1"}
 # Change numbers by rounding.
 RANKS = {"ranks": "--gpus 2", "-z 1": "--gpus 2 -z 1", "-z 2": "--gpus 2 -z 2",
          "-z 3": "--gpus 2 -z 3"}
 TABLE = {**NEUTRAL, **OTHER, **RANKS}
 REFUSED = {("offload", "host"), ("documents", "tokens"), ("eval", "tokens"), ("fp32", "fp16")}
+REFUSED |= {("eval", "file"), ("file", "tokens"), ("tokens", "padding")}
 REFUSED |= {("host", ranks) for ranks in RANKS} | {*itertools.combinations(RANKS, 2)}
 REFUSED |= {(a, b) for a in ("no master", "moments") for b in ("fp32", "fp16")}
 PAIRS = [pair for pair in itertools.combinations(TABLE, 2) if pair not in REFUSED]
@@ -43,9 +44,10 @@ def runs(tmp_path_factory):
             os.chdir(folder)
             write_corpus()
             write_own_data()
+            shape = 2, 2, 32, 16, 320
+            write_model("padded", safetensors({}, hugging_face(shape)), config_text(shape))
             tokens = [256, 97, 98, 99, 256, 100, 256, *range(97, 120)] * 60
             Path("documents.bin").write_bytes(shard(tokens, BYTES))
-            given = dict.fromkeys(["-i"])
             out = "run%d" % len(known)
             line = "-i train.bin -e l2h2c32t16 -b 1 -d 64 -x 2 -l 3e-3 --quiet -o " + out
             for name in conditions:
@@ -56,6 +58,10 @@ def runs(tmp_path_factory):
             events = {(e["step"], key): e[key] for e in log(out) if "step" in e
                       for key in ("loss", "grad_norm", "val_loss", "sample") if key in e}
             known[conditions] = events, training_state(2, out)
+            if "file" in conditions:  # --eval of this file has the loss of the run's validation
+                same = re.findall("--dtype \\S+|-t 13", line)
+                score = query("-e %s -b 1 --eval val.bin %s" % (out, " ".join(same)))
+                assert events[2, "val_loss"] == pytest.approx(score["loss"], rel=1e-6), conditions
         return known[conditions]
 
     return numbers
