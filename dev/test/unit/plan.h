@@ -755,3 +755,35 @@ TEST(plan_allocation, FLOAT | DOUBLE) {
         expect(address_pages() == before, "grew by %ld pages", address_pages() - before);
     }
 }
+
+// Eight ranks share the matrices of Muon's groups as evenly as their FLOPs allow: no division gives
+// the busiest rank less than the mean, in square matrices, or less than its share of large ones.
+// For a matrix (C,n), X X^T and the product with X take 2 C C n FLOPs each, the square 2 C C C.
+TEST(muon_shares, HOST) {
+    enum { R = 8 };
+    static const struct {
+        const char *options;
+        int blocks;  // five buffers of C x C per block fit in the activations of B T tokens
+    } table[] = {{"-e d12 -b 4", 1}, {"-e d12 -b 16", 4}, {"-e d12 -b 24", 6}, {"-e d48 -b 8", 1},
+                 {"-e d48 -b 16", 2}, {"-e d48 -b 24", 3}, {"-e d48 -b 64", 8}};
+    for (auto &row : table) {
+        const Settings s = planned(Text("--gpus 8 --optimizer muon ") + row.options);
+        const MuonGroup g = muon_group(&s);
+        const double C = s.model.C, square = 6 * C * C * C;
+        double flops[R] = {};
+        int64_t elements[R] = {};
+        for (int i = 0; i < MUON_MATRICES * g.blocks; i++) {
+            const MuonMatrix a = muon_matrix(&s.model, 0, i / g.blocks);
+            flops[g.owner[i]] += (4 * (double)a.range.count + 2 * C * C) * C;
+            expect(g.offset[i] == elements[g.owner[i]], "%s: matrix %d", row.options, i);
+            elements[g.owner[i]] += a.range.count;
+        }
+        const int least = std::max(ceil_div(10 * g.blocks, R), 3 * ceil_div(2 * g.blocks, R));
+        const double most = *std::max_element(flops, flops + R);
+        expect(g.blocks == row.blocks && g.groups * g.blocks == s.model.L, "%s: %d blocks",
+               row.options, g.blocks);
+        expect(most <= least * square && g.cost * square == most, "%s: %g squares, not %d",
+               row.options, most / square, least);
+        expect(g.part == *std::max_element(elements, elements + R), "%s", row.options);
+    }
+}
