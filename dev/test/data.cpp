@@ -10,6 +10,7 @@
 #include "files.h"
 #include <sys/time.h>
 #include <map>
+#include <set>
 
 inline Text random_bytes(size_t n, uint64_t seed) {
     Text out(n, 0);
@@ -61,24 +62,6 @@ TEST(messages) {
     expect(Text(duration_text(0.4).s) == "0:00" && Text(duration_text(59.5).s) == "1:00" &&
            Text(duration_text(3599.5).s) == "1:00:00" && Text(duration_text(6e5).s) == "7 d" &&
            Text(duration_text(3725).s) == "1:02:05");
-}
-
-// Files are mapped unchanged, even empty ones. Folders and pipes are refused without waiting.
-TEST(mapping) {
-    const Text data = random_bytes(3 * 4096 + 5, 4);
-    Mapping m;
-    write_file("some", data);
-    write_file("empty", "");
-    mkfifo("pipe", 0644);
-    expect(mapping_open(&m, "some") == 0 && m.size == data.size() &&
-           memcmp(m.bytes, data.data(), m.size) == 0);
-    mapping_close(&m);
-    expect(m.bytes == NULL && m.size == 0);
-    expect(mapping_open(&m, "empty") == 0 && m.size == 0, "an empty file");
-    mapping_close(&m);
-    expect(mapping_open(&m, "absent") == -1 && errno == ENOENT);
-    expect(mapping_open(&m, ".") == -1 && errno == EISDIR);
-    expect(mapping_open(&m, "pipe") == -1 && errno == EINVAL);
 }
 
 // Returns the hash of `data`, added in two chunks.
@@ -254,19 +237,16 @@ TEST(utf8) {
     expect(utf8_decode(&c, (const unsigned char *)"\xff", 1) == 1 && c == UINT32_MAX);
 }
 
-static Bpe bpe;  // built by open_bpe() from its merges, some of which can never apply
-static void open_bpe(const Text &merges) {
-    BpeReader r;
-    reader_open(&r, &bpe, "vocab.bpe");
-    for (size_t at = merges.find('\n') + 1, end; at < merges.size(); at = end + 1) {
-        char bytes[BPE_LONGEST];
-        end = merges.find('\n', at);
-        Text both = merges.substr(at, end - at);
-        both.erase(both.find(' '), 1);
-        bpe_add(&bpe, bytes, (size_t)word_bytes(&r, bytes, BPE_LONGEST, both.data(), both.size()));
+static Bpe bpe;
+
+// Builds a vocabulary of these tokens after the single bytes; some of its merges can never apply.
+static void open_bpe(const Words &tokens) {
+    int byte_of[BYTE_CHARACTERS];
+    bpe_begin_bytes(&bpe, byte_of);
+    for (const Text &token : tokens) {
+        bpe_add(&bpe, token.data(), token.size());
     }
     bpe_number_plainly(&bpe);
-    bpe_encoder_close(&r.encoder);
 }
 
 // Encodes a text with a new encoder, or with one that already caches words.
@@ -406,7 +386,17 @@ TEST(spaces) {
 // Merging agrees with its definition; any encoded bytes decode to themselves; a text can be split
 // where bpe_cut_is_safe allows; a pre-token of a million characters is encoded quickly enough.
 TEST(bpe_rules) {
-    open_bpe(made_merges());
+    Words tokens = {"aa", "aaaa", "ab", "bc", "abc", " t", "he", " the", "\n\n", "\xc3\xa9", "'s",
+                    "12", "123", "  "};
+    auto pair = [](int i) { return Text{(char)('a' + i / 26), (char)('a' + i % 26)}; };
+    for (int i = 0; i < 676; i++) {
+        tokens.push_back(pair(i * 387 % 676));  // 387 is coprime: each pair occurs once
+    }
+    for (uint64_t i = 0; i < 50000; i += 2) {
+        tokens.push_back(pair((int)(random_unit(7, i) * 676)) +
+                         pair((int)(random_unit(7, i + 1) * 676)));
+    }
+    open_bpe(tokens);
     int cuts = 0, pieces = 0;
     BpeEncoder e;
     bpe_encoder_open(&e, &bpe);
@@ -439,7 +429,7 @@ TEST(bpe_rules) {
     expect(encode(Text(LONG, ' '), &e) == Ids(LONG / 2, 269), "a million spaces");
     bpe_encoder_close(&e);
     // Words of few tokens that differ in a single bit, around the longest that is cached.
-    open_bpe("#version: 0.2\nx x\nxx xx\nxxxx xxxx\nxxxxxxxx xxxxxxxx\n");
+    open_bpe({"xx", "xxxx", Text(8, 'x'), Text(16, 'x')});
     bpe_encoder_open(&e, &bpe);
     for (size_t n = 24; n < 40; n++) {
         for (const char *end : {"A", "a", "A"}) {
@@ -449,117 +439,6 @@ TEST(bpe_rules) {
     }
     bpe_encoder_close(&e);
     detail = text("%d pieces, %d cuts", pieces, cuts);
-}
-
-static void expect_bad_merges(const Text &bytes, const Tokenizer *want, const char *words) {
-    write_file("bad", bytes);
-    expect_refused(outcome(spawn([&] { bpe_open(&bpe, "bad", want, "data"); })), words,
-                   bytes.substr(0, 60));
-}
-
-// Vocabulary files that are damaged or not GPT-2's are refused with the reason.
-TEST(bpe_files) {
-    const Text merges = made_merges(), first = "#version: 0.2\n";
-    Text swapped = merges;    // its last two lines, of six bytes each, are swapped
-    std::rotate(swapped.end() - 12, swapped.end() - 6, swapped.end());
-    const char *const never = "bad:698: this merge can never apply";
-    const struct {
-        Text bytes;
-        const char *words;
-    } table[] = {
-        {"", "not a vocab.bpe"},
-        {"#ver", "not a vocab.bpe"},
-        {first, "--tokenizer: bad has 257 custom tokens ("},
-        {first + "a b\na b\n", ":3: a merge must join two earlier tokens into"},
-        {first + "ab\n", ":2: a merge must join"},
-        {first + "a bc\n", ":2: a merge must join"},
-        {first + "ab c\n", ":2: a merge must join"},
-        {first + "a b c\n", ":2: expected two tokens"},
-        {first + "a \xff\n", ":2: expected two tokens"},
-        {first + "a b\r\r\n", ":2: expected two tokens"},
-        {first + "a " + Text(3000, 'b'), "in GPT-2's byte alphabet, at most 512 bytes"},
-        {Text("a b\n") + merges.substr(first.size()), "bad:4: a merge must join"},
-        {merges, never},
-        {swapped, never},
-        {merges + "Z Q\n", never},
-    };
-    for (auto &row : table) {
-        expect_bad_merges(row.bytes, &gpt2_tokenizer, row.words);
-    }
-    expect_death(bpe_open(&bpe, "absent", NULL, NULL), "vocabulary absent: No such file");
-    expect_death(bpe_open(&bpe, ".", NULL, NULL), "cannot read vocabulary .: Is a directory");
-    detail = text("%zu bad files", sizeof table / sizeof table[0]);
-}
-
-enum { OWN_VOCABULARY = 1000 };  // with the stories' merges
-
-// Returns the 743 merges of the stories.
-static Text learned_merges() {
-    int byte_of[BYTE_CHARACTERS];
-    Text told, piece(1 << 16, 0);
-    FILE *stories = popen((root + "/data/stories").c_str(), "r");
-    for (size_t n; (n = fread(&piece[0], 1, piece.size(), stories)) > 0;) {
-        told.append(piece, 0, n);
-    }
-    pclose(stories);
-    bpe_begin_bytes(&bpe, byte_of);
-    WordTable words = {};
-    words_count(&words, &bpe, told.data(), told.size());
-    expect(bpe_learn(&bpe, &words, OWN_VOCABULARY - MIN_VOCABULARY) == 743);
-    words_free(&words);
-    size_t size;
-    char *merges = tokenizer_file_text(&bpe, FILE_OF_MERGES, 0, &size);
-    const Text all(merges, size);
-    free(merges);
-    return all;
-}
-
-// A custom vocabulary is identified by the SHA-256 of its merges file, is saved as the same bytes,
-// and encodes by the same rules. Conflicting merges are refused.
-TEST(bpe_own) {
-    const Text merges = learned_merges(), first = "#version: 0.2\n";
-    write_file("own", merges);
-    bpe_open(&bpe, "own", NULL, NULL);
-    const uint64_t hash = 0x9ffa328f67636ddb;  // the first 8 bytes of the merges' SHA-256
-    const Tokenizer want = {TOKENIZER_MERGES, OWN_VOCABULARY, OWN_VOCABULARY - 1, hash};
-    expect(tokenizers_agree(&bpe.tokenizer, &want) && bpe.tokenizer.vocabulary == 1000 &&
-           bpe.tokenizer.end == 999 && bpe.tokenizer.kind == want.kind, "%s",
-           tokenizer_text(&bpe.tokenizer).s);
-    bpe_open(&bpe, "own", &want, "data");
-    size_t size;
-    char *again = tokenizer_file_text(&bpe, FILE_OF_MERGES, 0, &size);
-    expect(Text(again, size) == merges, "the saved merges differ");
-    free(again);
-    const Text some = "Lily wanted to play. \"Can I?\" she said\xc3\xa9\xff 12 times!\n\nThe end";
-    expect(decode(encode(some)) == some && encode(some).size() < some.size() * 2 / 3,
-           "%zu tokens", encode(some).size());
-    for (const char *word : {" Peter", "wanted", " neighborhood", "zzzz", "bananas", " the"}) {
-        expect(encode(word) == naive_merge(word), "%s", word);
-    }
-    write_file("no_newline", merges.substr(0, merges.size() - 1));
-    bpe_open(&bpe, "no_newline", &want, "data");
-    write_file("bytes", first);
-    bpe_open(&bpe, "bytes", NULL, NULL);
-    expect(bpe.count == 257 && bpe.tokenizer.kind == TOKENIZER_MERGES);
-    Text many = first;
-    for (int i = 0; i < 65536; i++) {  // pairs of bytes: the first 256 tokens
-        many += merges_word(Text(1, (char)(i >> 8))) + " " + merges_word(Text(1, (char)i)) + "\n";
-    }
-    const struct {
-        Text bytes;
-        const char *words;
-    } table[] = {
-        {first + "a b\nb c\na bc\n", "bad:4: this merge can never apply: earlier merges"},
-        {first + "a a\naa aa\na aaa\n", "bad:4: a merge must join two earlier tokens"},
-        {first + "a a\na aa\n", "bad:3: this merge can never apply"},
-        {many, ":65280: too many merges, at most 65278"},
-        {merges.substr(0, merges.rfind('\n', merges.size() - 2) + 1) + "q q\n",
-         "bad has 1000 custom tokens ("},
-    };
-    for (auto &row : table) {
-        expect_bad_merges(row.bytes, &want, row.words);
-    }
-    detail = text("%zu bad files", sizeof table / sizeof table[0]);
 }
 
 static WordTable word_table(const Words &words) {

@@ -4,7 +4,6 @@
 #pragma once
 #include "harness.h"
 #include <algorithm>
-#include <set>
 #include <utility>
 
 typedef std::vector<uint16_t> Ids;
@@ -33,68 +32,6 @@ inline void write_corpus() {
 
 // Options with which runs on the corpus begin; tests append more.
 #define TINY "-i train.bin -e l2h2c16t16 -b 2 "
-
-// Returns all byte values in the order of their tokens: printable ones first.
-inline Ids bytes_in_order() {
-    Ids order, others;
-    for (int c = 0; c < 256; c++) {
-        const bool prints = (c > 32 && c < 127) || (c > 160 && c != 173);
-        (prints ? order : others).push_back((uint16_t)c);
-    }
-    order.insert(order.end(), others.begin(), others.end());
-    return order;
-}
-
-// Returns a token as vocab.bpe writes it: printable bytes as such, others as U+0100, U+0101, ...
-inline Text merges_word(const Text &token) {
-    static Words characters;
-    if (characters.empty()) {
-        characters.resize(256);
-        const Ids order = bytes_in_order();
-        for (int i = 0; i < 256; i++) {
-            const int c = i < 188 ? order[(size_t)i] : 0x100 + i - 188;
-            characters[order[(size_t)i]] =
-                c < 128 ? Text(1, (char)c) : Text{(char)(0xc0 | c >> 6), (char)(0x80 | (c & 63))};
-        }
-    }
-    Text word;
-    for (const char c : token) {
-        word += characters[(unsigned char)c];
-    }
-    return word;
-}
-
-// First merges of the synthetic vocabulary; merge i is token 256 + i.
-inline const char *const made_first[][2] = {
-    {"a", "a"}, {"aa", "aa"}, {"a", "b"}, {"b", "c"}, {"ab", "c"}, {" ", "t"}, {"h", "e"},
-    {" t", "he"}, {"\n", "\n"}, {"\xc3", "\xa9"}, {"'", "s"}, {"1", "2"}, {"12", "3"}, {" ", " "}};
-
-// Returns a synthetic vocab.bpe of GPT-2's size: first merges whose tokens can be worked out by
-// hand, then all pairs of lower-case letters, then pairs of those pairs. The order is neither
-// alphabetical nor the order of occurrence in the text.
-inline Text made_merges() {
-    Text all = "#version: 0.2\n";
-    std::set<Text> known;
-    int count = 0;
-    auto merge = [&](const Text &left, const Text &right) {
-        if (count < 50000 && known.insert(left + right).second) {
-            all += merges_word(left) + " " + merges_word(right) + "\n";
-            count++;
-        }
-    };
-    for (auto &row : made_first) {
-        merge(row[0], row[1]);
-    }
-    auto pair = [](int i) { return Text{(char)('a' + i / 26), (char)('a' + i % 26)}; };
-    for (int i = 0; i < 676; i++) {
-        const int k = i * 387 % 676;  // coprime: each pair occurs once
-        merge(pair(k).substr(0, 1), pair(k).substr(1));
-    }
-    for (uint64_t i = 0; count < 50000; i += 2) {
-        merge(pair((int)(random_unit(7, i) * 676)), pair((int)(random_unit(7, i + 1) * 676)));
-    }
-    return all;
-}
 
 typedef std::vector<int> Ints;
 struct Question {

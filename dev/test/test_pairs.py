@@ -15,8 +15,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 NEUTRAL = {
     "eval": "-j val.bin -v 2 -m 3", "file": "-j val.bin -v 2 -m 0",
     "samples": "-s 2 -g 20 --temperature 0.7 --prompt abc", "offload": "--offload moments,residuals",
-    "recompute": "-r block:1,mlp", "host": "--offload weights,gradients,moments",
-    "checkpoints": "-n 1 --keep 1", "lines": "--log-every 2"}
+    "recompute": "-r block:1,mlp",
+    "host": "--offload weights,gradients,moments", "checkpoints": "-n 1 --keep 1",
+    "lines": "--log-every 2"}
 # Change numbers.
 OTHER = {
     "documents": "-i documents.bin", "tokens": "-i mine_train.bin", "order": "--shuffle 0",

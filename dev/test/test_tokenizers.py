@@ -125,6 +125,24 @@ def test_merges():
     assert set(shards) == {shards[0]} and tokens("m_train.bin") == [PLAIN.index(p) for p in PIECES]
 
 
+EVERY_PAIR = "\n".join(a + " " + b for a in WRITTEN.values() for b in WRITTEN.values())
+
+
+@pytest.mark.parametrize("merges, expected", [
+    (None, ": not a vocab.bpe file"), ("a b\na b", ":3: a merge must join two earlier tokens into"),
+    ("ab", ":2: a merge must join"), ("a bc", ":2: a merge must join"),
+    ("ab c", ":2: a merge must join"), ("a a\naa aa\na aaa", ":4: a merge must join"),
+    ("a b c", ":2: expected two tokens"), ("a \x7f", ":2: expected two tokens"),
+    ("a b\r\r", ":2: expected two tokens"),
+    ("a " + "b" * 3000, "in GPT-2's byte alphabet, at most 512 bytes"),
+    ("a a\na aa", ":3: this merge can never apply"),
+    ("a b\nb c\na bc", ":4: this merge can never apply: earlier merges"),
+    (EVERY_PAIR, ":65280: too many merges, at most 65278")], ids=range(13))
+def test_bad_merges(merges, expected):
+    Path("own").write_bytes(("#version: 0.2\n%s\n" % merges if merges else "#ver").encode())
+    not_tokenized("own", "own" + expected if expected[0] == ":" else expected)
+
+
 IDS = {token: i for i, token in enumerate(ORDERS["first"])}
 REFUSED = [
     ({"model__type": "WordPiece"}, "unsupported model.type 'WordPiece'; expected BPE"),

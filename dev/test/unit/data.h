@@ -102,12 +102,8 @@ TEST(loader_coverage, HOST) {
 // Prompts and samples are text if vocab.bpe is available.
 TEST(prompts, HOST) {
     static Bpe bpe;
-    const Text merges = made_merges();
-    size_t end = 0;
-    for (int line = 0; line < 600; line++) {
-        end = merges.find('\n', end) + 1;
-    }
-    write_file("vocab.bpe", merges.substr(0, end));
+    write_file("vocab.bpe", "#version: 0.2\na a\naa aa\na b\nb c\nab c\n\xc4\xa0 t\nh e\n"
+                            "\xc4\xa0t he\n");
     bpe_open(&bpe, "vocab.bpe", NULL, NULL);
     Token tokens[8];
     char out[BPE_LONGEST];
@@ -118,7 +114,7 @@ TEST(prompts, HOST) {
     tokens[2] = -1;
     expect(prompt_tokens(tokens, 2, &gpt2_tokenizer, &bpe, "a b", 3) == 3 && tokens[2] == -1);
     expect(Text(out, (size_t)token_text(out, &gpt2_tokenizer, &bpe, 263)) == " the");
-    expect(Text(out, (size_t)token_text(out, &gpt2_tokenizer, &bpe, 855)) == "<|endoftext|>");
+    expect(Text(out, (size_t)token_text(out, &gpt2_tokenizer, &bpe, 264)) == "<|endoftext|>");
     expect(token_text(out, &gpt2_tokenizer, &bpe, 50256) == 0);
 }
 
