@@ -137,55 +137,6 @@ def test_own():
     assert made(generate + "copy/" + MODEL) == line + "\n"
     for model in "copy", "l1h1c8t16v1000":
         succeeds("-i mine_train.bin -e %s -b 2 -x 1 --quiet" % model)
-
-
-@pytest.fixture(scope="module")
-def contradictions(tmp_path_factory):
-    """A folder with data, tokenizers and weights that disagree."""
-    here, folder = os.getcwd(), tmp_path_factory.mktemp("own")
-    os.chdir(folder)
-    write_corpus()
-    write_own_data()
-    lines = stories_merges().splitlines(keepends=True)
-    Path("fewer.txt").write_text("".join(lines[:-1]))
-    own, swapped = Path("mine_train.bin").read_bytes(), "".join(lines[:-1]) + "q q\n"
-    for name in "other.txt", "wrong_merges.txt":
-        Path(name).write_text(swapped)
-    Path("hash_train.bin").write_bytes(with_ints(own, 5, 1))
-    for name in "alone_train.bin", "alone.bin", "wrong_train.bin":
-        Path(name).write_bytes(own)
-    Path("gpt2.bin").write_bytes(shard([7] * 400, GPT2))
-    shape = 1, 1, 8, 16, 1000
-    write_model("model", safetensors({}, hugging_face(shape)), config_text(shape))
-    os.chdir(here)
-    return folder
-
-
-@pytest.mark.parametrize("arguments, expected", [
-    ("-i mine_train.bin -j hash_train.bin", "hash_train.bin has 1000 custom tokens (01000000)"),
-    ("-i mine_train.bin -j val.bin", "(-j): val.bin has bytes, but mine_train.bin has 1000"),
-    ("-i mine_*.bin -j train.bin", "train.bin has bytes, "),
-    ("-i *_train.bin", "hash_train.bin has 1000 custom tokens (01000000), alone_train.bin has"),
-    ("-i alone_train.bin -s 1", "alone_train.bin: cannot find its merges in alone_merges.txt; use"),
-    ("-i alone.bin -o out", "alone.bin: cannot find its merges; use --tokenizer FILE"),
-    ("-i wrong_train.bin -o out", "wrong_merges.txt has 1000 custom tokens"),
-    ("-i mine_train.bin --tokenizer fewer.txt", "fewer.txt has 999 custom tokens"),
-    ("-i mine_train.bin --tokenizer other.txt", "other.txt has 1000 custom tokens"),
-    ("-i gpt2.bin --tokenizer mine_merges.txt", "has 1000 custom tokens (9ffa328f), but "),
-    ("-i train.bin --tokenizer mine_merges.txt",
-     "--tokenizer: train.bin uses single bytes as tokens"),
-    ("-i mine_train.bin -e l1h1c8t16v999", "v999 has a vocabulary of 999 tokens, but the data "),
-    ("-i train.bin -e model", "model has a vocabulary of 1000 tokens, but the data train.bin has")])
-def test_own_refused(contradictions, monkeypatch, arguments, expected):
-    """Data, tokenizer, weights and shape that disagree are refused by name."""
-    monkeypatch.chdir(contradictions)
-    refused(("" if "-e " in arguments else "-e l1h1c8t16 ") + "-x 1 -b 2 " + arguments, expected)
-
-
-def test_own_more(contradictions, monkeypatch):
-    monkeypatch.chdir(contradictions)
-    refused("--generate -e model --tokenizer fewer.txt",
-            "--tokenizer: fewer.txt has 999 tokens; --model (-e) model has 1000")
     succeeds("-e d12 --plan --gpu t4 -i mine_train.bin")
 
 

@@ -13,11 +13,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
 # Change no number of a step. Samples of 20 tokens slide over T = 16.
 NEUTRAL = {
-    "eval": "-j val.bin -v 2 -m 3", "file": "-j val.bin -v 2 -m 0",
-    "samples": "-s 2 -g 20 --temperature 0.7 --prompt abc", "offload": "--offload moments,residuals",
-    "recompute": "-r block:1,mlp",
-    "host": "--offload weights,gradients,moments", "checkpoints": "-n 1 --keep 1",
-    "lines": "--log-every 2"}
+    "eval": "-j val.bin -v 2 -m 3", "file": "-j val.bin -v 2 -m 0", "lines": "--log-every 2",
+    "samples": "-s 2 -g 20 --temperature 0.7 --prompt abc", "recompute": "-r block:1,mlp",
+    "offload": "--offload moments,residuals", "host": "--offload weights,gradients,moments",
+    "checkpoints": "-n 1 --keep 1"}
 # Change numbers.
 OTHER = {
     "documents": "-i documents.bin", "tokens": "-i mine_train.bin", "order": "--shuffle 0",

@@ -3,6 +3,7 @@ are kept, files of different tokenizers are refused, and a name that exists is t
 tokens and settings are those of the tokenizers library 0.23 and transformers 5.24."""
 
 import random
+import shutil
 
 import program
 import pytest
@@ -221,11 +222,13 @@ def texts(tmp_path_factory):
     shape = 1, 1, 4, 16, 265
     write_model("ids", safetensors({}, hugging_face(shape)), config_text(shape))
     Path("hash_train.bin").write_bytes(with_ints(Path("a_train.bin").read_bytes(), 5, 0, 6, 0))
-    Path("hash_merges.txt").write_bytes(Path("a_merges.txt").read_bytes())
-    for model, data in ("a", "a"), ("few", "few"), ("bytes", None):
-        subprocess.run([program.path, *("-i %s_train.bin -e l1h1c8t16 -x 1 -b 2 -v 0 --quiet -o "
-                                          "run-%s" % (data, model)).replace(
-            "None_train", "train").split()], check=True)
+    for source, copies in {"a_merges.txt": "hash_merges.txt", "b_merges.txt": "wrong_merges.txt",
+                           "a_train.bin": "alone.bin alone_train.bin wrong_train.bin"}.items():
+        for copy in copies.split():
+            shutil.copy(source, copy)
+    for model, data in ("a", "a_train"), ("few", "few_train"), ("bytes", "train"):
+        line = "-i %s.bin -e l1h1c8t16 -x 1 -b 2 -v 0 --quiet -o run-%s" % (data, model)
+        subprocess.run([program.path, *line.split()], check=True)
     for name, V in ("unknown", 257), ("padded", 320), ("own", 50257), ("more", 50258):
         shape = 1, 1, 4, 16, V
         write_model(name, safetensors({}, hugging_face(shape)), config_text(shape))
@@ -252,11 +255,22 @@ HASH = hashlib.sha256("\n".join(["#version: 0.2", *MERGES, ""]).encode() + array
     ("-e own --eval gpt2.bin", "own has 50257 custom tokens ("),
     ("-e own -x 1 -b 2 -i a_train.bin", "; to tokenize text for it: data/tokenize --bpe "
                                         "--tokenizer own -o PREFIX FILE"),
-    ("-e more -x 1 -b 2 -i train.bin", "; to tokenize text for it: data/tokenize --bpe -o PREFIX")])
+    ("-e more -x 1 -b 2 -i train.bin", "; to tokenize text for it: data/tokenize --bpe -o PREFIX"),
+    ("-i a_train.bin -j b_val.bin", "(-j): b_val.bin has 300 custom tokens ("),
+    ("-i a_train.bin -j val.bin", "(-j): val.bin has bytes, but a_train.bin has 300"),
+    ("-i [ab]_train.bin", "a_train.bin has 300 custom tokens ("),
+    ("-i alone_train.bin -s 1", "alone_train.bin: cannot find its merges in alone_merges.txt; use"),
+    ("-i alone.bin -o out", "alone.bin: cannot find its merges; use --tokenizer FILE"),
+    ("-i wrong_train.bin -o out", "wrong_merges.txt has 300 custom tokens"),
+    ("-i a_train.bin --tokenizer few_merges.txt", "few_merges.txt has 257 custom tokens"),
+    ("-i a_train.bin --tokenizer b_merges.txt", "b_merges.txt has 300 custom tokens"),
+    ("-i gpt2.bin --tokenizer a_merges.txt", "a_merges.txt has 300 custom tokens ("),
+    ("--generate -e unknown --tokenizer a_merges.txt",
+     "--tokenizer: a_merges.txt has 300 tokens; --model (-e) unknown has 257")])
 def test_agree(texts, monkeypatch, arguments, expected):
     """Files of different tokenizers are refused, even if these have the same size."""
     monkeypatch.chdir(texts)
-    refused(arguments, expected)
+    refused(("" if "-e " in arguments else "-e l1h1c8t16 -x 1 -b 2 ") + arguments, expected)
 
 
 @pytest.mark.parametrize("arguments, said", [
