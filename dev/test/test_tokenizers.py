@@ -5,7 +5,6 @@ tokens and settings are those of the tokenizers library 0.23 and transformers 5.
 import random
 import shutil
 
-import program
 import pytest
 from files import *
 from program import *
@@ -206,7 +205,7 @@ def test_refused_more():
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
+def texts(tmp_path_factory, built):
     """Two tokenizers of 300 tokens, a model of the first, and weights of several vocabularies."""
     here, folder = os.getcwd(), tmp_path_factory.mktemp("two")
     os.chdir(folder)
@@ -228,7 +227,7 @@ def texts(tmp_path_factory):
             shutil.copy(source, copy)
     for model, data in ("a", "a_train"), ("few", "few_train"), ("bytes", "train"):
         line = "-i %s.bin -e l1h1c8t16 -x 1 -b 2 -v 0 --quiet -o run-%s" % (data, model)
-        subprocess.run([program.path, *line.split()], check=True)
+        subprocess.run([built[0], *line.split()], check=True)
     for name, V in ("unknown", 257), ("padded", 320), ("own", 50257), ("more", 50258):
         shape = 1, 1, 4, 16, V
         write_model(name, safetensors({}, hugging_face(shape)), config_text(shape))
