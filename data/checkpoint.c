@@ -115,18 +115,15 @@ typedef struct {
 static const struct {
     const char *name;
     size_t offset;
-    int optional;  // 1: older checkpoints lack this counter, which is then 0
-} counter_rows[] = {{"step", offsetof(RunState, step), 0},
-                    {"skipped", offsetof(RunState, skipped), 0},
-                    {"updates", offsetof(RunState, updates), 0},
-                    {"position", offsetof(RunState, position), 0},
-                    {"norm_count", offsetof(RunState, norms.count), 0},
-                    {"pending_validation", offsetof(RunState, pending_validation), 1},
-                    {"loss_scale_log2", offsetof(RunState, loss_scale_log2), 1},
-                    {"loss_scale_steps", offsetof(RunState, loss_scale_steps), 1},
-                    {"best_loss", offsetof(RunState, best_loss), 1},
-                    {"lowest_loss", offsetof(RunState, lowest_loss), 1},
-                    {"stale", offsetof(RunState, stale), 1}};
+} counter_rows[] = {  // older checkpoints lack some, which are then 0
+    {"step", offsetof(RunState, step)}, {"skipped", offsetof(RunState, skipped)},
+    {"updates", offsetof(RunState, updates)}, {"position", offsetof(RunState, position)},
+    {"norm_count", offsetof(RunState, norms.count)},
+    {"pending_validation", offsetof(RunState, pending_validation)},
+    {"loss_scale_log2", offsetof(RunState, loss_scale_log2)},
+    {"loss_scale_steps", offsetof(RunState, loss_scale_steps)},
+    {"best_loss", offsetof(RunState, best_loss)}, {"lowest_loss", offsetof(RunState, lowest_loss)},
+    {"stale", offsetof(RunState, stale)}};
 enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
@@ -340,6 +337,106 @@ static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
     writer_put(w, "}}\n", 3);
 }
 
+// Parses a manifest. Returns NULL on success, otherwise an error message.
+static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes, size_t size) {
+    Json j = {bytes, 0, size, NULL};
+    char name[FILE_NAME], format[40] = "";
+    const char *wrong = NULL;
+    memset(manifest, 0, sizeof *manifest);
+    json_skip(&j);
+    const int ends = json_peek(&j) < 0;
+    json_get(&j, 0, "format", format, sizeof format);
+    const int64_t version = json_get_count(&j, 0, "version", 0);
+    const int found = json_find(&j, 0, "files");
+    for (int n = 0, ranks; found && json_next(&j, &n, '{', name, sizeof name); json_skip(&j)) {
+        const size_t from = j.offset;
+        const int file = file_find(name, &ranks);
+        if (file < 0 || file == FILE_MANIFEST || manifest->files[file].sha256[0] ||
+            (ranks && manifest->ranks && ranks != manifest->ranks)) {
+            wrong = "duplicate or unknown file name";
+            break;
+        }
+        ManifestRow *row = &manifest->files[file];
+        manifest->ranks = ranks ? ranks : manifest->ranks;
+        row->bytes = json_get_count(&j, from, "bytes", 0);
+        json_get(&j, from, "sha256", row->sha256, SHA256_TEXT);
+        j.offset = from;
+    }
+    manifest->ranks = manifest->ranks ? manifest->ranks : 1;  // its state file is reported missing
+    if (!ends || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0) {
+        return "damaged";
+    }
+    return !wrong && version != 3 ? "unsupported version; expected 3" : wrong;
+}
+
+static const char *manifest_open(Manifest *manifest, const char *path) {
+    Mapping map;
+    if (mapping_open(&map, path) != 0) {
+        return file_error();
+    }
+    const char *fault = manifest_parse(manifest, map.bytes, map.size);
+    mapping_close(&map);
+    return fault;
+}
+
+// Compares a file with the size and SHA-256 in `row`. Returns NULL if they match, otherwise an
+// error message. The file is not mapped: an unreadable sector would raise SIGBUS.
+static const char *file_compare(const char *path, const ManifestRow *row) {
+    Sha256 sha;
+    char text[SHA256_TEXT];
+    int64_t size = 0, count = 0;
+    const int fd = file_open(path, &size);
+    const char *wrong = fd < 0                ? "cannot be read"
+                        : size != row->bytes ? "has a different size than in manifest.json"
+                                              : NULL;
+    unsigned char *buffer = (unsigned char *)alloc_zero(IO_ELEMENTS, 1);
+    sha256_start(&sha);
+    for (int64_t offset = 0; !wrong && offset < size; offset += count) {
+        count = min_i64(IO_ELEMENTS, size - offset);
+        wrong = file_read(fd, buffer, count, offset) ? "cannot be read" : NULL;
+        sha256_add(&sha, buffer, (size_t)count);
+    }
+    free(buffer);
+    if (fd >= 0) {
+        close(fd);
+    }
+    sha256_end(&sha, text);
+    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is corrupted: SHA-256 mismatch";
+}
+
+// Verifies every file of a checkpoint against its manifest. Returns the number of state files, or 0
+// with an error message in `problem`.
+static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
+    static Manifest manifest;
+    static const char *wrong[CHECKPOINT_FILES];
+    char path[PATH_BYTES];
+    path_print(path, "%s/manifest.json", folder);
+    const char *fault = manifest_open(&manifest, path);
+    if (fault) {
+        path_print(problem, "manifest.json: %s", fault);
+        return 0;
+    }
+    const int files = FILE_STATE + manifest.ranks;
+    #pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < files; i++) {
+        char file[PATH_BYTES], name[FILE_NAME];
+        const ManifestRow *row = &manifest.files[i];
+        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // optional
+        const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
+        file_name(name, i, manifest.ranks);
+        path_print(file, "%s/%s", folder, name);
+        wrong[i] = listed ? file_compare(file, row) : NULL;
+    }
+    for (int i = 0; i < files; i++) {
+        if (wrong[i]) {
+            file_name(path, i, manifest.ranks);
+            path_print(problem, "%s %s", path, wrong[i]);
+            return 0;
+        }
+    }
+    return manifest.ranks;
+}
+
 // A checkpoint that is being saved.
 typedef struct {
     const Snapshot *snapshot;
@@ -448,8 +545,6 @@ static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     }
 }
 
-static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]);
-
 // Performs the last phase of saving, on rank 0 only: writes the manifest, checks what other ranks
 // have written and renames the folder to its final name.
 static void save_finish(Saving *save, const char *output, const char *path) {
@@ -557,81 +652,6 @@ static void checkpoint_mark_best(const char *output, const char *path) {
     }
 }
 
-// Parses the manifest's object "files". Returns NULL or an error message.
-static const char *manifest_files(Manifest *manifest, Json *j) {
-    char key[FILE_NAME];
-    int ranks;
-    for (int n = 0; json_next(j, &n, '{', key, sizeof key);) {
-        const int file = file_find(key, &ranks);
-        if (file < 0 || file == FILE_MANIFEST || manifest->files[file].sha256[0] ||
-            (ranks && manifest->ranks && ranks != manifest->ranks)) {
-            return "duplicate or unknown file name";
-        }
-        ManifestRow *row = &manifest->files[file];
-        manifest->ranks = ranks ? ranks : manifest->ranks;
-        for (int i = 0; json_next(j, &i, '{', key, sizeof key);) {
-            if (strcmp(key, "bytes") == 0) {
-                row->bytes = json_count(j);
-            } else if (strcmp(key, "sha256") == 0) {
-                json_string(j, row->sha256, SHA256_TEXT);
-            } else {
-                json_skip(j);
-            }
-        }
-    }
-    return NULL;
-}
-
-// Parses a manifest. Returns NULL on success, otherwise an error message.
-static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes, size_t size) {
-    Json j = {bytes, 0, size, NULL};
-    char key[40], format[40] = "";
-    int64_t version = 0;
-    const char *wrong = NULL;
-    memset(manifest, 0, sizeof *manifest);
-    for (int n = 0; !wrong && json_next(&j, &n, '{', key, sizeof key);) {
-        if (strcmp(key, "format") == 0) {
-            json_string(&j, format, sizeof format);
-        } else if (strcmp(key, "version") == 0) {
-            version = json_count(&j);
-        } else if (strcmp(key, "files") == 0) {
-            wrong = manifest_files(manifest, &j);
-        } else {
-            json_skip(&j);
-        }
-    }
-    manifest->ranks = manifest->ranks ? manifest->ranks : 1;  // its state file is reported missing
-    if (!wrong && (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0)) {
-        return "damaged";
-    }
-    return !wrong && version != 3 ? "unsupported version; expected 3" : wrong;
-}
-
-static const char *manifest_open(Manifest *manifest, const char *path) {
-    Mapping map;
-    if (mapping_open(&map, path) != 0) {
-        return file_error();
-    }
-    const char *fault = manifest_parse(manifest, map.bytes, map.size);
-    mapping_close(&map);
-    return fault;
-}
-
-// Copies the text of `key` in the metadata of a state file to `out`. Returns 0 if there is none.
-static int state_text(char out[PATH_BYTES], const unsigned char *bytes, size_t size,
-                      const char *key) {
-    char path[64];
-    uint64_t header = 0;
-    memcpy(&header, bytes, size < 8 ? 0 : 8);
-    Json j = {bytes, 8, size < 8 || header > size - 8 ? 8 : (size_t)header + 8, NULL};
-    snprintf(path, sizeof path, "__metadata__.%s", key);
-    if (size < 8 || !json_find(&j, path)) {
-        return 0;
-    }
-    json_string(&j, out, PATH_BYTES);
-    return !j.fault;
-}
-
 // Copies the text of `key` in a checkpoint's first state file to `out`. Returns 0 on failure.
 static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char *key) {
     static Manifest manifest;
@@ -643,7 +663,7 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
     if (mapping_open(&map, path) != 0) {
         return 0;
     }
-    const int found = state_text(out, map.bytes, map.size, key);
+    const int found = safetensors_text(&map, key, out, PATH_BYTES);
     mapping_close(&map);
     return found;
 }
@@ -681,73 +701,11 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
 // Returns the step in the name of the folder with the weights, or 0. Sampling at this step repeats
 // the run's samples.
 static int64_t weights_step(const ModelFile *f) {
-    const char *slash = strrchr(f->name, '/');
     int64_t step = 0;
-    while (slash && slash > f->name && slash[-1] == '/') {
-        slash--;
-    }
-    if (slash && slash - f->name >= 13) {
-        sscanf(slash - 13, "step-%8" SCNd64, &step);
+    for (const char *p = f->name; (p = strstr(p, "step-")) != NULL; p++) {
+        sscanf(p, "step-%8" SCNd64, &step);
     }
     return step;
-}
-
-// Compares a file with the size and SHA-256 in `row`. Returns NULL if they match, otherwise an
-// error message. The file is not mapped: an unreadable sector would raise SIGBUS.
-static const char *file_compare(const char *path, const ManifestRow *row) {
-    Sha256 sha;
-    char text[SHA256_TEXT];
-    int64_t size = 0, count = 0;
-    const int fd = file_open(path, &size);
-    const char *wrong = fd < 0                ? "cannot be read"
-                        : size != row->bytes ? "has a different size than in manifest.json"
-                                              : NULL;
-    unsigned char *buffer = (unsigned char *)alloc_zero(IO_ELEMENTS, 1);
-    sha256_start(&sha);
-    for (int64_t offset = 0; !wrong && offset < size; offset += count) {
-        count = min_i64(IO_ELEMENTS, size - offset);
-        wrong = file_read(fd, buffer, count, offset) ? "cannot be read" : NULL;
-        sha256_add(&sha, buffer, (size_t)count);
-    }
-    free(buffer);
-    if (fd >= 0) {
-        close(fd);
-    }
-    sha256_end(&sha, text);
-    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is corrupted: SHA-256 mismatch";
-}
-
-// Verifies every file of a checkpoint against its manifest. Returns the number of state files, or 0
-// with an error message in `problem`.
-static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
-    static Manifest manifest;
-    static const char *wrong[CHECKPOINT_FILES];
-    char path[PATH_BYTES];
-    path_print(path, "%s/manifest.json", folder);
-    const char *fault = manifest_open(&manifest, path);
-    if (fault) {
-        path_print(problem, "manifest.json: %s", fault);
-        return 0;
-    }
-    const int files = FILE_STATE + manifest.ranks;
-    #pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < files; i++) {
-        char file[PATH_BYTES], name[FILE_NAME];
-        const ManifestRow *row = &manifest.files[i];
-        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // optional
-        const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
-        file_name(name, i, manifest.ranks);
-        path_print(file, "%s/%s", folder, name);
-        wrong[i] = listed ? file_compare(file, row) : NULL;
-    }
-    for (int i = 0; i < files; i++) {
-        if (wrong[i]) {
-            file_name(path, i, manifest.ranks);
-            path_print(problem, "%s %s", path, wrong[i]);
-            return 0;
-        }
-    }
-    return manifest.ranks;
 }
 
 // The contents of a checkpoint's state files. Counters and identity are in the first.
@@ -760,7 +718,6 @@ typedef struct {
     } files[MAX_RANKS];
     RunState run;
     char identity[IDENTITY_BYTES];
-    Safetensors header;  // of the first file, for the rest of its metadata
 } StateFiles;
 
 // Locates the ranges in rank r's file, which follow the norms.
@@ -768,8 +725,8 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
     char name[RANGE_NAME] = "", optimizer[16];
     FileTensor t;
     int i = 0, count = 0;
-    safetensors_text(f, "--optimizer", optimizer, sizeof optimizer);  // absent: AdamW
-    const int muon = strcmp(optimizer, "muon") == 0;
+    safetensors_text(&out->files[r].map, "--optimizer", optimizer, sizeof optimizer);
+    const int muon = strcmp(optimizer, "muon") == 0;  // absent: AdamW
     for (; safetensors_next(f, &t); i++) {
         if (i == 0) {
             out->low = r ? out->low : strncmp(t.name, "master.", 7) == 0;
@@ -794,22 +751,22 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
 
 // Adds rank r's state file to `out`. All must have the counters and the identity of the first.
 static void state_parse(StateFiles *out, const Model *m, int r, const char *name) {
+    const Mapping *map = &out->files[r].map;
     Safetensors f;
     FileTensor t;
     RunState run;
     char identity[IDENTITY_BYTES];
     memset(&run, 0, sizeof run);
     memset(&t, 0, sizeof t);
-    safetensors_start(&f, out->files[r].map.bytes, out->files[r].map.size, name);
+    safetensors_start(&f, map->bytes, map->size, name);
     file_require(safetensors_next(&f, &t) && strcmp(t.name, "norms") == 0 && t.type == FILE_F64 &&
                      t.count == NORM_WINDOW, name, "norms", "missing or of the wrong type or size");
     memcpy(run.norms.values, t.data, sizeof run.norms.values);
     state_parse_ranges(out, m, r, &f);
-    safetensors_text(&f, "run", identity, sizeof identity);
+    safetensors_text(map, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
-        safetensors_text(&f, counter_rows[i].name, text, sizeof text);
-        if (text[0] == 0 && counter_rows[i].optional) {
+        if (!safetensors_text(map, counter_rows[i].name, text, sizeof text)) {
             continue;
         }
         const int64_t value = strtoll(text, &end, 10);
@@ -819,13 +776,12 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
         }
         *counter(&run, i) = value;
     }
-    if (!out->header.name) {
-        out->header = f;
+    if (r == 0) {
         out->run = run;
         memcpy(out->identity, identity, sizeof identity);
     } else if (memcmp((const void *)&run, (const void *)&out->run, sizeof run) != 0 ||
                strcmp(identity, out->identity) != 0) {  // padding is 0 in both RunStates
-        die("%s and %s are from different runs or steps", name, out->header.name);
+        die("%s and rank 0's state file are from different runs or steps", name);
     }
 }
 
@@ -866,7 +822,7 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
     char text[64];
     options_default(&defaults);
     snprintf(text, sizeof text, "--%s", row->name);
-    safetensors_text(&f->header, text, was, PATH_BYTES);
+    safetensors_text(&f->files[0].map, text, was, PATH_BYTES);
     if (!was[0]) {
         snprintf(was, PATH_BYTES, "%s", option_text(text, &defaults, row));
     }
@@ -905,8 +861,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
 // the engine cannot use them.
 static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     char choices[2 * MATMUL_TEXT];
-    safetensors_text(&f->header, "matmul", choices, MATMUL_TEXT);
-    safetensors_text(&f->header, "kernels", choices + strlen(choices), MATMUL_TEXT);
+    safetensors_text(&f->files[0].map, "matmul", choices, MATMUL_TEXT);
+    safetensors_text(&f->files[0].map, "kernels", choices + strlen(choices), MATMUL_TEXT);
     const int took = !choices[0] || (e->choices && strcmp(choices, e->choices) == 0) ||
                      (e->set_choices && e->set_choices(e, choices));
     return took ? NULL : "matmul algorithms and attention kernels";
@@ -961,7 +917,7 @@ static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char
         const OptionRow *row = option_find(hash_options[k]);
         const char *path = option_text(text, run->options, row);
         snprintf(now, sizeof now, "%016" PRIx64, run->data[k]->hash);
-        safetensors_text(&f->header, hash_keys[k], hash, sizeof hash);
+        safetensors_text(&f->files[0].map, hash_keys[k], hash, sizeof hash);
         if (!run->data[k]->hash || !hash[0] || strcmp(hash, now) == 0) {
             continue;
         }
@@ -981,19 +937,18 @@ static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char
 // Loads a verified checkpoint that `ranks` ranks saved into the run's engine and into `state`.
 static void checkpoint_load(const Snapshot *run, RunState *state, const char *folder, int ranks) {
     static StateFiles f;
-    static char paths[MAX_RANKS][PATH_BYTES];  // f.header refers to the first
-    char name[FILE_NAME];
+    char path[PATH_BYTES], name[FILE_NAME];
     ModelFile model;
     memset(&f, 0, sizeof f);
     f.ranks = ranks;
     model_file_open(&model, folder);
     for (int r = 0; r < ranks; r++) {
         file_name(name, FILE_STATE + r, ranks);
-        path_print(paths[r], "%s/%s", folder, name);
-        if (mapping_open(&f.files[r].map, paths[r]) != 0) {
-            die("cannot open %s: %s", paths[r], file_error());
+        path_print(path, "%s/%s", folder, name);
+        if (mapping_open(&f.files[r].map, path) != 0) {
+            die("cannot open %s: %s", path, file_error());
         }
-        state_parse(&f, &model.model, r, paths[r]);
+        state_parse(&f, &model.model, r, path);
     }
     checkpoint_options(run, &f, folder, 0);
     checkpoint_require_same_run(run, &f, &model.model, folder);

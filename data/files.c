@@ -746,36 +746,57 @@ static void json_skip_to(Json *j, int depth) {
 
 static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
-// Finds the value at a path of keys, such as "model.vocab"; of equal keys, the last one counts, as
-// in Python. Returns 0 if there is none.
-static int json_find(Json *j, const char *path) {
-    char key[64];
-    Json found = {NULL, 0, 0, NULL};
-    const size_t length = strcspn(path, ".");
-    for (int n = 0; json_next(j, &n, '{', key, sizeof key); json_skip(j)) {
-        found = strlen(key) == length && memcmp(key, path, length) == 0 ? *j : found;
+// Finds the value at a path of keys, such as "model.vocab", in the object at offset `from`. A key
+// may have alternatives: "n_embd|hidden_size". Of several matching keys, the last one counts, as in
+// Python. Returns 0 if there is none.
+static int json_find(Json *j, size_t from, const char *path) {
+    char key[64], names[64];
+    const int length = (int)strcspn(path, ".");
+    size_t found = 0;
+    snprintf(names, sizeof names, "%.*s", length, path);
+    j->offset = from;
+    const int is_object = json_peek(j) == '{';
+    for (int n = 0; is_object && json_next(j, &n, '{', key, sizeof key); json_skip(j)) {
+        found = choice_find(names, key, strlen(key)) ? j->offset : found;
     }
-    *j = found.bytes ? found : *j;
-    return found.bytes && (!path[length] || json_find(j, path + length + 1));
+    j->offset = found && !j->fault ? found : j->offset;
+    return found && !j->fault && (!path[length] || json_find(j, found, path + length + 1));
+}
+
+// Reads the string that json_find() finds. Returns 0 if there is none; `out` is then unchanged.
+static int json_get(Json *j, size_t from, const char *path, char *out, size_t capacity) {
+    const int found = json_find(j, from, path) && json_peek(j) == '"';
+    if (found) {
+        json_string(j, out, capacity);
+    }
+    return found && !j->fault;
+}
+
+// Reads the integer that json_find() finds, or the first one of an array. Returns `otherwise` if
+// there is none, or null.
+static int64_t json_get_count(Json *j, size_t from, const char *path, int64_t otherwise) {
+    if (!json_find(j, from, path)) {
+        return otherwise;
+    }
+    json_take(j, '[');
+    return json_peek(j) == 'n' ? otherwise : json_count(j);
 }
 
 // Ends the run if a value is not one of those allowed, "a|b", which are compared as numbers if the
 // first is a number. A key may be missing. rows: (count, 2).
-static void json_require(Json text, const char *name, const char *const (*rows)[2], int count) {
+static void json_require(Json j, size_t from, const char *name, const char *const (*rows)[2],
+                         int count) {
     for (int i = 0; i < count; i++) {
-        char value[64] = "", *end;
+        char value[64], *end;
         const char *allowed = rows[i][1];
-        Json j = text;
-        if (!json_find(&j, rows[i][0])) {
+        if (!json_find(&j, from, rows[i][0])) {
             continue;
         }
-        if (json_peek(&j) == '"') {
-            json_string(&j, value, sizeof value);
-        } else {
-            const size_t begin = j.offset;
-            json_skip(&j);
-            memcpy(value, j.bytes + begin, (size_t)min_i64((int64_t)(j.offset - begin), 63));
-        }
+        const int quote = json_peek(&j) == '"';
+        const size_t begin = j.offset;
+        json_skip(&j);
+        snprintf(value, sizeof value, "%.*s", (int)(j.offset - begin) - 2 * quote,
+                 (const char *)j.bytes + begin + quote);
         const int is_number = strtof(value, &end) == strtof(allowed, NULL) && end > value &&
                               *end == 0 && strchr("0123456789", allowed[0]);
         if (!is_number && !choice_find(allowed, value, strlen(value))) {
@@ -835,7 +856,6 @@ typedef struct {
     const char *name;
     Json json;
     int count;                  // header members read so far
-    size_t metadata;            // offset of __metadata__'s object; 0: none so far
     const unsigned char *data;
     uint64_t size, tiling;      // bytes of data; sum of hashes, see safetensors_next
 } Safetensors;
@@ -843,7 +863,7 @@ typedef struct {
 typedef struct {
     char name[80];
     int type, dims;
-    int64_t shape[2], count;    // the first two dimensions; number of elements
+    int64_t shape[2], count;    // the first and last dimension; number of elements
     const unsigned char *data;
 } FileTensor;
 
@@ -882,34 +902,29 @@ static uint64_t hash_u64(uint64_t x) {
 
 // Parses one tensor's header entry: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
 static void safetensors_member(Safetensors *f, FileTensor *t) {
-    enum { DTYPE = 1, SHAPE, OFFSETS };
     Json *j = &f->json;
-    char key[16], type[16] = "";
-    int seen[OFFSETS + 1] = {0}, offsets = 0;
+    const size_t from = j->offset;
+    char type[16] = "";
     uint64_t offset[2] = {0, 0};
+    int found = json_get(j, from, "dtype", type, sizeof type), offsets = 0;
     t->dims = 0;
     t->count = 1;
-    for (int n = 0; json_next(j, &n, '{', key, sizeof key);) {
-        const int k = choice_find("dtype|shape|data_offsets", key, strlen(key));
-        if (k == 0 || seen[k]++) {
-            json_fail(j, "duplicate or unknown key; expected dtype, shape or data_offsets");
-        } else if (k == DTYPE) {
-            json_string(j, type, sizeof type);
+    found &= json_find(j, from, "shape");
+    while (found && json_next(j, &t->dims, '[', NULL, 0)) {
+        const int64_t value = json_count(j);
+        if (value > 0 && t->count > ((int64_t)1 << 46) / value) {
+            json_fail(j, "shape has more than 2^46 elements");
+            break;
         }
-        for (int i = 0; k >= SHAPE && json_next(j, &i, '[', NULL, 0);) {
-            int64_t value = json_count(j);
-            if (k == OFFSETS && offsets++ < 2) {
-                offset[offsets - 1] = (uint64_t)value;
-            } else if (k == SHAPE && value > 0 && t->count > ((int64_t)1 << 46) / value) {
-                json_fail(j, "shape has more than 2^46 elements");
-            } else if (k == SHAPE) {
-                t->count *= value;
-                if (t->dims++ < 2) {
-                    t->shape[t->dims - 1] = value;
-                }
-            }
-        }
+        t->count *= value;
+        t->shape[min_int(t->dims, 2) - 1] = value;
     }
+    found &= json_find(j, from, "data_offsets");
+    while (found && json_next(j, &offsets, '[', NULL, 0)) {
+        offset[offsets > 1] = (uint64_t)json_count(j);
+    }
+    j->offset = from;
+    json_skip(j);
     if (j->fault) {
         die("%s: tensor %s: %s at byte %zu", f->name, t->name, j->fault, j->offset);
     }
@@ -917,7 +932,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     while (t->type < FILE_TYPES && strcmp(type, file_types[t->type].name) != 0) {
         t->type++;
     }
-    file_require(seen[DTYPE] && seen[SHAPE] && offsets == 2, f->name, t->name,
+    file_require(found && offsets == 2, f->name, t->name,
                  "dtype, shape or data_offsets is missing");
     file_require(t->type < FILE_TYPES, f->name, t->name, "unknown dtype");
     file_require(offset[0] <= offset[1] && offset[1] <= f->size, f->name, t->name,
@@ -939,16 +954,7 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
             safetensors_member(f, t);
             return 1;
         }
-        if (f->metadata) {
-            json_fail(j, "duplicate __metadata__");
-        }
-        f->metadata = j->offset;
-        for (int n = 0; json_next(j, &n, '{', NULL, 0);) {
-            json_string(j, NULL, 0);
-        }
-        if (j->fault) {
-            die("%s: invalid __metadata__: %s at byte %zu", f->name, j->fault, j->offset);
-        }
+        json_skip(j);
     }
     json_end(j, f->name);
     if (f->tiling != hash_u64(f->size) - hash_u64(0)) {
@@ -958,15 +964,16 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
     return 0;
 }
 
-// Gets a string from __metadata__; "" if it has no such key. Call it after safetensors_next has
-// returned 0.
-static void safetensors_text(const Safetensors *f, const char *key, char *out, size_t capacity) {
-    Json j = f->json;
+// Copies a string from __metadata__ to `out`, or "" if there is none. Returns whether there is one.
+// Nothing else of the file is verified.
+static int safetensors_text(const Mapping *map, const char *key, char *out, size_t capacity) {
+    char path[64];
+    uint64_t length = 0;
+    memcpy(&length, map->bytes, map->size < 8 ? 0 : 8);
+    Json j = {map->bytes, 0, (size_t)length + 8, NULL};
     out[0] = 0;
-    j.offset = f->metadata;
-    if (f->metadata && json_find(&j, key)) {
-        json_string(&j, out, capacity);
-    }
+    snprintf(path, sizeof path, "__metadata__.%s", key);
+    return map->size >= 8 && length <= map->size - 8 && json_get(&j, 8, path, out, capacity);
 }
 
 // A file that is hashed while it is written. After a failure, kept in `error`, callers continue and

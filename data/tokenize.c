@@ -171,17 +171,13 @@ static void file_refuse(const Part *file, int tokens) {
                 name, formats[i].format);
         }
     }
-    if (tokens || file->size == 0 || !strchr("[{", bytes[0])) {
-        return;
-    }
-    const int list = json_take(&j, '[');
-    if (json_peek(&j) != '{') {
-        return;
-    }
-    json_skip(&j);  // the first object
-    if (!j.fault && (list || json_peek(&j) < 0 || json_peek(&j) == '{')) {
-        die("%s is JSON, not plain text; extract the text first, such as: jq -r .text %s | "
-            "data/tokenize ... -", name, name);
+    if (!tokens && file->size > 0 && strchr("[{", bytes[0])) {
+        const int list = json_take(&j, '['), is_object = json_peek(&j) == '{';
+        json_skip(&j);  // the first object
+        if (is_object && !j.fault && (list || json_peek(&j) < 0 || json_peek(&j) == '{')) {
+            die("%s is JSON, not plain text; extract the text first, such as: jq -r .text %s | "
+                "data/tokenize ... -", name, name);
+        }
     }
 }
 
@@ -192,11 +188,10 @@ static Part file_map(const char *name, const Arguments *a) {
     struct stat status;
     const int is_pipe = (strncmp(name, "/dev/fd/", 8) == 0 || strncmp(name, "/proc/", 6) == 0) &&
                         stat(name, &status) == 0 && S_ISFIFO(status.st_mode);
-    const int is_stdin = strcmp(name, "-") == 0 || is_pipe;
-    const int from = is_pipe ? open(name, O_RDONLY) : STDIN_FILENO;
+    const int from = strcmp(name, "-") == 0 ? STDIN_FILENO : is_pipe ? open(name, O_RDONLY) : -1;
     int fd = -1;
     path_print(path, "%s", name);
-    if (is_stdin) {
+    if (from >= 0) {
         path_print(path, "%s_input.part", a->prefix);
         fd = open(path, O_RDWR | O_CREAT | O_TRUNC, 0600);
         if (fd < 0 || unlink(path) != 0) {
@@ -211,16 +206,14 @@ static Part file_map(const char *name, const Arguments *a) {
         if (n < 0 && !stop_signal) {
             die("cannot read %s: %s", from ? name : "standard input", strerror(errno));
         }
+        close(from);
         path_print(path, "/proc/self/fd/%d", fd);
     }
     if (mapping_open(&map, path) != 0) {
         die("cannot read %s: %s", name, file_error());
     }
-    if (is_stdin) {
+    if (fd >= 0) {
         close(fd);
-    }
-    if (is_pipe) {
-        close(from);
     }
     const Part part = {name, (const char *)map.bytes, map.size};
     file_refuse(&part, a->tokens);
@@ -383,6 +376,7 @@ typedef struct {
     uint32_t *words;
 } Pair;
 typedef struct {
+    const Bpe *bpe;
     const WordTable *table;
     uint16_t *symbols;         // token ids; those of a word begin at the offset of its text
     uint32_t *lengths;         // number of symbols of each word
@@ -390,7 +384,6 @@ typedef struct {
     uint32_t *slots;           // hash table: index of a pair + 1; 0: free
     uint32_t pair_count, slot_count;
     Heap heap;                 // of pair_rank(); a rank may be outdated
-    uint16_t bytes[MAX_VOCABULARY];    // length of each token
 } Learner;
 
 static uint32_t pair_slot(const Learner *l, uint32_t key) {
@@ -428,7 +421,8 @@ static uint64_t pair_rank(const Pair *pair) {
 
 // Adds `times` occurrences of a pair in a word; a negative number removes occurrences.
 static void pair_change(Learner *l, int left, int right, uint32_t word, int64_t times) {
-    if (l->bytes[left] + l->bytes[right] > BPE_LONGEST) {
+    const uint32_t *start = l->bpe->start;
+    if (start[left + 1] - start[left] + start[right + 1] - start[right] > BPE_LONGEST) {
         return;
     }
     Pair *pair = pair_get(l, (uint32_t)left << 16 | (uint32_t)right);
@@ -469,12 +463,10 @@ static void word_merge(Learner *l, uint32_t word, int a, int b, int id) {
 }
 
 static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
+    l->bpe = bpe;
     l->table = t;
     l->symbols = (uint16_t *)alloc_zero(t->text_bytes + 1, sizeof *l->symbols);
     l->lengths = (uint32_t *)alloc_zero((size_t)t->word_count + 1, sizeof *l->lengths);
-    for (int id = 0; id < 256; id++) {
-        l->bytes[id] = 1;
-    }
     for (uint32_t i = 0; i < t->word_count; i++) {
         const Word *w = &t->words[i];
         l->lengths[i] = w->bytes;
@@ -519,7 +511,6 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
                 done, bpe->start[id], BPE_TEXT);
         }
         bpe->splits[id] = (uint16_t)n;
-        l->bytes[id] = (uint16_t)(n + m);
         const uint32_t first = l->pair_count;
         for (uint32_t i = 0; i < pair.word_count; i++) {
             word_merge(l, pair.words[i], a, b, id);
@@ -853,8 +844,7 @@ static void tokenizer_write(const Bpe *bpe, const char *prefix) {
 static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *train) {
     WordTable words;
     memset(&words, 0, sizeof words);
-    int byte_of[BYTE_CHARACTERS];
-    bpe_begin_bytes(&coder->bpe, byte_of);
+    bpe_begin(&coder->bpe);
     coder->words = &words;
     corpus_encode(coder, NULL, train);
     coder->words = NULL;

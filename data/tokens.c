@@ -118,6 +118,13 @@ static int is_space(uint32_t c) {
            c == 0x205F || c == 0x3000;
 }
 
+// Returns the character that stands for a byte in files (bytes_to_unicode in GPT-2's encoder.py):
+// printable characters of Latin-1 stand for themselves, U+0100 onwards for the other 68 bytes.
+enum { BYTE_CHARACTERS = 256 + 68 };
+static int byte_character(int b) {
+    return b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127 : b == 173 ? 323 : b;
+}
+
 // A vocabulary: maps ids and bytes to each other, and holds the class of every character. It takes
 // 5 MiB, too large for a stack. BPE_TEXT limits the bytes of all tokens, BPE_LONGEST of one.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512, NO_ID = 65535 };
@@ -131,6 +138,7 @@ typedef struct {
     uint16_t ids[MAX_VOCABULARY];          // of each rank; NO_ID: none
     uint16_t ranks[MAX_VOCABULARY + 1];    // of each id, + 1; 0: none
     unsigned char classes[CLASSES];
+    int16_t byte_of[BYTE_CHARACTERS];      // byte that a character stands for (byte_character); -1
     char text[BPE_TEXT];
 } Bpe;
 
@@ -191,9 +199,20 @@ static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     return 1;
 }
 
-// Gives a token an id. Returns 0 if the token has one, or if another token has this one.
+// Returns the rank of a byte, merge or special token, or -1.
+static int token_rank(const Bpe *bpe, const char *bytes, size_t n) {
+    const char *found;
+    int rank = bpe_rank(bpe, bytes, n);
+    for (int i = bpe->ordinary; rank < 0 && i < bpe->count; i++) {
+        rank = bpe_bytes(bpe, i, &found) == (int)n && memcmp(found, bytes, n) == 0 ? i : -1;
+    }
+    return rank;
+}
+
+// Gives a token an id. Returns 0 if the token has another, or if another token has this one.
 static int bpe_number(Bpe *bpe, int rank, int64_t id) {
-    if (rank < 0 || id >= NO_ID || bpe->ranks[id] || bpe->ids[rank] != NO_ID) {
+    if (rank < 0 || id < 0 || id >= NO_ID || (bpe->ranks[id] && bpe->ranks[id] != rank + 1) ||
+        (bpe->ids[rank] != NO_ID && bpe->ids[rank] != id)) {
         return 0;
     }
     bpe->ids[rank] = (uint16_t)id;
@@ -214,33 +233,21 @@ static int bpe_number_plainly(Bpe *bpe) {
     return bpe->plain;
 }
 
+// Begins a vocabulary with the 256 bytes, in the order of their characters.
 static void bpe_begin(Bpe *bpe) {
-    memset(bpe, 0, offsetof(Bpe, text));
+    memset(bpe, 0, offsetof(Bpe, byte_of));
+    memset(bpe->byte_of, -1, sizeof bpe->byte_of);
     class_runs(bpe->classes, letter_runs, CLASS_LETTER);
     class_runs(bpe->classes, number_runs, CLASS_NUMBER);
     for (uint32_t c = 0; c <= 0x3000; c++) {
         bpe->classes[c] = is_space(c) ? (unsigned char)CLASS_SPACE : bpe->classes[c];
     }
-}
-
-// Returns the character that stands for a byte in files (bytes_to_unicode in GPT-2's encoder.py):
-// printable characters of Latin-1 stand for themselves, U+0100 onwards for the other 68 bytes.
-enum { BYTE_CHARACTERS = 256 + 68 };
-static int byte_character(int b) {
-    return b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127 : b == 173 ? 323 : b;
-}
-
-// Begins a vocabulary with the 256 bytes, in the order of their characters. byte_of[c] receives the
-// byte that character c stands for, or -1.
-static void bpe_begin_bytes(Bpe *bpe, int byte_of[BYTE_CHARACTERS]) {
-    memset(byte_of, -1, BYTE_CHARACTERS * sizeof *byte_of);
     for (int b = 0; b < 256; b++) {
-        byte_of[byte_character(b)] = b;
+        bpe->byte_of[byte_character(b)] = (int16_t)b;
     }
-    bpe_begin(bpe);
     for (int c = 0; c < BYTE_CHARACTERS; c++) {
-        char byte = (char)byte_of[c];
-        if (byte_of[c] >= 0) {
+        const char byte = (char)bpe->byte_of[c];
+        if (bpe->byte_of[c] >= 0) {
             bpe_add(bpe, &byte, 1);
         }
     }
@@ -555,28 +562,31 @@ static void bpe_identify(Bpe *bpe, const char *name) {
 typedef struct {
     Bpe *bpe;
     BpeEncoder encoder;
-    int byte_of[BYTE_CHARACTERS];
     const char *name;
+    char eos[BPE_LONGEST];  // end of text, as text and as an id; "" and -1: not given
+    int64_t end;
 } BpeReader;
 
 static void reader_open(BpeReader *r, Bpe *bpe, const char *name) {
     r->bpe = bpe;
     r->name = name;
-    bpe_begin_bytes(bpe, r->byte_of);
+    r->eos[0] = 0;
+    r->end = -1;
+    bpe_begin(bpe);
     bpe_encoder_open(&r->encoder, bpe);
 }
 
 // Decodes a token, written as characters (byte_character). Returns its number of bytes; -1 if a
 // character stands for no byte, or if there are more than `most`.
-static int word_bytes(const BpeReader *r, char *out, int most, const char *text, size_t length) {
+static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, size_t length) {
     int n = 0;
     for (size_t i = 0; i < length; n++) {
         uint32_t c;
         i += (size_t)utf8_decode(&c, (const unsigned char *)text + i, length - i);
-        if (n == most || c >= BYTE_CHARACTERS || r->byte_of[c] < 0) {
+        if (n == most || c >= BYTE_CHARACTERS || bpe->byte_of[c] < 0) {
             return -1;
         }
-        out[n] = (char)r->byte_of[c];
+        out[n] = (char)bpe->byte_of[c];
     }
     return n;
 }
@@ -589,12 +599,12 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     const char *bytes, *space = (const char *)memchr(text, ' ', length);
     uint16_t two[BPE_LONGEST] = {0};
     const size_t first = space ? (size_t)(space - text) : 0, second = first + (space != NULL);
-    const int left = word_bytes(r, both, BPE_LONGEST, text, first);
-    const int right = left < 0 ? -1 : word_bytes(r, both + left, BPE_LONGEST - left, text + second,
-                                                 length - second);
+    const int left = word_bytes(bpe, both, BPE_LONGEST, text, first);
+    const int right = left < 0 ? -1 : word_bytes(bpe, both + left, BPE_LONGEST - left,
+                                                 text + second, length - second);
     if (right < 0) {
-        die("%s:%d: expected two tokens in GPT-2's byte alphabet, at most %d bytes long", r->name,
-            line, BPE_LONGEST);
+        die("%s:%d: expected a merge: two tokens in GPT-2's byte alphabet, at most %d bytes long",
+            r->name, line, BPE_LONGEST);
     }
     const size_t n = (size_t)left + (size_t)right;
     if (bpe_rank(bpe, both, (size_t)left) < 0 || bpe_rank(bpe, both + left, (size_t)right) < 0 ||
@@ -621,11 +631,7 @@ static void merges_read(BpeReader *r, Mapping map) {
         size_t n = (size_t)((newline ? newline : end) - text);
         n -= n && text[n - 1] == '\r';
         const int version = line == 1 && n > 7 && memcmp(text, "#version", 8) == 0;
-        if (line == 1 && !version && (n > 5 || !memchr(text, ' ', n))) {  // not of two bytes
-            die("%s: not a vocab.bpe file: the first line must be '#version: 0.2' or a merge",
-                r->name);
-        }
-        if (n && !version) {
+        if (!version && (n || line == 1)) {
             merge_read(r, text, n, line);
         }
         text = newline ? newline + 1 : end;
@@ -636,16 +642,10 @@ static void merges_read(BpeReader *r, Mapping map) {
 static void token_read(const BpeReader *r, const char *text, int64_t id) {
     Bpe *bpe = r->bpe;
     char decoded[BPE_LONGEST];
-    const char *found;
-    const int n = word_bytes(r, decoded, BPE_LONGEST, text, strlen(text));
+    const int n = word_bytes(bpe, decoded, BPE_LONGEST, text, strlen(text));
     const char *bytes = n > 0 ? decoded : text;  // special tokens may have other characters
     const size_t length = n > 0 ? (size_t)n : strlen(text);
-    const int other = id < NO_ID ? bpe->ranks[id] - 1 : -1;
-    if (other >= 0 && bpe_bytes(bpe, other, &found) == (int)length &&
-        memcmp(found, bytes, length) == 0) {
-        return;  // added_tokens repeats it
-    }
-    int rank = bpe_rank(bpe, bytes, length);
+    int rank = token_rank(bpe, bytes, length);
     rank = rank < 0 && bpe_add_special(bpe, bytes, length) ? bpe->count - 1 : rank;
     if (!bpe_number(bpe, rank, id)) {
         die("%s: token '%.40s' cannot have the id %" PRId64 "; expected tokens of 1 to %d bytes "
@@ -668,64 +668,13 @@ static void tokens_read(const BpeReader *r, Json j) {
 // Writes the path of `name` beside a tokenizer's file: FOLDER/name, or PREFIX_name beside
 // PREFIX_merges.txt. Returns whether it exists.
 static int file_beside(char path[PATH_BYTES], const char *file, const char *name) {
-    static const char *const ends[] = {"merges.txt", "vocab.bpe", "tokenizer.json"};
-    for (int i = 0; i < 3; i++) {
-        const size_t n = strlen(file), length = strlen(ends[i]);
-        if (n >= length && strcmp(file + n - length, ends[i]) == 0) {
-            path_print(path, "%.*s%s", (int)(n - length), file, name);
-            return access(path, F_OK) == 0;
-        }
+    size_t n = strlen(file);
+    while (n && file[n - 1] != '/' && file[n - 1] != '_') {
+        n--;
     }
-    return 0;
-}
-
-static void tokenizer_json_read(BpeReader *r, Json j) {
-    static const char *const settings[][2] = {
-        {"model.type", "BPE"}, {"model.dropout", "0|null"}, {"model.byte_fallback", "false"},
-        {"model.continuing_subword_prefix", "|null"}, {"model.end_of_word_suffix", "|null"},
-        {"model.ignore_merges", "false"}, {"normalizer", "null"},
-        {"pre_tokenizer.type", "ByteLevel"}, {"pre_tokenizer.add_prefix_space", "false"},
-        {"pre_tokenizer.use_regex", "true"}, {"post_processor.special_tokens", "{}"},
-        {"post_processor.type", "ByteLevel|TemplateProcessing"}};
-    enum { WORD = 2 * BPE_LONGEST + 2 };
-    char text[2 * WORD];
-    Json vocab = j, merges = j, added = j, split = j;
-    json_skip(&j);
-    json_end(&j, r->name);
-    json_require(added, r->name, settings, sizeof settings / sizeof *settings);
-    if (!json_find(&vocab, "model.vocab") || !json_find(&merges, "model.merges") ||
-        !json_find(&split, "pre_tokenizer.type")) {
-        die("%s: not the tokenizer.json of a byte-level BPE", r->name);
-    }
-    for (int n = 0; json_next(&merges, &n, '[', NULL, 0);) {
-        const int is_pair = json_take(&merges, '[');  // ["a", "b"]; older files have "a b"
-        json_string(&merges, text, WORD);
-        if (is_pair) {
-            const size_t length = strlen(text);
-            text[length] = ' ';
-            json_take(&merges, ',');
-            json_string(&merges, text + length + 1, WORD);
-            if (!json_take(&merges, ']')) {
-                json_fail(&merges, "expected two tokens");
-            }
-        }
-        if (!merges.fault) {
-            merge_read(r, text, strlen(text), n);
-        }
-    }
-    json_check(&merges, r->name);
-    tokens_read(r, vocab);
-    const int some = json_find(&added, "added_tokens");
-    for (int n = 0; some && json_next(&added, &n, '[', NULL, 0); json_skip(&added)) {
-        Json id = added, content = added, special = added;
-        if (json_find(&id, "id") && json_find(&content, "content")) {
-            json_string(&content, text, WORD);
-            if (json_find(&special, "special") && json_peek(&special) != 't') {
-                die("%s: unsupported added token '%.40s': it is not special", r->name, text);
-            }
-            token_read(r, text, json_count(&id));
-        }
-    }
+    path_print(path, "%.*s%s", (int)n, file, name);
+    return choice_find("merges.txt|vocab.bpe|tokenizer.json", file + n, strlen(file + n)) &&
+           access(path, F_OK) == 0;
 }
 
 // Finds the tokenizer's file in the folder of FOLDER/merges.txt. Returns 0 if there is none.
@@ -734,34 +683,87 @@ static int tokenizer_find(char path[PATH_BYTES], const char *merges) {
            file_beside(path, merges, "vocab.bpe");
 }
 
+// Reads the merges of a tokenizer.json: ["a", "b"] or, in older files, "a b".
+static void json_merges_read(BpeReader *r, Json j) {
+    enum { WORD = 2 * BPE_LONGEST + 2 };
+    char text[2 * WORD];
+    for (int n = 0; json_next(&j, &n, '[', NULL, 0);) {
+        const int is_pair = json_take(&j, '[');
+        json_string(&j, text, WORD);
+        if (is_pair) {
+            const size_t length = strlen(text);
+            text[length] = ' ';
+            json_take(&j, ',');
+            json_string(&j, text + length + 1, WORD);
+            if (!json_take(&j, ']')) {
+                json_fail(&j, "expected two tokens");
+            }
+        }
+        if (!j.fault) {
+            merge_read(r, text, strlen(text), n);
+        }
+    }
+    json_check(&j, r->name);
+}
+
+// Reads a tokenizer.json (`whole`), config.json or tokenizer_config.json: merges, ids and end of
+// text. Ends the run if a setting would give other tokens.
+static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
+    static const char *const settings[][2] = {
+        {"special", "true"}, {"model.type", "BPE"}, {"model.dropout", "0|null"},
+        {"model.byte_fallback", "false"}, {"model.continuing_subword_prefix", "|null"},
+        {"model.end_of_word_suffix", "|null"}, {"model.ignore_merges", "false"},
+        {"normalizer", "null"}, {"pre_tokenizer.type", "ByteLevel"},
+        {"pre_tokenizer.add_prefix_space", "false"}, {"pre_tokenizer.use_regex", "true"},
+        {"post_processor.special_tokens", "{}"},
+        {"post_processor.type", "ByteLevel|TemplateProcessing"},
+        {"add_prefix_space", "false"}, {"add_bos_token", "false"}};
+    static const char *const lists[] = {"added_tokens", "added_tokens_decoder"};
+    char text[2 * BPE_LONGEST + 2], number[16] = "";
+    json_skip(&j);
+    json_end(&j, r->name);
+    json_require(j, 0, r->name, settings + 1, sizeof settings / sizeof *settings - 1);
+    if (whole && (!json_find(&j, 0, "model.vocab") || !json_find(&j, 0, "model.merges") ||
+                  !json_find(&j, 0, "pre_tokenizer.type"))) {
+        die("%s: not the tokenizer.json of a byte-level BPE", r->name);
+    }
+    if (json_find(&j, 0, "model.merges")) {
+        json_merges_read(r, j);
+    }
+    if (json_find(&j, 0, "model.vocab")) {
+        tokens_read(r, j);
+    }
+    for (int i = 0; i < 2; i++) {  // an array of objects with "id", and an object with ids as keys
+        const int found = json_find(&j, 0, lists[i]);
+        for (int n = 0; found && json_next(&j, &n, "[{"[i], number, sizeof number); json_skip(&j)) {
+            const size_t from = j.offset;
+            const int64_t id = json_get_count(&j, from, "id", strtoll(number, NULL, 10));
+            json_require(j, from, r->name, settings, 1);
+            if (json_get(&j, from, "content", text, sizeof text)) {
+                token_read(r, text, id);
+            }
+            j.offset = from;
+        }
+    }
+    if (!json_get(&j, 0, "eos_token.content", r->eos, sizeof r->eos)) {
+        json_get(&j, 0, "eos_token", r->eos, sizeof r->eos);
+    }
+    r->end = json_get_count(&j, 0, "eos_token_id", r->end);
+    json_check(&j, r->name);
+}
+
 static int token_exists(const Bpe *bpe, int64_t id) {
     return id >= 0 && id < NO_ID && bpe->ranks[id];
 }
 
-// Returns `id`, or the id of the token with this text if `id` is not a token; -1 if neither is.
-static int64_t token_find(const Bpe *bpe, int64_t id, const char *text) {
-    const char *bytes;
-    for (int rank = 0; rank < bpe->count && !token_exists(bpe, id); rank++) {
-        const size_t n = (size_t)bpe_bytes(bpe, rank, &bytes);
-        id = n == strlen(text) && memcmp(bytes, text, n) == 0 ? bpe->ids[rank] : -1;
+// Sets the end of text to `id` or, if it is not a token, to the token `eos`, or <|endoftext|>.
+static void bpe_set_end(Bpe *bpe, int64_t id, const char *eos) {
+    const char *const names[] = {eos, marker};
+    for (int i = 0; i < 2 && !token_exists(bpe, id); i++) {
+        const int rank = token_rank(bpe, names[i], strlen(names[i]));
+        id = rank < 0 || bpe->ids[rank] == NO_ID ? -1 : bpe->ids[rank];
     }
-    return token_exists(bpe, id) ? id : -1;
-}
-
-// Reads eos_token from a tokenizer_config.json. Ends the run if a setting would give other tokens.
-static void roles_read(const char *name, Json j, char eos[BPE_LONGEST]) {
-    static const char *const settings[][2] = {{"add_prefix_space", "false"},
-                                              {"add_bos_token", "false"}, {"special", "true"}};
-    Json added = j, inner;
-    json_require(j, name, settings, 2);
-    if (json_find(&j, "eos_token")) {
-        inner = j;
-        json_string(json_find(&inner, "content") ? &inner : &j, eos, BPE_LONGEST);
-    }
-    const int some = json_find(&added, "added_tokens_decoder");
-    for (int n = 0; some && json_next(&added, &n, '{', NULL, 0); json_skip(&added)) {
-        json_require(added, name, settings + 2, 1);
-    }
+    bpe->tokenizer.end = (Token)id;
 }
 
 // Reads a tokenizer: a folder with a tokenizer.json or merges.txt, or one of these files, and those
@@ -770,16 +772,12 @@ static void roles_read(const char *name, Json j, char eos[BPE_LONGEST]) {
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     static const char *const names[] = {"", "vocab.json", "added_tokens.json", "config.json",
                                         "tokenizer_config.json"};
-    char file[PATH_BYTES], beside[PATH_BYTES], eos[BPE_LONGEST] = "";
-    int64_t end = -1;
+    char file[PATH_BYTES], beside[PATH_BYTES];
     BpeReader r;
     Mapping map;
     path_print(beside, "%s/merges.txt", path);
-    if (!tokenizer_find(file, beside)) {
+    if (!tokenizer_find(file, beside) && !file_beside(file, path, "tokenizer.json")) {
         path_print(file, "%s", path);
-    }
-    if (!file_beside(beside, file, names[1]) && file_beside(beside, file, "tokenizer.json")) {
-        path_print(file, "%s", beside);
     }
     reader_open(&r, bpe, file);
     for (int i = 0, is_json = 0; i < 5; i += i == 0 && is_json ? 3 : 1) {
@@ -793,21 +791,17 @@ static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const ch
         }
         Json j = {map.bytes, 0, map.size, NULL};
         is_json = json_peek(&j) == '{';
-        if (i == 0) {
-            is_json ? tokenizer_json_read(&r, j) : merges_read(&r, map);
-        } else if (i < 3) {
+        if (i == 1 || i == 2) {
             tokens_read(&r, j);
-        } else if (i == 4) {
-            roles_read(r.name, j, eos);
-        } else if (json_find(&j, "eos_token_id")) {
-            json_take(&j, '[');  // the first of a list
-            end = json_count(&j);
-            end = j.fault ? -1 : end;
+        } else if (i || is_json) {
+            tokenizer_json_read(&r, j, i == 0);
+        } else {
+            merges_read(&r, map);
         }
         mapping_close(&map);
     }
     bpe_encoder_close(&r.encoder);
-    bpe->tokenizer.end = (Token)token_find(bpe, token_find(bpe, end, eos), marker);
+    bpe_set_end(bpe, r.end, r.eos);
     if (bpe->plain && bpe->tokenizer.end < bpe->ordinary) {
         die("%s: config.json says that the end of text is %d; without vocab.json it is %d", file,
             bpe->tokenizer.end, bpe->ordinary);
@@ -1001,13 +995,11 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         die("%s: example %d: unexpected end of file", f->name, number);
     }
     const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
-    if (start != EVAL_START || index != number) {
-        die("%s: example %d: start word %d, index %d; expected %d and %d", f->name, number,
-            start, index, EVAL_START, number);
-    }
-    if ((size_t)bytes > available || (size_t)bytes > f->longest_bytes) {
-        die("%s: example %d: size is %d bytes; %zu are left and the header's maximum is %zu",
-            f->name, number, bytes, available, f->longest_bytes);
+    if (start != EVAL_START || index != number || (size_t)bytes > available ||
+        (size_t)bytes > f->longest_bytes) {
+        die("%s: example %d: start word %d, index %d, size %d bytes; expected %d, %d and at most "
+            "%zu, the rest of the file, and %zu, the header's maximum", f->name, number, start,
+            index, bytes, EVAL_START, number, available, f->longest_bytes);
     }
     memset(x, 0, sizeof *x);
     x->label = eval_word(p, 3);

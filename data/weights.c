@@ -17,11 +17,13 @@ static const struct {
 
 // Writes Hugging Face's name of a tensor: prefix, "h.N." for a tensor of block N, and its name.
 static void file_tensor_name(char name[80], const char *prefix, int tensor, int layer) {
+    const int extra = tensor - TENSORS;
+    const char *hf_name = extra < 0 ? tensor_table[tensor].hf_name : extra_table[extra].hf_name;
     char block[16] = "";
-    if (tensor_table[tensor].per_layer) {
+    if (extra < 0 ? tensor_table[tensor].per_layer : extra_table[extra].per_layer) {
         snprintf(block, sizeof block, "h.%d.", layer);
     }
-    snprintf(name, 80, "%s%s%s", prefix, block, tensor_table[tensor].hf_name);
+    snprintf(name, 80, "%s%s%s", prefix, block, hf_name);
 }
 
 // Location of one tensor of one layer in a mapped file.
@@ -75,23 +77,13 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
 // Finds a tensor by its Hugging Face name, with or without the prefix "transformer.". Returns its
 // index (TENSORS and above: a row of extra_table), or -1. *layer receives the block number.
 static int file_tensor_find(const char *name, int L, int *layer) {
-    char *end;
+    char same[80];  // leading zeros and signs are lost in it
     *layer = 0;
     name += strncmp(name, "transformer.", 12) == 0 ? 12 : 0;
-    int in_block = strncmp(name, "h.", 2) == 0 && name[2] >= '0' && name[2] <= '9';
-    if (in_block) {
-        long number = strtol(name + 2, &end, 10);
-        if (*end != '.' || number >= L || (name[2] == '0' && end > name + 3)) {
-            return -1;
-        }
-        *layer = (int)number;
-        name = end + 1;
-    }
-    for (int i = 0; i < FILE_TENSORS; i++) {
-        int extra = i - TENSORS;
-        int per_layer = extra < 0 ? tensor_table[i].per_layer : extra_table[extra].per_layer;
-        const char *hf_name = extra < 0 ? tensor_table[i].hf_name : extra_table[extra].hf_name;
-        if (per_layer == in_block && strcmp(hf_name, name) == 0) {
+    sscanf(name, "h.%9d.", layer);
+    for (int i = 0; i < FILE_TENSORS && *layer >= 0 && *layer < L; i++) {
+        file_tensor_name(same, "", i, *layer);
+        if (strcmp(same, name) == 0) {
             return i;
         }
     }
@@ -164,45 +156,32 @@ static void spans_complete(Span *spans, const Model *m, const char *name) {
 static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, size_t size,
                          const char *name) {
     enum { SIZES = 5, INNER = SIZES };
-    static const char *const sizes[INNER + 1][2] = {
-        {"n_layer", "num_hidden_layers"}, {"n_head", "num_attention_heads"},
-        {"n_embd", "hidden_size"}, {"n_positions", "max_position_embeddings"},
-        {"vocab_size", "vocab_size"}, {"n_inner", "n_inner"}};
+    static const char *const sizes[INNER + 1] = {
+        "n_layer|num_hidden_layers", "n_head|num_attention_heads", "n_embd|hidden_size",
+        "n_positions|max_position_embeddings", "vocab_size", "n_inner"};
     static const char *const facts[][2] = {
         {"model_type", "gpt2"}, {"activation_function", "gelu_new|gelu_pytorch_tanh"},
         {"layer_norm_epsilon", "1e-05"}, {"tie_word_embeddings", "true"},
         {"scale_attn_weights", "true"}, {"scale_attn_by_inverse_layer_idx", "false"},
         {"add_cross_attention", "false"}};
-    const Json all = {bytes, 0, size, NULL};
-    Json j = all;
-    int64_t value[INNER + 1] = {0};
-    char text[64];
+    Json j = {bytes, 0, size, NULL};
+    int64_t value[INNER + 1];
+    char text[64] = "";
     memset(m, 0, sizeof *m);
     memset(t, 0, sizeof *t);
     json_skip(&j);
     json_end(&j, name);
-    json_require(all, name, facts, sizeof facts / sizeof *facts);
-    for (int i = 0; i < 2 * (INNER + 1); i++) {
-        j = all;
-        const int found = json_find(&j, sizes[i / 2][i % 2]) &&
-                          (i / 2 != INNER || json_peek(&j) != 'n');  // n_inner may be null
-        const int64_t before = value[i / 2], count = found ? json_count(&j) : before;
-        if (before && count != before) {
-            json_fail(&j, "different values under two names");
-        }
+    json_require(j, 0, name, facts, sizeof facts / sizeof *facts);
+    for (int i = 0; i <= INNER; i++) {
+        value[i] = json_get_count(&j, 0, sizes[i], 0);
         json_check(&j, name);
-        value[i / 2] = count;
-    }
-    j = all;
-    if (json_find(&j, "train_gpt2_tokenizer")) {
-        json_string(&j, text, sizeof text);
-        t->hash = strtoull(text, NULL, 16);
-    }
-    for (int s = 0; s < SIZES; s++) {
-        if (value[s] < 1 || value[s] > 1 << 20) {
-            die("%s: %s is %s", name, sizes[s][0], value[s] ? "too large" : "missing or zero");
+        if (i < SIZES && (value[i] < 1 || value[i] > 1 << 20)) {
+            die("%s: %.*s is %s", name, (int)strcspn(sizes[i], "|"), sizes[i],
+                value[i] ? "too large" : "missing or zero");
         }
     }
+    json_get(&j, 0, "train_gpt2_tokenizer", text, sizeof text);
+    t->hash = strtoull(text, NULL, 16);
     if (value[INNER] && value[INNER] != 4 * value[2]) {
         die("%s: unsupported n_inner %" PRId64 "; expected 4 x n_embd", name, value[INNER]);
     }
@@ -269,8 +248,7 @@ static int index_parse(PartNames names, const unsigned char *bytes, size_t size,
     int count = 0;
     json_skip(&j);
     json_end(&j, path);
-    j.offset = 0;
-    const int found = json_find(&j, "weight_map");
+    const int found = json_find(&j, 0, "weight_map");
     for (int n = 0, i; found && json_next(&j, &n, '{', NULL, 0);) {
         json_string(&j, name, sizeof name);
         for (i = 0; i < count && strcmp(names[i], name) != 0; i++) {
@@ -377,28 +355,26 @@ static void model_file_close(ModelFile *f) {
     memset(f, 0, sizeof *f);
 }
 
-// A transposed tensor is copied through host memory in strips of STRIP rows, and transposed in
-// tiles that stay in the cache whatever the row stride.
+// A transposed tensor is copied whole to host memory, transposed in strips of STRIP rows, and these
+// in tiles that stay in the cache whatever the row stride.
 enum { STRIP = 256, TILE = 16 };
 static int64_t strip_elements(const Model *m) {
     return max_i64(IO_ELEMENTS, STRIP * 4 * (int64_t)m->C);
 }
+static int64_t whole_elements(const Model *m) {
+    return max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
+}
 
-// Copies rows first <= r < first + count of a tensor (rows,cols) to out (count,cols). The span
-// stores the transpose of the tensor. count <= STRIP.
-static void span_transposed(real *out, const Span *s, int64_t rows, int64_t cols, int64_t first,
-                            int64_t count) {
+// Stores the transpose of `count` columns of in (rows,cols), from column `first` on, in out
+// (count,rows).
+static void columns_transpose(real *out, const real *in, int64_t rows, int64_t cols, int64_t first,
+                              int64_t count) {
     #pragma omp parallel for
-    for (int64_t c0 = 0; c0 < cols; c0 += TILE) {
-        for (int64_t r0 = 0; r0 < count; r0 += TILE) {
-            int64_t height = min_i64(TILE, count - r0), width = min_i64(TILE, cols - c0);
-            real tile[TILE][TILE];
-            for (int64_t c = 0; c < width; c++) {
-                span_values(tile[c], s, (c0 + c) * rows + first + r0, height);
-            }
-            for (int64_t r = 0; r < height; r++) {
-                for (int64_t c = 0; c < width; c++) {
-                    out[(r0 + r) * cols + c0 + c] = tile[c][r];
+    for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
+        for (int64_t c0 = 0; c0 < count; c0 += TILE) {
+            for (int64_t c = c0; c < min_i64(c0 + TILE, count); c++) {
+                for (int64_t r = r0; r < min_i64(r0 + TILE, rows); r++) {
+                    out[c * rows + r] = in[r * cols + first + c];
                 }
             }
         }
@@ -433,6 +409,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
     const Model *m = &f->model;
     char name[80];
     real *values = (real *)alloc_zero((size_t)strip_elements(m), sizeof(real));
+    real *whole = (real *)alloc_zero((size_t)whole_elements(m), sizeof(real));
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
         int swap = f->transposed && tensor_table[tensor].transposed;
@@ -440,8 +417,11 @@ static void model_file_load(Engine *e, const ModelFile *f) {
             const Span *s = file_span(f->spans, tensor, l);
             for (int64_t i = 0, count; i < rows * cols; i += count) {
                 count = min_i64(swap ? STRIP * cols : (int64_t)IO_ELEMENTS, rows * cols - i);
+                if (swap && i == 0) {
+                    span_values(whole, s, 0, rows * cols);
+                }
                 if (swap) {
-                    span_transposed(values, s, rows, cols, i / cols, count / cols);
+                    columns_transpose(values, whole, cols, rows, i / cols, count / cols);
                 } else {
                     span_values(values, s, i, count);
                 }
@@ -457,6 +437,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
             }
         }
     }
+    free(whole);
     free(values);
 }
 
@@ -477,46 +458,22 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
     }
 }
 
-// Stores the transpose of the first `count` columns of values (rows,cols) in out (count,rows),
-// converted to `type`.
-static void file_transposed(unsigned char *out, int type, const real *values, int64_t rows,
-                            int64_t cols, int64_t count) {
-    #pragma omp parallel for
-    for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
-        for (int64_t c0 = 0; c0 < count; c0 += TILE) {
-            int64_t height = min_i64(TILE, rows - r0), width = min_i64(TILE, count - c0);
-            real tile[TILE][TILE];
-            for (int64_t r = 0; r < height; r++) {
-                for (int64_t c = 0; c < width; c++) {
-                    tile[c][r] = values[(r0 + r) * cols + c0 + c];
-                }
-            }
-            for (int64_t c = 0; c < width; c++) {
-                file_values(out + ((c0 + c) * rows + r0) * file_types[type].bytes, type, tile[c],
-                            height);
-            }
-        }
-    }
-}
-
-// Writes one tensor in Hugging Face's layout, without padding. `out` and `values` hold one strip,
-// but `values` all of a tensor that is transposed: each strip has elements of every row.
-static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *values,
-                        unsigned char *out, Writer *w) {
+// Writes one tensor in Hugging Face's layout, without padding. Buffers: `strip` and `out` hold one
+// strip, `whole` a tensor that is transposed.
+static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *whole,
+                        real *strip, unsigned char *out, Writer *w) {
     const int swap = tensor_table[tensor].transposed;
     const int64_t rows = tensor_rows(m, tensor), size = rows * tensor_cols(m, tensor);
-    const int64_t strip = swap ? STRIP * rows : (int64_t)IO_ELEMENTS;
-    for (int64_t offset = 0; offset < size; offset += strip) {
-        const int64_t count = min_i64(strip, size - offset);
+    for (int64_t offset = 0, count; offset < size; offset += count) {
+        count = min_i64(swap ? STRIP * rows : (int64_t)IO_ELEMENTS, size - offset);
         if (!swap || offset == 0) {
             const Range p = tensor_range(m, tensor, layer, offset, swap ? size : count);
-            e->read(e, BUF_WEIGHTS, p, values);
+            e->read(e, BUF_WEIGHTS, p, swap ? whole : strip);
         }
         if (swap) {
-            file_transposed(out, type, values + offset / rows, rows, size / rows, count / rows);
-        } else {
-            file_values(out, type, values, count);
+            columns_transpose(strip, whole, rows, size / rows, offset / rows, count / rows);
         }
+        file_values(out, type, strip, count);
         writer_put(w, out, (size_t)(count * file_types[type].bytes));
     }
 }
@@ -536,15 +493,16 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
         }
     }
     header_write(&header, w);
-    const int64_t largest = max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
-    const size_t bytes = (size_t)(strip_elements(m) * file_types[type].bytes);
-    real *values = (real *)alloc_zero((size_t)largest, sizeof(real));
-    unsigned char *out = (unsigned char *)alloc_zero(bytes, 1);
+    const size_t elements = (size_t)strip_elements(m);
+    real *whole = (real *)alloc_zero((size_t)whole_elements(m), sizeof(real));
+    real *strip = (real *)alloc_zero(elements, sizeof(real));
+    unsigned char *out = (unsigned char *)alloc_zero(elements, (size_t)file_types[type].bytes);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            tensor_save(e, m, type, tensor, l, values, out, w);
+            tensor_save(e, m, type, tensor, l, whole, strip, out, w);
         }
     }
     free(out);
-    free(values);
+    free(strip);
+    free(whole);
 }

@@ -135,18 +135,15 @@ static void require_allowed(const Model *m) {
     FACT(model_parameters(m) > 0);
 }
 
-// Reads every element that the weight loader reads; `transposed` files have V rows of wte.
-static void require_spans(const Model *m, int transposed) {
-    static real values[256 * 64];
+// Reads every element that the weight loader reads.
+static void require_spans(const Model *m) {
+    real values[256];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const Span *s = file_span(fuzz_spans, tensor, l);
             int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
             FACT(s->type >= FILE_F32 && s->type <= FILE_F16);
             touch(s->data, (uint64_t)(rows * cols * file_types[s->type].bytes));
-            if (transposed && tensor_table[tensor].transposed && cols <= 64) {
-                span_transposed(values, s, rows, cols, 0, min_i64(rows, 256));
-            }
             for (int64_t i = 0; i < rows * cols; i += 256) {
                 span_values(values, s, i, min_i64(256, rows * cols - i));
             }
@@ -160,7 +157,7 @@ static void target_llmc(const unsigned char *bytes, size_t size) {
     require_allowed(&m);
     FACT(type == FILE_F32 || type == FILE_BF16);
     llmc_spans(fuzz_spans, &m, bytes, type);
-    require_spans(&m, 0);
+    require_spans(&m);
 }
 
 // Shapes, as a config.json next to the weights would give them.
@@ -172,7 +169,7 @@ static void target_weights(const unsigned char *bytes, size_t size) {
     const Mapping file = {bytes, size};
     safetensors_spans(fuzz_spans, m, &file, "model.safetensors");
     spans_complete(fuzz_spans, m, "model.safetensors");
-    require_spans(m, 1);
+    require_spans(m);
 }
 
 static void target_config(const unsigned char *bytes, size_t size) {
@@ -277,7 +274,8 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
     }
     FACT(at == f.size);
     char text[24];
-    safetensors_text(&f, "format", text, sizeof text);
+    const Mapping map = {bytes, size};
+    safetensors_text(&map, "format", text, sizeof text);
     FACT(strlen(text) < sizeof text);
 }
 
@@ -320,11 +318,12 @@ static void target_state(const unsigned char *bytes, size_t size) {
 
 // The options that a resumed run takes from a state file that nothing has verified yet.
 static void target_state_text(const unsigned char *bytes, size_t size) {
-    char text[PATH_BYTES] = "";
+    const Mapping map = {bytes, size};
+    char text[PATH_BYTES];
     for (int i = 0; i < COUNTERS; i++) {
-        state_text(text, bytes, size, counter_rows[i].name);
+        safetensors_text(&map, counter_rows[i].name, text, sizeof text);
     }
-    FACT(!state_text(text, bytes, size, "--lr") || strlen(text) < sizeof text);
+    FACT(!safetensors_text(&map, "--lr", text, sizeof text) || strlen(text) < sizeof text);
 }
 
 // --- Tokenizer -----------------------------------------------------------------------------------
@@ -342,15 +341,13 @@ static void target_bpe_merges(const unsigned char *bytes, size_t size) {
     bpe_encoder_close(&r.encoder);
     reader_open(&r, &fuzz_bpe, "merges.txt");
     const int is_json = json_peek(&j) == '{';
-    is_json ? tokenizer_json_read(&r, j) : merges_read(&r, merges);
+    is_json ? tokenizer_json_read(&r, j, 1) : merges_read(&r, merges);
     if (end && !is_json) {
         tokens_read(&r, ids);
     } else if (!is_json) {
         bpe_number_plainly(&fuzz_bpe);
     }
-    char eos[BPE_LONGEST] = "";
-    roles_read("tokenizer_config.json", j, eos);
-    fuzz_bpe.tokenizer.end = (Token)token_find(&fuzz_bpe, -1, eos);
+    bpe_set_end(&fuzz_bpe, r.end, r.eos);
     bpe_identify(&fuzz_bpe, "merges.txt");
     for (int rank = 0; rank < fuzz_bpe.count; rank++) {
         const int id = fuzz_bpe.ids[rank];
@@ -390,10 +387,6 @@ static const Bpe *encoder_vocabulary(void) {
     static const char *const merges[] = {" t", "he", "in", " a", " the", "aa", "aaa", "aaaa", "ing",
                                          "\n\n", "  ", "    ", "er", "\xC3\xA9", " \xC3\xA9", "00"};
     bpe_begin(&fuzz_bpe);
-    for (int b = 0; b < 256; b++) {
-        char byte = (char)b;
-        bpe_add(&fuzz_bpe, &byte, 1);
-    }
     for (size_t i = 0; i < sizeof merges / sizeof merges[0]; i++) {
         bpe_add(&fuzz_bpe, merges[i], strlen(merges[i]));
     }
@@ -588,11 +581,10 @@ static void target_text(const unsigned char *bytes, size_t size) {
 static void target_bpe_train(const unsigned char *bytes, size_t size) {
     static WordTable words;    // static, because its memory outlives a rejected input
     static Bpe bpe, again;
-    int byte_of[BYTE_CHARACTERS];
     int64_t all = 0;
     size_t length;
     words_free(&words);
-    bpe_begin_bytes(&bpe, byte_of);
+    bpe_begin(&bpe);
     words_count(&words, &bpe, (const char *)bytes + 1, size - (size > 0));
     for (uint32_t i = 0; i < words.word_count; i++) {
         const Word *w = &words.words[i];

@@ -241,8 +241,7 @@ static Bpe bpe;
 
 // Builds a vocabulary of these tokens after the single bytes; some of its merges can never apply.
 static void open_bpe(const Words &tokens) {
-    int byte_of[BYTE_CHARACTERS];
-    bpe_begin_bytes(&bpe, byte_of);
+    bpe_begin(&bpe);
     for (const Text &token : tokens) {
         bpe_add(&bpe, token.data(), token.size());
     }
@@ -332,7 +331,7 @@ TEST(bpe_table) {
     for (size_t i = 0; i < last.size(); i++) {
         expect(bpe_rank(&bpe, last[i].data(), last[i].size()) == -1);
         expect(bpe_add(&bpe, last[i].data(), last[i].size()) == 1);
-        expect(bpe_rank(&bpe, last[i].data(), last[i].size()) == (int)i, "%s", last[i].c_str());
+        expect(bpe_rank(&bpe, last[i].data(), last[i].size()) == 256 + (int)i, "%zu", i);
     }
     expect(bpe_add(&bpe, last[1].data(), last[1].size()) == 0, "twice");
     const Text longest(BPE_LONGEST, 'x');
@@ -491,7 +490,7 @@ static std::vector<std::pair<int, int>> naive_merges(const Words &words, int mer
 // Learned merges agree with their definition on small texts full of ties and runs, until no pair
 // is left. Encoding a token's bytes with only the merges before it gives the two tokens it merges.
 TEST(bpe_learned) {
-    int merges = 0, byte_of[BYTE_CHARACTERS];
+    int merges = 0;
     for (uint64_t seed = 0; seed < 100; seed++) {
         Words words;
         uint64_t place = 0;
@@ -504,7 +503,7 @@ TEST(bpe_learned) {
             }
             words.insert(words.end(), 1 + (size_t)(random_unit(seed, place++) * 3), word);
         }
-        bpe_begin_bytes(&bpe, byte_of);
+        bpe_begin(&bpe);
         const auto want = naive_merges(words, 200);
         WordTable table = word_table(words);
         const int got = bpe_learn(&bpe, &table, 200);
@@ -524,7 +523,7 @@ TEST(bpe_learned) {
         merges += got;
     }
     // No token is longer than BPE_LONGEST; a run of such tokens is not merged.
-    bpe_begin_bytes(&bpe, byte_of);
+    bpe_begin(&bpe);
     WordTable table = word_table({Text(5000, 'a')});
     expect(bpe_learn(&bpe, &table, 100) == 11, "%d tokens", bpe.count);
     words_free(&table);
@@ -610,21 +609,21 @@ TEST(eval_fields) {
         {with_int(good, 2, 3), "example 2: unexpected end of file"},
         {with_int(good, 3, 0), "of up to 0 bytes"},
         {with_int(good, 3, 65536), "of up to 65536 bytes"},
-        {with_int(good, 3, 33), "example 0: size is 34 bytes; 56 are left and the header's "
-                                "maximum is 33"},
-        {with_word(body, 65534), "example 0: start word 65534, index 0; expected 65535 and 0"},
+        {with_int(good, 3, 33), "size 34 bytes; expected 65535, 0 and at most 56, the rest of the "
+                                "file, and 33, the header's maximum"},
+        {with_word(body, 65534), "start word 65534, index 0, size 34 bytes; expected 65535, 0 and"},
         {with_word(body + 2, 33), "example 0: text 4 (0 is the context) has 1 tokens"},
-        {with_word(body + 2, 35), "example 0: size is 35 bytes"},
+        {with_word(body + 2, 35), "example 0: start word 65535, index 0, size 35 bytes"},
         {with_word(body + 2, 6), "example 0: text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 4, 1), "start word 65535, index 1; expected 65535 and 0"},
+        {with_word(body + 4, 1), "start word 65535, index 1, size 34 bytes; expected 65535, 0 and"},
         {with_word(body + 6, 4), "example 0: label 4, 4 completions"},
         {with_word(body + 8, 1), "label 3, 1 completions; expected 2 to 8"},
         {with_word(body + 10, 0), "text 0 (0 is the context) has 0 tokens"},
         {with_word(body + 10, 12), "expected 1 to 11, the space left"},
         {with_word(body + 12, 50257), "token 50257 is outside the model's vocabulary of 50257"},
         {with_word(body + 32, 50257), "example 0: token 50257"},
-        {with_word(second, 1), "example 1: start word 1, index 1; expected 65535 and 1"},
-        {with_word(second + 2, 24), "example 1: size is 24 bytes; 22 are left"},
+        {with_word(second, 1), "example 1: start word 1, index 1, size 22"},
+        {with_word(second + 2, 24), "size 24 bytes; expected 65535, 1 and at most 22"},
         {with_word(second + 2, 24) + "ab", "size is 24 bytes, but its contents take only 22"},
         {good + "x", "1 trailing bytes after the last of 2 examples"},
     };

@@ -122,7 +122,6 @@ def test_llmc(version):
 NOT_ONE = "model/model.safetensors: not a safetensors file"
 JSON = "model/model.safetensors: invalid JSON: "
 WTE = "model/model.safetensors: tensor wte.weight: "
-METADATA = "model/model.safetensors: invalid __metadata__: "
 
 
 def length(number):
@@ -147,14 +146,12 @@ FILES = [
     (lambda _: with_length(b"{}", b""), "wte.weight: missing"),
     (lambda _: with_length(b"{}", b"x"), "overlap"), (lambda _: with_length(b"[]", b""), JSON),
     (lambda _: with_length(b'{"a', b""), JSON),
-    (lambda _: with_length(b'{"a":' + b"[" * (5 << 20), b""), "expected an object"),
+    (lambda _: with_length(b'{"a":' + b"[" * (5 << 20), b""), "tensor a: nesting is deeper"),
     (lambda _: with_length(b'{"wte.weight":{"shape":' + b"[" * (5 << 20), b""), WTE),
-    (header("{", '{"__metadata__":{},'), "duplicate __metadata__"),
     (lambda file: file + b"x", "do not cover all"),
     (lambda file: file[:-1], "data_offsets are out of range"), (lambda file: file[:400], NOT_ONE),
     (header('"dtype":"F32",', ""), WTE + "dtype, shape or data_offsets is missing"),
-    (header('"F32"', '"F32","dtype":"F32"'), WTE + "duplicate or unknown"),
-    (header('"dtype"', '"Dtype"'), WTE + "duplicate or unknown key"),
+    (header('"dtype"', '"Dtype"'), WTE + "dtype, shape or data_offsets is missing"),
     (header('"F32"', "5"), WTE), (header("F32", "F32\\u0000"), WTE), (header("[5,4]", "5"), WTE),
     (header("[5,4]", "[5,4"), WTE), (header("[0,80]", "[0]"), WTE),
     (header("[0,80]", "[0,80,80]"), WTE), (header("[0,80]", "[-80,0]"), WTE),
@@ -163,10 +160,9 @@ FILES = [
     (header("[0,80]", "[0,18446744073709551615]"), WTE),
     (header("[0,80]", "[9007199254740912,9007199254740992]"), WTE + "data_offsets"),
     (header("{", "x"), JSON), (header("}}", "}"), JSON),
-    *((header("{}", value), METADATA)
-      for value in ('"pt"', "null", '["format"]', '{"format":2}', '{"format":{}}', "{")),
+    (header("{}", "{"), JSON),
     *((lambda _, deep=deep: with_length(b'{"__metadata__":' + b"[" * deep, b""),
-       METADATA + "expected an object") for deep in (65, 5 << 20)),
+       JSON + "nesting is deeper") for deep in (65, 5 << 20)),
 ]
 
 
@@ -374,7 +370,7 @@ def test_other_names():
     write_model("model", safetensors({}, members), config)
     loads("model", members)
     write_model("model", safetensors({}, members), config.replace('"n_layer": 2', '"n_layer": 3'))
-    model_refused("model", "config.json: invalid JSON: different values under two names")
+    loads("model", members)  # the last one counts
 
 
 def test_other_files():

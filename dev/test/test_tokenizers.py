@@ -129,11 +129,11 @@ EVERY_PAIR = "\n".join(a + " " + b for a in WRITTEN.values() for b in WRITTEN.va
 
 
 @pytest.mark.parametrize("merges, expected", [
-    (None, ": not a vocab.bpe file"), ("a b\na b", ":3: a merge must join two earlier tokens into"),
+    (None, ":1: a merge must join"), ("a b\na b", ":3: a merge must join two earlier tokens into"),
     ("ab", ":2: a merge must join"), ("a bc", ":2: a merge must join"),
     ("ab c", ":2: a merge must join"), ("a a\naa aa\na aaa", ":4: a merge must join"),
-    ("a b c", ":2: expected two tokens"), ("a \x7f", ":2: expected two tokens"),
-    ("a b\r\r", ":2: expected two tokens"),
+    ("a b c", ":2: expected a merge"), ("a \x7f", ":2: expected a merge"),
+    ("a b\r\r", ":2: expected a merge"),
     ("a " + "b" * 3000, "in GPT-2's byte alphabet, at most 512 bytes"),
     ("a a\na aa", ":3: this merge can never apply"),
     ("a b\nb c\na bc", ":4: this merge can never apply: earlier merges"),
@@ -156,7 +156,8 @@ REFUSED = [
     ({"model__ignore_merges": True}, "unsupported model.ignore_merges 'true'"),
     ({"model__byte_fallback": True}, "unsupported model.byte_fallback"),
     ({"model__continuing_subword_prefix": "##"}, "model.continuing_subword_prefix '##'"),
-    ({"added_tokens": [{"id": 300, "content": "w", "special": False}]}, "'w': it is not special"),
+    ({"added_tokens": [{"id": 300, "content": "w", "special": False}]},
+     "unsupported special 'false'; expected true"),
     ({"model__vocab": {**IDS, "he": 7}}, "token 'he' cannot have the id 7"),
     ({"model__vocab": {**IDS, "he": 65535}}, "token 'he' cannot have the id 65535"),
     ({"model__vocab": {**IDS, "x" * 600: 300}}, "token 'xxx"),
