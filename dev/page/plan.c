@@ -61,7 +61,7 @@ static void tables_print(void) {
     }
     printf("],\n\"levels\":[");
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        print_pair(i == 0, level_table[i].name, level_table[i].help);
+        print_pair(i == 0, level_name(i).s, "");
     }
     printf("],\n\"offloads\":[");
     for (int i = 0; i < OFFLOAD_LEVELS; i++) {

@@ -43,7 +43,7 @@ def total(options, **more):
     ("-z 4", "--zero (-z): invalid value '4'; expected an integer between 0 and 3"),
     ("--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"),
     ("--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"),
-    ("--dtype fp64", "--dtype: invalid value 'fp64'"), ("-r block:3", "0 to 2 (the blocks left)"),
+    ("--dtype fp64", "--dtype: invalid value 'fp64'"), ("-r block:3", "the 2 blocks left"),
     ("-e l2h2c20t16", "20 channels in 2 heads are not supported; on a GPU, channels must be a "
                       "multiple of 8"),
     ("-e l2h4c16t16", "16 channels in 4 heads"), ("-e l1h1c136t16", "136 channels in 1 head "),

@@ -5,9 +5,8 @@
 #       -f dev/tools/help.awk
 #
 # Input: `usage: ...` and a paragraph; then sections, each a title and its options. An option is
-# `  -l, --name  text` and continues in column 27. Its text may end in a table, whose first row
-# has two spaces after its first word: these words are values of the option, as are the words of
-# `[one|two; default]`. Without `(flag)` an option takes a value.
+# `  -l, --name  text` and continues in column 27. The words of `[one|two; default]` are values of
+# the option. Without `(flag)` an option takes a value.
 
 function escape(text) {
     gsub(/\\/, "\\e", text)
@@ -24,7 +23,7 @@ function finish(  words) {
         printf ".TP\n%s\\fB%s\\fR%s\n%s", letter == "" ? "" : "\\fB" escape(letter) "\\fR, ",
             escape(option), flag ? "" : " \\fIvalue\\fR", page
     } else {
-        words = rows
+        words = ""
         if (match(text, /\[[^][]*\|[^][]*\]/)) {
             words = substr(text, RSTART + 1, RLENGTH - 2)
             sub(/;.*/, "", words)
@@ -66,7 +65,7 @@ blank && /^[A-Z][^.:]*$/ {
     finish()
     letter = $1 ~ /^--/ ? "" : substr($1, 1, 2)
     option = letter == "" ? $1 : $2
-    page = text = rows = ""
+    page = text = ""
     flag = 0
     $0 = substr($0, 27)
 }
@@ -75,10 +74,6 @@ option == "" { intro = intro ($0 == "" ? "" : escape($0) "\n"); next }
     sub(/^ +/, "")
     flag = flag || / ?\(flag\)$/
     sub(/ ?\(flag\)$/, "")
-    if (rows != "" && NF || /^[a-z]+  +[^ ]/) {
-        rows = rows (rows == "" ? "" : " ") $1
-        page = page ".br\n"
-    }
     text = text " " $0
     page = page ($0 == "" ? "" : escape($0) "\n")
 }

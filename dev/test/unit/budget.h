@@ -77,7 +77,7 @@ TEST(levels_fit, FLOAT) {
                     const double price = (seconds - forecast_step(&v, &same, 1)) / one;
                     worst_price = std::max(worst_price, price);
                     expect(price <= 1, "%s: %s is faster than %s by %.2f blocks", who.c_str(),
-                           level_table[level].name, recompute_text(&s).s, price);
+                           level_name(level).s, recompute_text(&s).s, price);
                 }
             }
         }
@@ -118,7 +118,7 @@ TEST(suggestions, FLOAT) {
     for (int n = 0; n < count; n++) {
         const Text base =
             text("-e l%dh2c%dt64 -b %d -r %s --offload %s %s", draw(1, 5), 16 * draw(1, 20),
-                 1 << draw(0, 4), level_table[draw(0, 5)].name, draw(0, 3) ? "none" : "moments",
+                 1 << draw(0, 4), level_name(draw(0, 5)).s, draw(0, 3) ? "none" : "moments",
                  types[draw(0, 5)]);
         const Planned run(base);
         const Settings &s = run.s;

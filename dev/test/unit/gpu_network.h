@@ -447,7 +447,7 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
         const int bf16s = draw(0, 3) > 0, split = bf16s && draw(0, 1), accum_steps = draw(1, 3);
         Model m = shape(text("l%dh1c%dt9", draw(1, 6), 8 * draw(1, 4)).c_str(), 257);
         Text placements, options = text("-b %d -t %d -r %s:%d", draw(1, 2), draw(1, 9),
-                                   level_table[draw(0, RECOMPUTE_LEVELS - 1)].name, draw(0, m.L));
+                                   level_name(draw(0, RECOMPUTE_LEVELS - 1)).s, draw(0, m.L));
         options += bf16s ? split ? "" : " -w none" : " --dtype fp32";
         options += bf16s && draw(0, 1) ? " --moments bf16" : "";
         options += bf16s && draw(0, 1) ? " --grad-dtype fp32" : "";

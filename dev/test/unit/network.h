@@ -58,7 +58,7 @@ TEST(recompute_bits, ALL) {
         for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
             for (int blocks = level == RECOMPUTE_BLOCK ? 0 : m.L; blocks <= m.L; blocks++) {
                 expect(run(level, blocks) == reference, "%s, -r %s in %d", shape_row.e,
-                       level_table[level].name, blocks);
+                       level_name(level).s, blocks);
             }
         }
     }

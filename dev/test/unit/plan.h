@@ -508,7 +508,7 @@ TEST(stages, HOST) {
             const Uses f = block_uses(i, level, 0), b = block_uses(i, level, 1);
             channels += uses_keep(f, b) * std::max(act_table[i].channels, 0);
         }
-        expect(channels == kept[level], "%s keeps %d", level_table[level].name, channels);
+        expect(channels == kept[level], "%s keeps %d", level_name(level).s, channels);
     }
 }
 
@@ -554,7 +554,7 @@ static Text graph_fault(int level) {
 TEST(graph, HOST) {
     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
         const Text fault = graph_fault(level);
-        expect(fault.empty(), "%s: %s", level_table[level].name, fault.c_str());
+        expect(fault.empty(), "%s: %s", level_name(level).s, fault.c_str());
     }
     for (int tensor = LN1W; tensor < LNFW; tensor++) {
         int stages[2] = {0, 0};
