@@ -131,7 +131,7 @@ TEST(suggestions, FLOAT) {
             const Candidate &w = list[(size_t)i], &before = list[(size_t)max_i64(i - 1, 0)];
             Settings again, changed = w.s;
             LevelsText levels;
-            const Options o = options_of_settings(&run.o, &changed, &levels);
+            const Options o = options_of_settings(&run.o, &changed, 0, &levels);
             settings_from_options(&again, &o, &s.model, 1);
             expect(memcmp(&again, &changed, sizeof again) == 0, "%s, suggestion %d: -r %s",
                    base.c_str(), i, levels.s);
@@ -199,8 +199,7 @@ TEST(auto, HOST) {
 static Speed card_speed(const Text &options, const Settings &s) {
     Options o;
     parse(&o, ("--plan " + options).c_str());
-    const Rates rates = card_rates(gpu_find(&o));
-    return speed_predict(&rates, &s);
+    return speed_predict(card_rates(gpu_find(o.gpu)), &s);
 }
 
 // For every card in the table, the rate is 2^n FLOPs per clock and SM, as for all tensor cores
@@ -224,9 +223,9 @@ TEST(cards, HOST) {
             options_default(&o);
             const Text typed = text(spelling, upper.c_str());
             o.gpu = typed.c_str();
-            expect(strncmp(card.name, "rtx", 3) == 0 || gpu_find(&o) == &card, "%s", o.gpu);
+            expect(strncmp(card.name, "rtx", 3) == 0 || gpu_find(o.gpu) == &card, "%s", o.gpu);
             o.gpu = card.name;
-            expect(gpu_find(&o) == &card, "%s", card.name);
+            expect(gpu_find(o.gpu) == &card, "%s", card.name);
         }
         const Rates r = card_rates(&card);
         expect(r.matmuls < 1e12 * card.tflops && r.memory < 1e9 * card.bandwidth &&
@@ -235,7 +234,7 @@ TEST(cards, HOST) {
     for (const char *name : {"4080s", "3090x", "rtx"}) {
         Options o = default_options();
         o.gpu = name;
-        expect_death(gpu_find(&o), "unknown GPU");
+        expect_death(gpu_find(o.gpu), "unknown GPU");
     }
 }
 
@@ -255,7 +254,7 @@ TEST(libraries, HOST) {
         Options o;
         parse(&o, ("--plan " + options).c_str());
         const Settings s = planned(options);
-        machine.card = gpu_find(&o);
+        machine.card = gpu_find(o.gpu);
         expect(card_library_bytes(machine.card) == (size_t)row.mib << 20, "%s", row.card);
         const size_t device = budget_of_machine(&program, &o, &s).device;
         expect(device == ((size_t)15 << 30) - ((size_t)row.with_limit << 20), "%s", row.card);
@@ -445,7 +444,7 @@ TEST(nccl_blocks, FLOAT) {
         const MemoryBudget budget = budget_of_gpu(&o, &s);
         expect(nccl_estimate_bytes(&s, budget.ctas) == row.mib << 20, "%s: %zu", row.options,
                nccl_estimate_bytes(&s, budget.ctas));
-        expect(budget.device == gpu_memory_from_options(&o) - card_library_bytes(gpu_find(&o)) -
+        expect(budget.device == gpu_memory_from_options(&o) - card_library_bytes(gpu_find(o.gpu)) -
                                     (row.mib << 20), "%s: %zu", row.options, budget.device);
         expect_near(budget.speed.peer_byte * row.rate, row.rate > 0, 1e-6, "%s: s per byte",
                     row.options);
