@@ -301,7 +301,7 @@ TEST(gpu_bits, CUDA_ALL) {
         Model m = shape("l3h2c32t17", 257);
         auto run = [&](const Text &level) {
             Net n(m, Text("-b 2 -t 17 --logit-rows 20 -r ") + level + " --dtype " + dtype);
-            Trace t = trace(&n, 2);
+            Trace t = trace(&n, 3);  // a pinned slot is refilled within a step
             runs++;
             return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
         };
@@ -562,25 +562,10 @@ TEST(gpu_losses, CUDA_ALL) {
     }
 }
 
-// Logits after 1 to T tokens, as computed for sampling, agree with those of the reference.
-TEST(gpu_sampling, CUDA_ALL) {
-    Model m = shape("l2h2c32t20", 257);
-    Net n(m, "-b 2 -t 17 --dtype fp32");
-    Reference reference(&n, 34);
-    Batch b(17, m.V, 1);
-    for (int tokens : {1, 2, 8, 16, 17}) {
-        Reals got((size_t)m.V), want((size_t)m.V);
-        n.e.logits(&n.e, got.data(), b.inputs.data(), 0, tokens);
-        reference.e.logits(&reference.e, want.data(), b.inputs.data(), 0, tokens);
-        expect_near((wide)relative_error(got.data(), want.data(), m.V), 0, 1e-5, "%d tokens",
-                    tokens);
-    }
-}
-
-// Logits computed with a KV cache agree with the reference's for the whole window: the error is at
-// most 1e-5 in fp32, and in 16 bits at most twice that of the GPU's logits for the whole window.
+// Logits computed with a KV cache, and those for the whole window, agree with the reference's: the
+// error is at most 1e-5 in fp32; in 16 bits, the cache at most doubles that of the whole window.
 TEST(gpu_kv_cache, CUDA_ALL) {
-    const int pieces[] = {70, 1, 1, 3, 65, 24};
+    const int pieces[] = {1, 1, 68, 1, 1, 3, 65, 24};
     for (const char *dtype : {"fp32", "bf16", "fp16"}) {
         if (!sampled(strcmp(dtype, "bf16") == 0)) {
             continue;
@@ -614,9 +599,10 @@ TEST(gpu_kv_cache, CUDA_ALL) {
             whole.e.logits(&whole.e, other.data(), b.inputs.data(), 0, first + n);
             reference.e.logits(&reference.e, want.data(), b.inputs.data(), 0, first + n);
             const double error = relative_error(other.data(), want.data(), m.V);
+            const bool fp32 = whole.s.dtype == TYPE_FP32;
+            expect(!fp32 || error <= 1e-5, "%d tokens: %g", first + n, error);
             expect_near((wide)relative_error(got[at++].data(), want.data(), m.V), 0,
-                        whole.s.dtype == TYPE_FP32 ? 1e-5 : 2 * error, "%s, %d tokens", dtype,
-                        first + n);
+                        fp32 ? 1e-5 : 2 * error, "%s, %d tokens", dtype, first + n);
         });
     }
 }
@@ -731,67 +717,4 @@ TEST(gpu_rounding_updates, CUDA_ALL) {
         }
         expect(differing > all / 8, "%d of %d differ", (int)differing, (int)all);
     }
-}
-
-// With five micro-steps, each pinned slot is refilled several times. Results are bitwise equal no
-// matter how late the stream runs, and the gradients agree with the reference.
-TEST(gpu_micro_steps, CUDA_ALL) {
-    const int accum_steps = 5;
-    Model m = shape("l1h1c16t9", 257);
-    Outputs got = every_order(
-        [&] {
-            Net n(m, "-b 2 -t 9 --dtype fp32");
-            Trace t = trace(&n, accum_steps);
-            return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
-        },
-        "five micro-steps");
-    Net n(m, "-b 2 -t 9 --dtype fp32");
-    Reference reference(&n, 18);
-    Trace want = trace(&reference, accum_steps);
-    expect_near((wide)relative_error(got[1].data(), want.gradients.data(), n.size()), 0, 1e-5,
-                "gradients");
-    for (size_t step = 0; step < 2; step++) {
-        expect_near(got[0][step], (wide)want.losses[step], 1e-5 * want.losses[step],
-                    "loss of step %zu", step);
-    }
-}
-
-// -b 4 and -b 2 with two micro-steps give the same gradients and losses up to the order of
-// summation, and the same loss for every token in validation.
-TEST(gpu_batches, CUDA_ALL) {
-    Model m = shape("l2h2c32t12", 257);
-    const size_t N = 4 * 12;
-    Batch b((int)N, m.V, 1);
-    struct Whole {
-        Reals losses, gradients;
-        double mean;
-        StepResult step;
-    };
-    auto run = [&](int batch) {
-        Net n(m, text("-b %d -t 12 --dtype fp32", batch));
-        Whole whole = {Reals(N), Reals(), 0, {}};
-        Options o = default_options();
-        const int accum_steps = 4 / batch;
-        for (size_t at = 0; at < N; at += N / (size_t)accum_steps) {
-            whole.mean += n.e.forward_loss(&n.e, &whole.losses[at], &b.inputs[at], &b.targets[at]) /
-                          accum_steps;
-        }
-        for (int k = 0; k < accum_steps; k++) {
-            const size_t at = (size_t)k * N / (size_t)accum_steps;
-            n.e.micro_step(&n.e, &b.inputs[at], &b.targets[at], k, accum_steps);
-        }
-        whole.gradients = n.gradients();
-        whole.step = n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);
-        return whole;
-    };
-    const Whole want = run(4), got = run(2);
-    auto near = [](const Reals &x, const Reals &y, const char *who) {
-        expect_near((wide)relative_error(x.data(), y.data(), (int64_t)x.size()), 0, 1e-5, "%s",
-                    who);
-    };
-    near(got.losses, want.losses, "losses of a validation");
-    near(got.gradients, want.gradients, "gradients");
-    expect_near((wide)got.mean, (wide)want.mean, 1e-6 * want.mean, "mean loss of a validation");
-    expect_near((wide)got.step.loss, (wide)want.step.loss, 1e-6 * want.step.loss, "loss");
-    expect_near((wide)got.step.norm, (wide)want.step.norm, 1e-5 * want.step.norm, "norm");
 }
