@@ -11,6 +11,7 @@
 //         make build/bench_cuda_cpu    the same on the CPU, to check that it runs
 // Run:    build/bench                  124M at -b 64 and 1558M at -b 16, one table each
 //         build/bench -e d24 -b 8 attention matmul    cases whose names start with these words
+// Options as of train_gpt2cu: -e, -b, -t, --dtype, and -x for the number of measurements (9).
 // Attention is timed with the default kernels and, below them, with each variant for this GPU
 // ("attention_forward wgmma"); the sum excludes the variants.
 
@@ -47,8 +48,7 @@ struct Case {
 };
 
 static struct {
-    const char *model;
-    int batch, length, rounds;
+    int rounds;
     std::vector<const char *> what;
     double peak_flops, bytes_per_ms, ms_sum;
     size_t cache_bytes, arena_bytes;
@@ -398,25 +398,21 @@ static void bench_open(const Settings *s) {
            bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
 }
 
-static void bench_run(const char *dtype) {
-    Options o;
+static void bench_run(Options o, const char *model, int batch) {
     Model m;
     Settings s;
-    options_default(&o);
-    o.model = bench.model;
-    o.batch = bench.batch;
-    o.seq_len = bench.length;
-    o.dtype = choice_find(dtypes, dtype, strlen(dtype));
-    const ModelKind kind = model_parse(&m, bench.model);
+    o.model = model;
+    o.batch = batch;
+    const ModelKind kind = model_parse(&m, model);
     if (kind == MODEL_FILE) {
         die("-e: '%s' is neither a preset (d12 d24 d36 d48) nor a shape such as l4h4c128t256",
-            bench.model);
+            model);
     }
     model_set_vocabulary(&m, kind == MODEL_PRESET ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY);
     settings_from_options(&s, &o, &m, 1);
     gpu_settings_check(&s);
     bench_open(&s);
-    printf("%s, -b %d -t %d, %s\n", bench.model, s.B, s.T, dtype);
+    printf("%s, -b %d -t %d, %s\n", model, s.B, s.T, choice_text(dtypes, (int)o.dtype).s);
     with_type(s.dtype, [&](auto element) { bench_model<decltype(element)>(&s); });
     cuda_check(cudaStreamSynchronize(bench.stream));
     cuda_check(cudaFree(bench.arena));
@@ -426,46 +422,29 @@ static void bench_run(const char *dtype) {
     cuda_check(cudaStreamDestroy(bench.stream));
 }
 
-static int whole_number(const char *option, const char *text, int most) {
-    char *end = nullptr;
-    long value = text ? strtol(text, &end, 10) : 0;
-    if (!text || *end || value < 1 || value > most) {
-        die("%s: '%s' is not a number from 1 to %d", option, text ? text : "", most);
-    }
-    return (int)value;
-}
-
 int main(int argc, char **argv) {
-    const char *dtype = gpu_present()->capability < 80 ? "fp16" : "bf16";
+    Options o;
+    std::vector<char *> options = {argv[0]};
     program_name = "bench";
-    bench.rounds = 9;
     for (int i = 1; i < argc; i++) {
-        const std::string word = argv[i];
-        const char *next = i + 1 < argc ? argv[i + 1] : nullptr;
-        if (word == "-e" && next) {
-            bench.model = argv[++i];
-        } else if (word == "--dtype" && next && choice_find(dtypes, next, strlen(next)) > 0) {
-            dtype = argv[++i];
-        } else if (word == "-b") {
-            bench.batch = whole_number("-b", next, GRID_YZ_MAX), i++;
-        } else if (word == "-t") {
-            bench.length = whole_number("-t", next, LENGTH_MAX), i++;
-        } else if (word == "-n") {
-            bench.rounds = whole_number("-n", next, 99), i++;
-        } else if (word[0] == '-') {
-            die("bench [-e MODEL] [-b BATCH] [-t LENGTH] [-n MEASUREMENTS] "
-                "[--dtype bf16|fp16|fp32] [KERNEL...]: unknown argument '%s'", argv[i]);
-        } else {
+        if (argv[i][0] != '-') {
             bench.what.push_back(argv[i]);
+            continue;
+        }
+        options.push_back(argv[i]);
+        if (i + 1 < argc) {
+            options.push_back(argv[++i]);
         }
     }
-    const char *given = bench.model;
-    const int batch = bench.batch;
+    options_parse(&o, (int)options.size(), options.data());
+    if (!o.dtype) {
+        o.dtype = gpu_present()->capability < 80 ? DTYPE_FP16 : DTYPE_BF16;
+    }
+    bench.rounds = o.steps ? (int)o.steps : 9;
     for (const char *model : {"d12", "d48"}) {
-        bench.model = given ? given : model;
-        bench.batch = batch ? batch : !given && !strcmp(model, "d12") ? 64 : 16;
-        bench_run(dtype);
-        if (given) {
+        const int batch = !o.model && model[1] == '1' ? 64 : 16;
+        bench_run(o, o.model ? o.model : model, option_given(&o, "batch") ? (int)o.batch : batch);
+        if (o.model) {
             break;
         }
     }

@@ -27,7 +27,7 @@ TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))
 RUN = ("-i t_train.bin -e l2h2c16t16 -b 1 -d 192 -x 9 -v 0 -s 4 -g 3 --tune 0 -y 1 -o out").split()
 PARTS = ("starting", "training", "writing a checkpoint", "removing a checkpoint", "resuming")
 violations = []
-tally = collections.Counter()    # faults by the part of a run they hit, and by its configuration
+tally = collections.Counter()    # kills by the part of a run they hit
 
 
 def settings(programs):
@@ -45,17 +45,6 @@ def settings(programs):
                     extra += [line, line + ["--offload", "moments,master,residuals"]]
         every += [[program] + RUN + some + more for some in kept for more in extra]
     return every
-
-
-def count(command, number, where=None):
-    """Adds faults to the tally."""
-    value = dict(zip(command, command[1:]))
-    words = [os.path.basename(command[0])]
-    words += [f"{value['--gpus']} ranks -z {value['-z']}"] if "--gpus" in value else []
-    words += ["offload"] if "--offload" in value else []
-    tally["in " + " ".join(words)] += number
-    if where:
-        tally["while " + where] += number
 
 
 def saved_step(text):
@@ -172,7 +161,7 @@ def kill_case(work, number, command, draw):
         if process.returncode == 0:
             break    # it ended before the signal
         kills += 1
-        count(command, 1, kill_place(place.out, stdout))
+        tally["while " + kill_place(place.out, stdout)] += 1
         saved = max(saved, saved_step(stdout))
     place.ends_as(whole, command, f"kill {number}", saved)
     shutil.rmtree(place.path)
@@ -363,7 +352,6 @@ def power_case(work, number, command, draw, losses):
         shutil.rmtree(place.out, ignore_errors=True)
         disk.store(place.path, durable=draw)
         place.ends_as(whole, command, f"power loss {number} after call {cut}", saved_step(said))
-    count(command, losses)
     shutil.rmtree(place.path)
     return losses
 

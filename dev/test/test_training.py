@@ -208,15 +208,13 @@ def test_waiting(chosen, monkeypatch):
     assert ("GOMP_SPINCOUNT=" in variables) != chosen and "\0-x\09999999\0" in argv
 
 
-@BOTH
-def test_offload(fp32):
+def test_offload():
     """Losses, validations, samples and checkpoints do not depend on where states are placed; a run
     resumes a checkpoint with another placement; --eval gives the same scores."""
     Path("e.bin").write_bytes(eval_file(questions(3, 50257, 2)))
-    fp32 = fp32 and " --dtype bf16"  # which has a master copy
-    every = "weights,gradients,moments,residuals" + (",master" if fp32 else "")
+    every = "weights,gradients,moments,residuals"
     options = ("-i train.bin -j val.bin -e l3h1c16t16 -b 2 -d 64 -k constant -v 2 -m 2 -s 2 -g 4 "
-               "-r none%s --offload %%s -x %%d -y 1 -o %%s" % fp32)
+               "-r none --offload %s -x %d -y 1 -o %s")
     sample = lambda out: re.findall(r"--- sample after.*?\n---", out, re.S)
     samples = sample(succeeds(options % ("none", 4, "none")))
     end = training_state(4, "none")
@@ -231,5 +229,5 @@ def test_offload(fp32):
         succeeds(options % (second, 4, "turn-" + first))
         assert training_state(4, "turn-" + first) == end
     scores = {succeeds("-e l3h1c16t16 --eval e.bin --json -b 3 --offload " + states)
-              for states in (every.replace(",master", ""), "none")}
+              for states in (every, "none")}
     assert len(scores) == 1
