@@ -78,7 +78,7 @@ BAD_OPTIONS = [
     ("-i train.bin -e l2h2c16t16 -r block:1x", "K in block:K to be between 0 and the 2 "),
     ("-i train.bin -e l2h2c16t16 -r block:1,gelu:2", "K in gelu:K to be between 0 and the 1 "),
     ("-i train.bin -e l2h2c16t16 -r block:1,", "expected auto, or a list of none=0|gelu"),
-    ("-i train.bin -e l2h2c16t16 -r gelu,block", "'gelu,block'; expected K in block:K to be between 0"),
+    ("-i train.bin -e l2h2c16t16 -r gelu,block", "'; expected K in block:K to be between 0 and"),
     ("-i train.bin -e l2h2c16t16 -r block:1,gelu,none:0", "K in none:K to be between 0 and the 0 "),
     ("-i train.bin -e l2h2c16t16 -r auto:1", "expected auto, or a list of none=0|gelu"),
     ("-i train.bin -e l2h2c16t16 -b 2 --logit-rows 33", "--logit-rows: 33 exceeds"),
