@@ -208,8 +208,8 @@ static ShortText duration_text(double seconds) {
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
 // Only regular files are opened for reading: opening a FIFO may block, and a device may have no
-// end. Files that are parsed once are mapped. Files that a run reads for days are read with pread:
-// accessing a mapped file that was truncated ends the process with a signal (SIGBUS).
+// end. Files that are parsed once are mapped. Files that a run reads for days are read with pread,
+// because a mapped file that another program truncates cannot be read any more (on_bus_error).
 
 // Formats a path into `path` (PATH_BYTES bytes); ends the run instead of truncating.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
@@ -344,8 +344,32 @@ typedef struct {
     size_t size;
 } Mapping;
 
+// Ends the run with the name of the mapped file that cannot be read: it was truncated, or its disk
+// has failed. Several threads may receive this signal at once.
+static void on_bus_error(int number, siginfo_t *info, void *context) {
+    static int once;
+    char line[2 * PATH_BYTES] = "";
+    uintptr_t begin = 0, end = 0, address = (uintptr_t)info->si_addr;
+    int name = 0;
+    (void)number, (void)context;
+    while (__atomic_exchange_n(&once, 1, __ATOMIC_RELAXED)) {
+        pause();
+    }
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (maps && (address < begin || address >= end) && fgets(line, sizeof line, maps)) {
+        sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*s %*s %*s %*s %n", &begin, &end, &name);
+    }
+    line[strcspn(line, "\n")] = 0;
+    die("%s was truncated or cannot be read while in use", line + name);
+}
+
 static int mapping_open(Mapping *m, const char *path) {
     int64_t size;
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_sigaction = on_bus_error;
+    action.sa_flags = SA_SIGINFO;
+    sigaction(SIGBUS, &action, NULL);
     memset(m, 0, sizeof *m);
     int fd = file_open(path, &size);
     if (fd < 0) {

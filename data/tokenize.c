@@ -136,18 +136,6 @@ typedef struct {
     int64_t size;                // bytes of all parts
 } Corpus;
 
-// Ends the run, and removes its files, if the file that this thread reads has been truncated:
-// accessing its mapping raises SIGBUS, perhaps in several threads.
-static __thread const char *reading = "an input file";
-static void on_bus_error(int number) {
-    static int once;
-    (void)number;
-    while (__atomic_exchange_n(&once, 1, __ATOMIC_RELAXED)) {
-        pause();
-    }
-    die("%s was truncated or cannot be read while in use", reading);
-}
-
 // Ends the run if a file is not text, judging by its first bytes, or not uint16 tokens.
 static void file_refuse(const Part *file, int tokens) {
     static const struct {
@@ -786,7 +774,6 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
                 part++;
             }
             const size_t offset = (size_t)(i - first[part]) * BLOCK_BYTES;
-            reading = parts[part].name;
             const size_t begin = block_begin(coder, &parts[part], offset);
             const size_t end = block_begin(coder, &parts[part], offset + BLOCK_BYTES);
             int64_t n = 0;
@@ -902,7 +889,6 @@ int main(int argc, char **argv) {
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
-    signal(SIGBUS, on_bus_error);
     corpus_open(texts, &a);
     coder.documents = a.documents;
     coder.tokens = a.tokens;

@@ -417,3 +417,23 @@ def test_padded_vocabulary():
     config = json.loads((step(1) / CONFIG).read_text())
     assert config["vocab_size"] == 50304 and config["eos_token_id"] == 50256
     succeeds(options + "-o out -y 1 -x 2 --quiet")
+
+
+def test_truncated():
+    """A file that is truncated while it is mapped is named. Tries until that happens in time."""
+    shape = 2, 2, 256, 16, 257
+    write_model("big", safetensors({}, hugging_face(shape)), config_text(shape))
+    name, whole = str(Path("big", MODEL).absolute()), Path("big", MODEL).read_bytes()
+    for _ in range(50):
+        Path(name).write_bytes(whole)
+        process = start("-i train.bin -e big -x 1 -b 1 -v 0 --quiet")
+        maps = Path("/proc/%d/maps" % process.pid)
+        while process.poll() is None and name not in maps.read_text():
+            pass
+        os.truncate(name, 0)
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode in (0, 1), (process.returncode, err)
+        if name in err:
+            assert err == "train_gpt2: %s was truncated or cannot be read while in use\n" % name
+            return
+    pytest.fail("never truncated in time")
