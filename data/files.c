@@ -6,6 +6,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
 #endif
+#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -646,28 +647,28 @@ static int json_take(Json *j, char c) {
     return found;
 }
 
-static int hex_digit(int c) {
-    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 87 : -1;
+// Returns the number of four hexadecimal digits at an offset, or -1.
+static int json_hex(const Json *j, size_t offset) {
+    char digits[5] = "";
+    memcpy(digits, j->bytes + offset, offset + 4 > j->end ? 0 : 4);
+    return strspn(digits, "0123456789abcdefABCDEF") == 4 ? (int)strtol(digits, NULL, 16) : -1;
 }
 
 // Reads an escape after its backslash: one of `letters`, or uXXXX, or two of these that are a
 // surrogate pair. Returns the character or code point. Anything else is an error and returns 0.
 static int json_escape(Json *j) {
     static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
-    int c = j->offset < j->end ? j->bytes[j->offset++] : 0, code = 0;
+    const int c = j->offset < j->end ? j->bytes[j->offset++] : 0;
     const char *letter = c ? strchr(letters, c) : NULL;
-    for (int i = 0; c == 'u' && code >= 0 && i < 4; i++) {
-        int digit = j->offset < j->end ? hex_digit(j->bytes[j->offset++]) : -1;
-        code = digit < 0 ? -1 : code * 16 + digit;
-    }
     if (letter) {
         return values[letter - letters];
     }
-    char next[7] = "";
-    int low;
-    memcpy(next, j->bytes + j->offset, j->end - j->offset < 6 ? 0 : 6);
-    if (code >> 10 == 0xD800 >> 10 && sscanf(next, "\\u%4x", (unsigned *)&low) == 1 &&
-        low >> 10 == 0xDC00 >> 10) {
+    const int code = c == 'u' ? json_hex(j, j->offset) : 0;
+    j->offset += code > 0 ? 4 : 0;
+    const int pair = code >> 10 == 0xD800 >> 10 && j->end - j->offset > 6 &&
+                     memcmp(j->bytes + j->offset, "\\u", 2) == 0;
+    const int low = pair ? json_hex(j, j->offset + 2) : 0;
+    if (low >> 10 == 0xDC00 >> 10) {
         j->offset += 6;
         return 0x10000 + ((code & 0x3FF) << 10 | (low & 0x3FF));
     }
@@ -706,8 +707,7 @@ static void json_string(Json *j, char *out, size_t capacity) {
 // Reads a number or a literal (true, false, null) into `out` without validating it.
 static void json_scalar(Json *j, char out[JSON_SCALAR]) {
     int n = 0, c = json_peek(j);
-    while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&
-           (c | 32) <= 'z' && n < JSON_SCALAR - 1) {
+    while (c > 0 && (isalnum(c) || strchr("+-.", c)) && n < JSON_SCALAR - 1) {
         out[n++] = (char)c;
         j->offset++;
         c = j->offset < j->end ? j->bytes[j->offset] : -1;
@@ -910,9 +910,8 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
         die("%s: not a safetensors file: invalid header length of %" PRIu64 " bytes in a file of "
             "%zu bytes", name, length, size);
     }
-    f->json.bytes = bytes;
-    f->json.offset = 8;
-    f->json.end = 8 + (size_t)length;
+    const Json json = {bytes, 8, 8 + (size_t)length, NULL};
+    f->json = json;
     f->data = bytes + f->json.end;
     f->size = size - f->json.end;
 }
