@@ -1,7 +1,7 @@
-// data/files.c -- errors, checked memory, file I/O, SHA-256, UTF-8, JSON and safetensors.
+// data/files.c -- errors, memory, file I/O, SHA-256, UTF-8, JSON and safetensors.
 //
-// Does not depend on models, options or engines. Header fields are checked against the file length
-// before they are used. train_gpt2.c and data/tokenize.c include this file, as C11 and C++17.
+// Independent of models, options and engines. Header fields are checked against the file size
+// before use. train_gpt2.c and data/tokenize.c include this file, as C11 or C++17.
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -28,27 +28,27 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Errors and memory
-// Errors end the run with one line on stderr and a nonzero exit status. die() reports errors that a
-// user can cause; check() reports violations of the program's own invariants.
+// An error prints one line to stderr and exits with a nonzero status. die() reports errors that a
+// user can cause. check() reports violated invariants of the program.
 
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
 
-// Units of work done. The watchdog (chapter Starting and watching the ranks) tells a long phase
-// from a hang by it. Several threads may increment it.
+// Counts completed units of work; several threads may increment it. The watchdog (chapter Starting
+// and watching the ranks) uses it to distinguish a long phase from a hang.
 static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
-// Milliseconds that die() waits before it prints. If several processes fail with the same error,
-// only one prints it: the others are terminated during this wait.
+// Delay in ms before die() prints. If several ranks fail with the same error, the first one prints
+// it and the others are terminated during their delay.
 static int grace_ms;
 
-// The exit status of die(): 1, or 3 if the requested run does not fit in memory.
+// Exit status of die(): 1, or STATUS_TOO_LARGE if the requested run does not fit in memory.
 enum { STATUS_TOO_LARGE = 3 };
 static int die_status = 1;
 
-// Prints a message of one line and ends the run. Control characters become '?': names read from
-// files may contain line breaks and terminal escapes.
+// Prints a one-line message and exits. Replaces control characters with '?', because names read
+// from files may contain line breaks or terminal escapes.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
     char text[3 * PATH_BYTES];
     va_list args;
@@ -62,10 +62,10 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     progress();
     signal(SIGTERM, SIG_DFL);
     struct timespec wait = {grace_ms / 1000, grace_ms % 1000 * 1000000L};
-    while (nanosleep(&wait, &wait) != 0) {  // resume after signals, such as SIGALRM
+    while (nanosleep(&wait, &wait) != 0) {  // interrupted by a signal such as SIGALRM
     }
     fprintf(stderr, "%s: %s\n", program_name, text);
-    if (progress_count != &local_progress) {  // only in a rank
+    if (progress_count != &local_progress) {  // true only in a rank
         // exit() would make CUDA free resources that NCCL's threads still use (NVIDIA/nccl#1013).
         fflush(NULL);
         _exit(die_status);
@@ -86,7 +86,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
 
-// For small host tables only: tensors are allocated in the arena (chapter Memory plan).
+// Allocates a zeroed host table. Tensors are allocated in the arena (chapter Memory plan).
 static void *alloc_zero(size_t count, size_t size) {
     void *memory = calloc(count ? count : 1, size);
     if (!memory) {
@@ -109,7 +109,7 @@ static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
 
-// Continues the 64-bit FNV-1a hash (Fowler, Noll, Vo) `before`, at first fnv1a_start. For hash
+// Extends the 64-bit FNV-1a hash `before` (initially fnv1a_start) with `bytes` bytes. Used for hash
 // tables and fingerprints, which need no cryptographic strength.
 static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
 static uint64_t fnv1a(uint64_t before, const void *data, size_t bytes) {
@@ -126,13 +126,13 @@ static double now_ms(void) {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
-// A short text, returned by value: printf("%s", bytes_text(n).s) needs no buffer.
+// A short string, returned by value: printf("%s", bytes_text(n).s) needs no buffer.
 typedef struct {
     char s[32];
 } ShortText;
 
-// Appends formatted text, truncated if necessary, to the first n characters of `text`, a buffer of
-// `size` bytes. Returns the new length.
+// Appends formatted text at offset `n` of `text`, a buffer of `size` bytes. Truncates the text if
+// it does not fit. Returns the new length.
 __attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, int n,
                                                           const char *format, ...) {
     va_list args;
@@ -142,7 +142,7 @@ __attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, 
     return added < 0 ? n : min_int(n + added, size - 1);
 }
 
-// Returns the number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
+// Returns the 1-based index of `word` (n bytes) in `choices` ("a|b=text"), or 0 if it is absent.
 static int choice_find(const char *choices, const char *word, size_t n) {
     int number = 1;
     for (const char *c = choices; *c; c += *c != 0) {
@@ -156,7 +156,7 @@ static int choice_find(const char *choices, const char *word, size_t n) {
     return 0;
 }
 
-// Formats a number of bytes: "512 B", "1.8 MiB", "11.61 GiB".
+// Formats a size in bytes: "512 B", "1.8 MiB", "11.61 GiB".
 static ShortText bytes_text(double bytes) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
     ShortText text;
@@ -170,7 +170,7 @@ static ShortText bytes_text(double bytes) {
     return text;
 }
 
-// Formats an integer with thousands separators: 1234567 as "1,234,567".
+// Formats an integer with thousands separators: 1234567 becomes "1,234,567".
 static ShortText count_text(int64_t n) {
     ShortText text;
     char digits[24];
@@ -185,14 +185,14 @@ static ShortText count_text(int64_t n) {
     return text;
 }
 
-// Formats a number of things: "1 shard", "1,030 shards".
+// Formats a count with its noun: "1 shard", "1,030 shards".
 static ShortText count_of(int64_t n, const char *thing) {
     ShortText text = count_text(n);
     text_add(text.s, sizeof text.s, (int)strlen(text.s), " %s%s", thing, n == 1 ? "" : "s");
     return text;
 }
 
-// Formats a duration in whole seconds: "0:59", "12:03", "1:02:05". From two days on: "7 d".
+// Formats a duration in seconds: "0:59", "12:03", "1:02:05", or "7 d" for two days and more.
 static ShortText duration_text(double seconds) {
     ShortText text;
     const int64_t s = (int64_t)(seconds + 0.5), hours = s / 3600;
@@ -208,11 +208,11 @@ static ShortText duration_text(double seconds) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// Only regular files are opened for reading: opening a FIFO may block, and a device may have no
-// end. Files that are parsed once are mapped. Files that a run reads for days are read with pread,
-// because a mapped file that another program truncates cannot be read any more (on_bus_error).
+// Only regular files are opened for reading: opening a FIFO may block, and a device may be endless.
+// Files that are parsed once are mapped. Files that are read throughout a run use pread(), which
+// reports a truncated file as an error. Accessing a truncated mapping raises SIGBUS (on_bus_error).
 
-// Formats a path into `path` (PATH_BYTES bytes); ends the run instead of truncating.
+// Formats a path into a buffer of PATH_BYTES bytes. Fails if it does not fit.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -223,7 +223,7 @@ __attribute__((format(printf, 2, 3))) static void path_print(char *path, const c
     }
 }
 
-// Writes all bytes; returns 0, or -1 with errno set. Short writes are continued.
+// Writes all `bytes` bytes, in several calls if necessary. Returns 0, or -1 with errno set.
 static int write_all(int fd, const void *data, size_t bytes) {
     const char *p = (const char *)data;
     while (bytes > 0) {
@@ -241,8 +241,8 @@ static int write_all(int fd, const void *data, size_t bytes) {
     return 0;
 }
 
-// Makes a rename or a new file in `folder` survive a power failure, except on file systems that
-// cannot sync or open a folder (CIFS, drvfs, FUSE).
+// Syncs `folder`, so a new or renamed entry survives a power failure. Does nothing on file systems
+// that cannot open or sync a folder (CIFS, drvfs, FUSE).
 static void fsync_folder(const char *folder) {
     const int fd = open(folder, O_RDONLY | O_DIRECTORY);
     if ((fd < 0 || fsync(fd) != 0) && errno != EINVAL && errno != EBADF && errno != ENOTSUP &&
@@ -268,13 +268,13 @@ static void make_folders(const char *path) {
     }
 }
 
-// Locks an output folder until this process ends. If another process has the lock, ends the run
-// with a message that names that process.
+// Locks an output folder until this process exits. If another process holds the lock, fails with
+// the name of that process.
 // 1. The lock is a byte-range lock, because flock() on NFS is local to each machine. F_OFD_SETLK
-//    ties it to the open file: other fcntl() locks end when any descriptor of the file is closed.
-// 2. The file is never removed. Otherwise one process could lock the removed file while another
-//    locks a new file of the same name.
-// 3. On a file system without locks (Lustre without -o flock), the run warns and continues.
+//    ties it to the open file; a plain fcntl() lock ends when any descriptor of the file is closed.
+// 2. The lock file is never removed. Otherwise one process could lock the removed file and another
+//    one a new file of the same name.
+// 3. On a file system without locks (Lustre without -o flock), this prints a warning.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all;
@@ -289,7 +289,7 @@ static void folder_lock(const char *folder) {
         gethostname(host, sizeof host - 1);
         const int n = snprintf(holder, sizeof holder, "process %d on %s\n", (int)getpid(), host);
         if (ftruncate(fd, 0) == 0 && write_all(fd, holder, (size_t)n) == 0) {
-            (void)fsync(fd);  // for other machines
+            (void)fsync(fd);  // makes the text visible on other machines
         }
     } else if (errno == EAGAIN || errno == EACCES) {
         const ssize_t n = pread(fd, holder, sizeof holder - 1, 0);
@@ -297,13 +297,13 @@ static void folder_lock(const char *folder) {
         die("--output (-o): %s is in use by another run%s%s (%s is locked)", folder,
             holder[0] ? ": " : "", holder, path);
     } else {
-        fprintf(stderr, "%s: warning: cannot lock %s: %s; a second run in this "
-                "folder would damage the checkpoints\n", program_name, path, strerror(errno));
+        fprintf(stderr, "%s: warning: cannot lock %s: %s; a second run in this folder would damage "
+                "its checkpoints\n", program_name, path, strerror(errno));
     }
 }
 
-// Opens a regular file for reading and stores its size, in bytes, in *size. Returns the descriptor,
-// or -1 on failure; file_error() gives the reason.
+// Opens a regular file for reading and stores its size in bytes in *size. Returns the descriptor,
+// or -1 on failure; file_error() then returns the reason.
 static int file_open(const char *path, int64_t *size) {
     struct stat status;
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
@@ -323,7 +323,7 @@ static const char *file_error(void) {
     return errno == EINVAL ? "not a regular file" : strerror(errno);
 }
 
-// Returns NULL on success, otherwise an error message.
+// Reads `bytes` bytes at `offset`. Returns NULL on success, otherwise an error message.
 static const char *file_read(int fd, void *out, int64_t bytes, int64_t offset) {
     for (char *to = (char *)out; bytes > 0;) {
         ssize_t n = pread(fd, to, (size_t)bytes, (off_t)offset);
@@ -345,8 +345,8 @@ typedef struct {
     size_t size;
 } Mapping;
 
-// Ends the run with the name of the mapped file that cannot be read: it was truncated, or its disk
-// has failed. Several threads may receive this signal at once.
+// Handles SIGBUS: fails with the name of the mapped file at the faulting address. The file was
+// truncated, or its disk has failed. Several threads may receive the signal at once.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
     static int once;
     char line[2 * PATH_BYTES] = "";
@@ -390,21 +390,21 @@ static void mapping_close(Mapping *m) {
     memset(m, 0, sizeof *m);
 }
 
-// Header of all llm.c files: 256 int32, starting with a magic number and a version.
+// Header of every llm.c file: 256 int32 words. The first two are a magic number and a version.
 enum { LLMC_TOKENS, LLMC_MODEL, LLMC_EVALUATION, LLMC_FILES = 7, LLMC_HEADER_BYTES = 1024 };
 static const struct {
     const char *name;
-    int32_t magic, versions[2];  // no versions: only recognized
+    int32_t magic, versions[2];  // {0, 0}: recognized in error messages, never read
 } llmc_files[LLMC_FILES] = {
     {"a token file", 20240520, {1, 1}}, {"an llm.c model", 20240326, {3, 5}},
     {"an evaluation file", 20240522, {1, 1}}, {"llm.c's debug state", 20240327, {0, 0}},
     {"llm.c's tokenizer", 20240328, {0, 0}}, {"a token file of Llama 3", 20240801, {0, 0}},
     {"llm.c's Llama 3 model", 20240803, {0, 0}}};
 typedef struct {
-    int32_t words[8];  // magic number, version, then fields that depend on the kind of file
+    int32_t words[8];  // magic number, version, fields that depend on the kind of file
 } LlmcHeader;
 
-// Returns the kind (LLMC_*) of a file by its magic number, or -1.
+// Returns the kind (LLMC_*) that a file's magic number identifies, or -1.
 static int llmc_kind(const unsigned char *bytes, size_t size) {
     int32_t magic = 0;
     int kind = LLMC_FILES - 1;
@@ -415,7 +415,7 @@ static int llmc_kind(const unsigned char *bytes, size_t size) {
     return kind;
 }
 
-// Returns the header of a file of `kind`. Ends the run if the file has none of a known version.
+// Returns the header of a file. Fails unless it is of `kind` and of a supported version.
 static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size, const char *name) {
     const char *what = llmc_files[kind].name;
     const int32_t *versions = llmc_files[kind].versions;
@@ -443,8 +443,8 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
 
 // -------------------------------------------------------------------------------------------------
 // 3. SHA-256
-// FIPS 180-4, with x86's SHA instructions if the compiler is allowed to use them. A checkpoint's
-// manifest has the SHA-256 of its files.
+// Implements FIPS 180-4. Uses x86's SHA instructions if the compiler targets them. A checkpoint's
+// manifest stores the SHA-256 of each file.
 
 typedef struct {
     uint32_t h[8];
@@ -463,25 +463,25 @@ static const uint32_t sha256_k[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-// Updates the hash h with `count` blocks of 64 bytes. x86's SHA instructions are about six times as
-// fast as plain C, which would make hashing the slowest part of saving a checkpoint.
+// Updates the hash state `h` with `count` 64-byte blocks. x86's SHA instructions are about six
+// times as fast as plain C. In plain C, hashing would be the slowest part of saving a checkpoint.
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// The SHA instructions are used as compiler built-ins: with GCC 13 and 14, immintrin.h, which has
-// better names for them, also uses built-ins that nvcc up to 12.6 does not support.
+// These are the compiler's built-ins. immintrin.h has better names, but in GCC 13 and 14 it also
+// uses built-ins that nvcc up to 12.6 does not support.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
 
-// Performs rounds 4 i to 4 i + 3 (0 <= i < 16) with words w of the message schedule.
+// Performs rounds 4 i to 4 i + 3 (0 <= i < 16) with message schedule words w.
 static inline void sha256_rounds(__m128i *abef, __m128i *cdgh, __m128i w, int i) {
     __m128i k = _mm_add_epi32(sha256_load(sha256_k + 4 * i), w);
     *cdgh = sha256_two_rounds(*cdgh, *abef, k);
     *abef = sha256_two_rounds(*abef, *cdgh, _mm_shuffle_epi32(k, 0x0E));
 }
 
-// Returns the four words of the message schedule that follow the sixteen words a, b, c, d.
+// Returns the next four words of the message schedule after the sixteen words a, b, c, d.
 static inline __m128i sha256_schedule(__m128i a, __m128i b, __m128i c, __m128i d) {
     __m128i part = (__m128i)__builtin_ia32_sha256msg1((__v4si)a, (__v4si)b);
     __m128i sum = _mm_add_epi32(part, _mm_alignr_epi8(d, c, 4));
@@ -525,7 +525,7 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
 
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-// Updates the hash in plain C. If the x86 version is compiled too, only tests call this one.
+// Updates the hash state in plain C. If the x86 version is compiled, only tests call this function.
 __attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p,
                                                         size_t count) {
     for (; count > 0; count--, p += 64) {
@@ -576,7 +576,7 @@ static void sha256_add(Sha256 *s, const void *data, size_t bytes) {
     memcpy(s->block, p + bytes / 64 * 64, bytes % 64);
 }
 
-// Finishes the hash; `text` receives it as 64 hexadecimal digits.
+// Finishes the hash and writes it to `text` as 64 hexadecimal digits.
 static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
     static const unsigned char padding[64] = {0x80};
     unsigned char length[8];
@@ -592,12 +592,12 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. UTF-8 and JSON
-// A JSON reader (RFC 8259, but literals and number syntax are not checked), and a writer for the
-// contents of JSON strings. The reader keeps its first error in `fault` and reads nothing after it.
-// All loops then end, so callers check for an error only once, at the end.
+// A JSON reader and a writer for JSON strings (RFC 8259). The reader does not validate literals or
+// the syntax of numbers. It stores the first error in `fault` and then reads nothing more. Loops
+// over elements therefore terminate, and callers check for errors once, at the end.
 
-// Returns the length in bytes, 2 to 4, of the multi-byte UTF-8 character at `text`; 0 if it is
-// invalid (RFC 3629, section 4). At most `left` bytes are read.
+// Returns the length (2 to 4 bytes) of the multi-byte UTF-8 character at `text`, or 0 if it is
+// invalid (RFC 3629, section 4). Reads at most `left` bytes.
 static int utf8_length(const unsigned char *text, size_t left) {
     int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
     if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
@@ -611,7 +611,7 @@ static int utf8_length(const unsigned char *text, size_t left) {
     return length;
 }
 
-// Decodes the character at text into *c, UINT32_MAX if it is invalid. Returns its number of bytes.
+// Decodes the character at `text` into *c (UINT32_MAX if invalid). Returns its length in bytes.
 static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
     int length = text[0] < 0x80 ? 1 : utf8_length(text, left);
     *c = length == 0 ? UINT32_MAX : length == 1 ? text[0] : text[0] & 0x7Fu >> length;
@@ -633,7 +633,7 @@ static int json_fail(Json *j, const char *fault) {
     return 0;
 }
 
-// Returns the next character after whitespace, which is not consumed; -1 at the end or on an error.
+// Returns the next non-blank character without consuming it, or -1 at the end or after an error.
 static int json_peek(Json *j) {
     while (j->offset < j->end && strchr(" \t\r\n", j->bytes[j->offset]) && j->bytes[j->offset]) {
         j->offset++;
@@ -647,15 +647,15 @@ static int json_take(Json *j, char c) {
     return found;
 }
 
-// Returns the number of four hexadecimal digits at an offset, or -1.
+// Returns the value of the four hexadecimal digits at `offset`, or -1 if there are none.
 static int json_hex(const Json *j, size_t offset) {
     char digits[5] = "";
     memcpy(digits, j->bytes + offset, offset + 4 > j->end ? 0 : 4);
     return strspn(digits, "0123456789abcdefABCDEF") == 4 ? (int)strtol(digits, NULL, 16) : -1;
 }
 
-// Reads an escape after its backslash: one of `letters`, or uXXXX, or two of these that are a
-// surrogate pair. Returns the character or code point. Anything else is an error and returns 0.
+// Reads the rest of an escape sequence after its backslash: a character of `letters`, uXXXX, or a
+// surrogate pair (uXXXX\uXXXX). Returns the code point, or 0 on error.
 static int json_escape(Json *j) {
     static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
     const int c = j->offset < j->end ? j->bytes[j->offset++] : 0;
@@ -675,8 +675,7 @@ static int json_escape(Json *j) {
     return code > 0 ? code : json_fail(j, "invalid escape sequence in string");
 }
 
-// Reads a string into `out`, truncated to capacity - 1 bytes. \uXXXX is converted to UTF-8; \u0000
-// is an error.
+// Reads a string, truncated to capacity - 1 bytes, and decodes its escapes. Rejects \u0000.
 static void json_string(Json *j, char *out, size_t capacity) {
     size_t n = 0;
     if (!json_take(j, '"')) {
@@ -704,7 +703,7 @@ static void json_string(Json *j, char *out, size_t capacity) {
     }
 }
 
-// Reads a number or a literal (true, false, null) into `out` without validating it.
+// Copies a number or a literal (true, false, null) to `out` without validating it.
 static void json_scalar(Json *j, char out[JSON_SCALAR]) {
     int n = 0, c = json_peek(j);
     while (c > 0 && (isalnum(c) || strchr("+-.", c)) && n < JSON_SCALAR - 1) {
@@ -718,7 +717,7 @@ static void json_scalar(Json *j, char out[JSON_SCALAR]) {
     }
 }
 
-// Reads an integer from 0 to 2^53.
+// Reads an integer between 0 and 2^53.
 static int64_t json_count(Json *j) {
     char text[JSON_SCALAR];
     json_scalar(j, text);
@@ -729,8 +728,8 @@ static int64_t json_count(Json *j) {
     return j->fault ? 0 : value;
 }
 
-// Advances to the next element of an array ('[') or the next member of an object ('{'), and for an
-// object reads its key. Returns 0 at the end. *count must be 0 at first; it counts the elements.
+// Advances to the next array element (kind '[') or object member (kind '{'), and copies the key of
+// a member. Returns 0 at the end. *count, initially 0, counts the elements.
 static int json_next(Json *j, int *count, char kind, char *key, size_t capacity) {
     if (*count == 0 && !json_take(j, kind)) {
         return json_fail(j, kind == '{' ? "expected an object" : "expected an array");
@@ -751,7 +750,7 @@ static int json_next(Json *j, int *count, char kind, char *key, size_t capacity)
     return !j->fault;
 }
 
-// Skips one value of any kind, with arrays and objects nested at most `depth` deep.
+// Skips a value. Fails if arrays and objects are nested more than `depth` deep.
 static void json_skip_to(Json *j, int depth) {
     int c = json_peek(j), n = 0;
     char text[JSON_SCALAR];
@@ -770,9 +769,9 @@ static void json_skip_to(Json *j, int depth) {
 
 static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
-// Finds the value at a path of keys, such as "model.vocab", in the object at offset `from`. A key
-// may have alternatives: "n_embd|hidden_size". Of several matching keys, the last one counts, as in
-// Python. Returns 0 if there is none.
+// Moves to the value at a path of keys, such as "model.vocab", in the object at offset `from`. A
+// key may have alternatives: "n_embd|hidden_size". If several members match, the last one is used,
+// as in Python. Returns 0 if none matches.
 static int json_find(Json *j, size_t from, const char *path) {
     char key[64], names[64];
     const int length = (int)strcspn(path, ".");
@@ -787,7 +786,7 @@ static int json_find(Json *j, size_t from, const char *path) {
     return found && !j->fault && (!path[length] || json_find(j, found, path + length + 1));
 }
 
-// Reads the string that json_find() finds. Returns 0 if there is none; `out` is then unchanged.
+// Copies the string at a path to `out`. Returns 0 and leaves `out` unchanged if there is none.
 static int json_get(Json *j, size_t from, const char *path, char *out, size_t capacity) {
     const int found = json_find(j, from, path) && json_peek(j) == '"';
     if (found) {
@@ -796,8 +795,8 @@ static int json_get(Json *j, size_t from, const char *path, char *out, size_t ca
     return found && !j->fault;
 }
 
-// Reads the integer that json_find() finds, or the first one of an array. Returns `otherwise` if
-// there is none, or null.
+// Returns the integer at a path (json_find), or the first element if the value is an array. Returns
+// `otherwise` if the value is missing or null.
 static int64_t json_get_count(Json *j, size_t from, const char *path, int64_t otherwise) {
     if (!json_find(j, from, path)) {
         return otherwise;
@@ -806,8 +805,8 @@ static int64_t json_get_count(Json *j, size_t from, const char *path, int64_t ot
     return json_peek(j) == 'n' ? otherwise : json_count(j);
 }
 
-// Ends the run if a value is not one of those allowed, "a|b", which are compared as numbers if the
-// first is a number. A key may be missing. rows: (count, 2).
+// Fails if a value is present but not allowed. rows: (count, 2), each a path and its allowed values
+// "a|b". Numbers are compared by value: 1.0e-5 equals 1e-05.
 static void json_require(Json j, size_t from, const char *name, const char *const (*rows)[2],
                          int count) {
     for (int i = 0; i < count; i++) {
@@ -835,7 +834,7 @@ static void json_check(const Json *j, const char *name) {
     }
 }
 
-// Ends the run on an error, or if more text follows the JSON value.
+// Fails after an error, or if more text follows the JSON value.
 static void json_end(Json *j, const char *name) {
     if (json_peek(j) >= 0) {
         json_fail(j, "trailing characters");
@@ -843,7 +842,7 @@ static void json_end(Json *j, const char *name) {
     json_check(j, name);
 }
 
-// Writes text as the contents of a JSON string. A byte that is not valid UTF-8 becomes \u00XX.
+// Writes `text` as the contents of a JSON string. Writes a byte that is not valid UTF-8 as \u00XX.
 static void json_text(FILE *f, const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
         unsigned char c = (unsigned char)text[i];
@@ -863,7 +862,7 @@ static void json_text(FILE *f, const char *text, size_t length) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
-// The file format of weights and states, and the Writer, which hashes files while it writes them.
+// The file format of weights and training state, and Writer, which hashes a file as it is written.
 
 // Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
@@ -874,14 +873,14 @@ static const struct {
                             {"U8", 1}, {"I64", 8},  {"I32", 4}, {"I16", 2}, {"I8", 1},
                             {"U64", 8}, {"U32", 4},  {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
 
-// A safetensors file (https://github.com/huggingface/safetensors, README, "Format"): 8 bytes with
-// the length of the header; the header, a JSON object with one member per tensor; the data.
+// A safetensors file: the length of the header (8 bytes), the header (a JSON object with one member
+// per tensor), and the data. Format: https://github.com/huggingface/safetensors, README.
 typedef struct {
     const char *name;
     Json json;
-    int count;                  // header members read so far
+    int count;                  // number of header members read
     const unsigned char *data;
-    uint64_t size, tiling;      // bytes of data; sum of hashes, see safetensors_next
+    uint64_t size, tiling;      // bytes of data; sum of hashes (safetensors_next)
 } Safetensors;
 
 typedef struct {
@@ -916,14 +915,14 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
     f->size = size - f->json.end;
 }
 
-// Hashes a number to 64 bits (the output function of splitmix64).
+// Hashes a 64-bit number (the output function of splitmix64).
 static uint64_t hash_u64(uint64_t x) {
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
     return x ^ x >> 31;
 }
 
-// Parses one tensor's header entry: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
+// Parses one header entry: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
 static void safetensors_member(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     const size_t from = j->offset;
@@ -966,10 +965,10 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     f->tiling += hash_u64(offset[1]) - hash_u64(offset[0]);
 }
 
-// Reads the next tensor; returns 0 after the last. Tensors must cover the data without overlap or
-// gap. The sum of hash(end) - hash(begin) over all tensors then telescopes to hash(size) - hash(0)
-// in any order, which saves sorting the ranges. A file forged to pass is harmless: each range is
-// also checked against the file size.
+// Reads the next tensor. Returns 0 after the last one. Fails unless the tensors cover the data
+// without gaps or overlaps. For that, sums hash(end) - hash(begin) over all tensors. The sum
+// telescopes to hash(size) - hash(0) in any order, which avoids sorting. A forged file can pass,
+// but each range is also checked against the file size.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -987,8 +986,8 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
     return 0;
 }
 
-// Copies a string from __metadata__ to `out`, or "" if there is none. Returns whether there is one.
-// Nothing else of the file is verified.
+// Copies a string from __metadata__ to `out`, or "" if there is none. Returns whether it was found.
+// Verifies nothing else in the file.
 static int safetensors_text(const Mapping *map, const char *key, char *out, size_t capacity) {
     char path[64];
     uint64_t length = 0;
@@ -999,11 +998,11 @@ static int safetensors_text(const Mapping *map, const char *key, char *out, size
     return map->size >= 8 && length <= map->size - 8 && json_get(&j, 8, path, out, capacity);
 }
 
-// A file that is hashed while it is written. After a failure, kept in `error`, callers continue and
-// their data are dropped: producing data may be a collective operation that all ranks must join.
+// Writes a file and hashes it. After an error, which is kept in `error`, further data are dropped.
+// Callers continue, because producing the data may involve collectives that every rank must join.
 typedef struct {
-    int fd;     // -1: closed, or written by another process
-    int error;  // errno of the first failure; 0: none
+    int fd;     // -1 if closed, or if another process writes the file
+    int error;  // errno of the first failure, or 0
     int64_t bytes;
     char file[PATH_BYTES];
     Sha256 sha;
@@ -1022,7 +1021,7 @@ static void writer_put(Writer *w, const void *data, size_t bytes) {
     if (w->fd >= 0 && !w->error) {
         sha256_add(&w->sha, data, bytes);
         w->error = write_all(w->fd, data, bytes) != 0 ? errno : 0;
-        sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);  // shortens the final fsync
+        sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);  // shortens the final fsync()
     }
     w->bytes += (int64_t)bytes;
 }
@@ -1036,7 +1035,7 @@ static void writer_close(Writer *w) {
     sha256_end(&w->sha, w->hash);
 }
 
-// A safetensors header under construction: its text, and the data offset of the next tensor.
+// A safetensors header under construction: its text and the data offset of the next tensor.
 typedef struct {
     char *text;
     size_t bytes;
@@ -1044,7 +1043,7 @@ typedef struct {
     int64_t offset;
 } HeaderText;
 
-// Begins a header. The first header_tensor() closes __metadata__'s object.
+// Begins a header. The first header_tensor() closes the __metadata__ object.
 static void header_start(HeaderText *h) {
     h->offset = 0;
     h->file = open_memstream(&h->text, &h->bytes);
@@ -1052,7 +1051,7 @@ static void header_start(HeaderText *h) {
     fputs("{\"__metadata__\":{\"format\":\"pt\"", h->file);
 }
 
-// Adds a tensor of shape (rows,cols) to the header, or a vector of shape (cols) if rows is 0.
+// Adds a tensor of shape (rows,cols), or (cols) if rows is 0, to the header.
 static void header_tensor(HeaderText *h, const char *name, int type, int64_t rows, int64_t cols) {
     int64_t bytes = max_i64(rows, 1) * cols * file_types[type].bytes;
     fprintf(h->file, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[", h->offset ? "," : "},", name,
@@ -1065,7 +1064,7 @@ static void header_tensor(HeaderText *h, const char *name, int type, int64_t row
     h->offset += bytes;
 }
 
-// Writes the header, padded with spaces so that the data begin at a multiple of 64 bytes.
+// Writes the header and pads it with spaces: the data start at a multiple of 64 bytes.
 static void header_write(HeaderText *h, Writer *w) {
     long length = ftell(h->file);
     fprintf(h->file, "}%*s", (int)(63 - (length + 8) % 64), "");
