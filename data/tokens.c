@@ -1,45 +1,43 @@
 // data/tokens.c -- tokenizer, token shards and multiple-choice files.
 //
-// Encodes and decodes byte-level BPE with GPT-2's split, and reads the shards for training and the
-// files that --eval scores. Does not depend on models, options or engines.
-//
-// train_gpt2.c and data/tokenize.c include this file after data/files.c, as C11 and C++17.
-// data/README.md documents the formats.
+// Encodes and decodes text with GPT-2's byte-level BPE, and reads token shards and the files that
+// --eval scores. Independent of models, options and engines. train_gpt2.c and data/tokenize.c
+// include this file after data/files.c, as C11 or C++17. data/README.md documents the formats.
 
 // -------------------------------------------------------------------------------------------------
 // 1. Tokenizer
-// In the byte tokenizer, token b is byte b (0 <= b < 256), and 256 is <|endoftext|>. All others are
-// byte-level BPEs: GPT-2's, which on valid UTF-8 gives the same tokens as tiktoken's
-// encode_ordinary, those that `data/tokenize --train-bpe` learns, and Hugging Face's.
-// 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). A byte that is not valid UTF-8
-//    counts as a character that is not a letter, number or space.
-// 2. Within a pre-token, the adjacent pair of tokens whose concatenation has the lowest rank is
-//    merged, the leftmost such pair first, until no pair can be merged (bpe_merge).
-// 3. The ranks are the 256 bytes, in the order of their characters, the merges, and the special
-//    tokens, which no text is encoded to. Ids, the numbers in data and models, are the ranks unless
-//    a vocab.json or tokenizer.json gives others.
-// 4. Threads share a Bpe, which is read-only once it is open. Each has a BpeEncoder.
+// The byte tokenizer maps byte b to token b, and token 256 is <|endoftext|>. Every other tokenizer
+// is a byte-level BPE: GPT-2's, one learned by `data/tokenize --train-bpe`, or one from Hugging
+// Face. For valid UTF-8, GPT-2's gives the same tokens as tiktoken's encode_ordinary.
+// 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). An invalid UTF-8 byte is treated
+//    as a character that is neither letter, number nor space.
+// 2. Within a pre-token, adjacent tokens are merged repeatedly (bpe_merge). Each step merges the
+//    leftmost pair with the lowest-ranked concatenation.
+// 3. Ranks number the bytes, in the order of their characters, then the merges, then the special
+//    tokens, which text is never encoded to. Ids are the numbers in data and models. They equal the
+//    ranks unless a vocab.json or tokenizer.json assigns others.
+// 4. A Bpe is read-only once it is open, so threads share it. Each thread has a BpeEncoder.
 
 typedef int32_t Token;
 
 enum { BYTE_VOCABULARY = 257, GPT2_VOCABULARY = 50257, GPT2_END_OF_TEXT = GPT2_VOCABULARY - 1 };
 enum { GPT2_PADDED = 50304 };  // GPT-2's vocabulary rounded up to a multiple of 64 (nanoGPT)
-enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of BPEs; 257: bytes, <|endoftext|>
+enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of a BPE; 257: no merges
 
-// Token files, weights and merges name their tokenizer by a hash. It covers the bytes of every id
-// but no special token, because a model with added tokens still reads the same data.
+// Identifies a tokenizer. Token files, weights and merges store its hash, which covers the bytes of
+// every id but no special tokens: a model with added tokens reads the same data.
 enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1, TOKENIZER_MERGES = 2 };
 typedef struct {
-    int kind, vocabulary;  // vocabulary: the highest id, including `end`, plus 1; 0: unknown
-    Token end;             // end of text; -1: none
-    uint64_t hash;         // first 8 bytes of a SHA-256 (bpe_identify); 0: unknown
+    int kind, vocabulary;  // vocabulary: the highest id, including `end`, plus 1; 0 if unknown
+    Token end;             // end-of-text token, or -1
+    uint64_t hash;         // first 8 bytes of a SHA-256 (bpe_identify), or 0 if unknown
 } Tokenizer;
 static const Tokenizer gpt2_tokenizer = {TOKENIZER_GPT2, GPT2_VOCABULARY, GPT2_END_OF_TEXT,
                                          0x1CE1664773C50F3Eu};
 static const Tokenizer byte_tokenizer = {TOKENIZER_BYTES, BYTE_VOCABULARY, BYTE_VOCABULARY - 1, 1};
 
-// Returns whether data of one tokenizer can be used with the other. One that is unknown agrees with
-// every tokenizer of its size.
+// Returns whether tokens of `a` may be used with `b`. An unknown tokenizer agrees with any other of
+// the same vocabulary size.
 static int tokenizers_agree(const Tokenizer *a, const Tokenizer *b) {
     return a->hash && b->hash ? a->hash == b->hash
                               : !a->vocabulary || !b->vocabulary || a->vocabulary == b->vocabulary;
@@ -57,7 +55,7 @@ static ShortText tokenizer_text(const Tokenizer *t) {
     return text;
 }
 
-// Ends the run unless two tokenizers agree. `of_a` and `of_b` are the files that name them.
+// Fails unless two tokenizers agree. `of_a` and `of_b` are the files that they come from.
 static void tokenizers_require(const char *option, const Tokenizer *a, const char *of_a,
                                const Tokenizer *b, const char *of_b, const char *advice) {
     if (!tokenizers_agree(a, b)) {
@@ -66,9 +64,9 @@ static void tokenizers_require(const char *option, const Tokenizer *a, const cha
     }
 }
 
-// Tables of the code points in Unicode's categories L (letters) and N (numbers): the lengths of
-// gaps and runs in turn (gap, run, gap, run, ...), in the encoding that class_runs() decodes.
-// Unicode 16.0, as in tiktoken 0.14.0; written by dev/tools/unicode_tables.py.
+// Code points of Unicode's categories L (letters) and N (numbers): alternating lengths of gaps and
+// runs, encoded as class_runs() describes. From Unicode 16.0, like tiktoken 0.14.0; generated by
+// dev/tools/unicode_tables.py.
 static const char letter_runs[] =
     "d=)=R$-$'$(:$B$t%'/1(*$$$oX($%%'$$)$$&$$$7$o*$ob+p1$I%$)Lj>''PNF%$o:$$2%*%-&%$3$$A@o0.$;D,%'"
     "$(9'$,$&$:<*.(;$)4M]Y&$5$*-23'+%%%9$*$$&'&$3$0%$&1%-$+)'%%9$*$%$%$%B'$$6&3,$&$9$*$%$(&$5$2%:"
@@ -94,11 +92,11 @@ static const char number_runs[] =
     "I-oM-ri-o=-)7o#/sK6o4-vY-o-@pn-i-sM-o=8|&oFzzT-o|a-o--o]-$*ti-qE:oq{`-oqE7/7oC<|PUo}/-sM-tQ-"
     "q6-wC,oW-xB^$&$'o#P$2zU0prV-";
 enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
-enum { CLASSES = 0x32400 };  // code points from here on are CLASS_OTHER
+enum { CLASSES = 0x32400 };  // higher code points are CLASS_OTHER
 
-// Sets the class of all code points in `runs`. Each character of `runs` encodes d, its distance
-// from '#'. A number is 76 q + d, where d < 76 is from its last character. The characters before it
-// have d >= 76; they are the base-16 digits of q, each with the value d - 75.
+// Sets the class of all code points in `runs`. Each character encodes a digit d, its distance from
+// '#'. A number ends with a digit below 76; the digits before it are at least 76. The value is 76 q
+// + d, where d is the last digit and q has the base-16 digits d - 75 (1 to 16).
 static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
     uint32_t code = 0;
     for (int inside = 0; *runs; inside = !inside) {
@@ -118,38 +116,39 @@ static int is_space(uint32_t c) {
            c == 0x205F || c == 0x3000;
 }
 
-// Returns the character that stands for a byte in files (bytes_to_unicode in GPT-2's encoder.py):
-// printable characters of Latin-1 stand for themselves, U+0100 onwards for the other 68 bytes.
+// Returns the character that represents a byte in tokenizer files (bytes_to_unicode in GPT-2's
+// encoder.py): a printable Latin-1 character represents itself, U+0100 to U+0143 the other 68
+// bytes.
 enum { BYTE_CHARACTERS = 256 + 68 };
 static int byte_character(int b) {
     return b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127 : b == 173 ? 323 : b;
 }
 
-// A vocabulary: maps ids and bytes to each other, and holds the class of every character. It takes
-// 5 MiB, too large for a stack. BPE_TEXT limits the bytes of all tokens, BPE_LONGEST of one.
+// A vocabulary: maps between ids and bytes, and classifies characters. At 5 MiB, it is too large
+// for the stack. BPE_TEXT limits the total bytes of all tokens, BPE_LONGEST those of one token.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512, NO_ID = 65535 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
-    int count, ordinary;                   // tokens so far; those that are bytes or merges
-    int plain;                             // 1: ids are the ranks, and the last is end of text
+    int count, ordinary;                   // number of tokens; number of bytes and merges
+    int plain;                             // 1 if ids are ranks and the last is end of text
     uint32_t start[MAX_VOCABULARY + 1];    // offset of each token's bytes in `text`
-    uint32_t slots[BPE_SLOTS];             // hash table: 16 bits of the hash, rank + 1; 0: free
-    uint16_t splits[MAX_VOCABULARY];       // bytes of the left token of each merge
-    uint16_t ids[MAX_VOCABULARY];          // of each rank; NO_ID: none
-    uint16_t ranks[MAX_VOCABULARY + 1];    // of each id, + 1; 0: none
+    uint32_t slots[BPE_SLOTS];             // hash table: 16 bits of the hash, rank + 1; 0 if free
+    uint16_t splits[MAX_VOCABULARY];       // length of the left token of each merge
+    uint16_t ids[MAX_VOCABULARY];          // id of each rank, or NO_ID
+    uint16_t ranks[MAX_VOCABULARY + 1];    // rank of each id + 1, or 0
     unsigned char classes[CLASSES];
-    int16_t byte_of[BYTE_CHARACTERS];      // byte that a character stands for (byte_character); -1
+    int16_t byte_of[BYTE_CHARACTERS];      // inverse of byte_character; -1 if there is none
     char text[BPE_TEXT];
 } Bpe;
 
-// Sets *bytes to the bytes of a token, which are not 0-terminated. Returns their number.
+// Points *bytes to the bytes of a token, which are not NUL-terminated. Returns their number.
 static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
     *bytes = bpe->text + bpe->start[token];
     return (int)(bpe->start[token + 1] - bpe->start[token]);
 }
 
-// Finds the slot of a token by its bytes (1 to BPE_LONGEST), or the free slot where it belongs.
-// *tag receives the upper half of the slot's value.
+// Returns the slot of the token with these n bytes (1 to BPE_LONGEST), or the free slot where it
+// belongs. Sets *tag to the upper half of the slot's value.
 static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *tag) {
     uint64_t hash = fnv1a(fnv1a_start, bytes, n) * 0x9E3779B97F4A7C15u;
     uint32_t slot = (uint32_t)(hash >> 31) % BPE_SLOTS;
@@ -166,7 +165,7 @@ static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *
     return slot;
 }
 
-// Returns the rank of the byte or merge that consists of these n bytes, or -1.
+// Returns the rank of the byte or merge with these n bytes, or -1.
 static int bpe_rank(const Bpe *bpe, const char *bytes, size_t n) {
     uint32_t tag;
     if (n == 0 || n > BPE_LONGEST) {
@@ -175,7 +174,7 @@ static int bpe_rank(const Bpe *bpe, const char *bytes, size_t n) {
     return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
 }
 
-// Appends a special token, which bpe_rank() does not find. Returns 0 if there is no space for it.
+// Appends a special token, which bpe_rank() does not find. Returns 0 if the vocabulary is full.
 static int bpe_add_special(Bpe *bpe, const char *bytes, size_t n) {
     const uint32_t begin = bpe->start[bpe->count];
     if (n == 0 || n > BPE_LONGEST || bpe->count == MAX_VOCABULARY || n > BPE_TEXT - begin) {
@@ -187,7 +186,7 @@ static int bpe_add_special(Bpe *bpe, const char *bytes, size_t n) {
     return 1;
 }
 
-// Appends a byte or merge. Returns 0 also if it is a duplicate.
+// Appends a byte or merge. Returns 0 if the vocabulary is full or already contains the token.
 static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     uint32_t tag;
     if (bpe_rank(bpe, bytes, n) >= 0 || !bpe_add_special(bpe, bytes, n)) {
@@ -199,7 +198,7 @@ static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     return 1;
 }
 
-// Returns the rank of a byte, merge or special token, or -1.
+// Returns the rank of the byte, merge or special token with these n bytes, or -1.
 static int token_rank(const Bpe *bpe, const char *bytes, size_t n) {
     const char *found;
     int rank = bpe_rank(bpe, bytes, n);
@@ -209,7 +208,7 @@ static int token_rank(const Bpe *bpe, const char *bytes, size_t n) {
     return rank;
 }
 
-// Gives a token an id. Returns 0 if the token has another, or if another token has this one.
+// Assigns an id to a token. Returns 0 if the token has another id or the id another token.
 static int bpe_number(Bpe *bpe, int rank, int64_t id) {
     if (rank < 0 || id < 0 || id >= NO_ID || (bpe->ranks[id] && bpe->ranks[id] != rank + 1) ||
         (bpe->ids[rank] != NO_ID && bpe->ids[rank] != id)) {
@@ -220,8 +219,8 @@ static int bpe_number(Bpe *bpe, int rank, int64_t id) {
     return 1;
 }
 
-// Completes a vocabulary of bytes and merges: adds <|endoftext|> and makes the ranks the ids.
-// Returns 0 if there is no space for it.
+// Completes a vocabulary without a file of ids: appends <|endoftext|> and uses ranks as ids.
+// Returns 0 if the vocabulary is full.
 static const char marker[] = "<|endoftext|>";
 enum { MARKER_BYTES = sizeof marker - 1 };
 static int bpe_number_plainly(Bpe *bpe) {
@@ -233,7 +232,7 @@ static int bpe_number_plainly(Bpe *bpe) {
     return bpe->plain;
 }
 
-// Begins a vocabulary with the 256 bytes, in the order of their characters.
+// Starts a vocabulary that contains the 256 bytes, in the order of their characters.
 static void bpe_begin(Bpe *bpe) {
     memset(bpe, 0, offsetof(Bpe, byte_of));
     memset(bpe->byte_of, -1, sizeof bpe->byte_of);
@@ -253,14 +252,14 @@ static void bpe_begin(Bpe *bpe) {
     }
 }
 
-// Finds the path of GPT-2's vocabulary: `asked` (--tokenizer) if given, even if the file does not
-// exist, otherwise data/vocab.bpe. Returns 0 if there is none.
+// Writes the path of GPT-2's merges: `asked` (--tokenizer) if it is not empty, else data/vocab.bpe.
+// Returns 0 if the default does not exist.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
     path_print(path, "%s", asked[0] ? asked : "data/vocab.bpe");
     return asked[0] || access(path, F_OK) == 0;
 }
 
-// Returns the class (CLASS_*) of the character at p; *length receives its number of bytes.
+// Returns the class (CLASS_*) of the character at p and sets *length to its length in bytes.
 static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsigned char *end,
                              int *length) {
     if (*p < 0x80) {
@@ -272,7 +271,7 @@ static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsig
     return c < CLASSES ? bpe->classes[c] : (int)CLASS_OTHER;
 }
 
-// Returns the end of the pre-token that begins at p (p < end), by GPT-2's pattern
+// Returns the end of the pre-token that starts at p (p < end), according to GPT-2's pattern
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
                                       const unsigned char *end) {
@@ -293,18 +292,17 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
         } while (q < end && char_class(bpe, q, end, &length) == kind);
         return q;
     }
-    // `\s+(?!\S)` leaves the last whitespace character to the next pre-token; a single whitespace
-    // character is a separate pre-token (`\s+`).
+    // `\s+(?!\S)` leaves the last whitespace character to the next pre-token. A single whitespace
+    // character matches only `\s+` and is a pre-token by itself.
     for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
         last = q;
     }
     return q == end || last == p ? q : last;
 }
 
-// Returns whether encoding the text in two parts, split before the ASCII whitespace at offset
-// i > 0, gives the same tokens as encoding it whole. This holds if the preceding character is not
-// whitespace: no alternative of the pattern continues from it to whitespace, and the only one that
-// looks ahead (\s+) cannot end there.
+// Returns whether a text gives the same tokens if it is encoded in two parts, cut before the ASCII
+// whitespace at offset i > 0. This holds if the preceding character is not whitespace. No
+// alternative of the pattern continues from it to whitespace, and `\s+(?!\S)` cannot end there.
 __attribute__((unused)) static int bpe_cut_is_safe(const char *text, size_t i) {
     const unsigned char *t = (const unsigned char *)text;
     size_t start = i - 1;
@@ -315,7 +313,7 @@ __attribute__((unused)) static int bpe_cut_is_safe(const char *text, size_t i) {
     return (size_t)utf8_decode(&c, t + start, i - start) == i - start && !is_space(c);
 }
 
-// A binary heap with the smallest item at the top.
+// A binary min-heap.
 typedef struct {
     uint64_t *items;
     size_t count, capacity;
@@ -348,24 +346,24 @@ static uint64_t heap_pop(Heap *h) {
     return top;
 }
 
-// One thread's encoder state: a direct-mapped 2-MiB cache of short pre-tokens ("words") with their
-// tokens; and nodes and a heap, together 28 bytes per byte of the longest pre-token so far.
+// Encoder state of one thread: a direct-mapped 2 MiB cache of short pre-tokens ("words"), and nodes
+// and a heap. The latter two take 28 bytes per byte of the longest pre-token so far.
 enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
 typedef struct {
-    uint64_t key[4];  // the word's bytes, zero padding, and its length in the last byte
+    uint64_t key[4];  // the word, zero padding, and its length in the last byte
     uint16_t count, tokens[WORD_TOKENS];
 } BpeWord;
 typedef struct {
-    uint32_t next, previous;  // offsets at which the adjacent tokens begin
-    int32_t merged;           // rank of the token that this and the next one merge into; -1: none
+    uint32_t next, previous;  // offsets of the adjacent tokens
+    int32_t merged;           // rank of the concatenation with the next token, or -1
 } BpeNode;
 typedef struct {
     const Bpe *bpe;
     BpeWord *words;
-    BpeNode *nodes;  // indexed by the offset at which a token begins
+    BpeNode *nodes;  // indexed by the offset of a token
     size_t capacity;
-    Heap heap;       // merged rank << 32 | offset; outdated entries are skipped when popped
-    int limit;       // only merges into tokens with lower ranks are applied
+    Heap heap;       // items: merged rank << 32 | offset; stale items are skipped
+    int limit;       // only ranks below it are merged
 } BpeEncoder;
 
 static void bpe_encoder_open(BpeEncoder *e, const Bpe *bpe) {
@@ -381,7 +379,7 @@ static void bpe_encoder_close(BpeEncoder *e) {
     memset(e, 0, sizeof *e);
 }
 
-// Looks up the merge of the token at offset `i` with the next token, and pushes it onto the heap.
+// Looks up the merge of the tokens at offset i and after it, and pushes it onto the heap.
 static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     uint32_t next = e->nodes[i].next;
     int rank = next < n ? bpe_rank(e->bpe, text + i, e->nodes[next].next - i) : -1;
@@ -392,8 +390,8 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     }
 }
 
-// Encodes one pre-token of n bytes into ranks below `limit`, or bytes, and returns their number.
-// Every merge removes one token and pushes at most two entries: O(n log n) in total.
+// Encodes one pre-token of n bytes, using only bytes and ranks below `limit`. Returns the number of
+// ranks written to `out`. Every merge removes one token and pushes at most two items: O(n log n).
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, uint16_t *out) {
     check(n < UINT32_MAX, "a pre-token of %zu bytes", n);
     e->limit = limit;
@@ -432,12 +430,12 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, u
     return count;
 }
 
-// Encodes a text of n bytes into `out`, which has space for n tokens. Returns the number of tokens.
+// Encodes a text of n bytes. Writes at most n ids to `out` and returns their number.
 static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     uint16_t *to = out;
     for (size_t length; p < end; p += length) {
-        uint64_t key[4] = {0};  // stays 0 for a pre-token that is too long to cache
+        uint64_t key[4] = {0};  // key[3] stays 0 if the pre-token is too long to cache
         BpeWord *word = e->words;
         length = (size_t)(pretoken_end(e->bpe, p, end) - p);
         if (length <= WORD_BYTES) {
@@ -455,7 +453,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
         for (int64_t i = 0; i < count; i++) {
             const uint16_t rank = to[i];
             to[i] = e->bpe->ids[rank];
-            if (to[i] == NO_ID) {  // a byte: see tokenizer_numbers
+            if (to[i] == NO_ID) {  // only bytes may lack an id (bpe_identify)
                 die("the tokenizer has no token for the byte %d of this text",
                     (unsigned char)e->bpe->text[e->bpe->start[rank]]);
             }
@@ -470,7 +468,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     return to - out;
 }
 
-// Writes a token as characters (byte_character) in UTF-8. Returns their number of bytes.
+// Writes a token as UTF-8 characters (byte_character). Returns the number of bytes written.
 static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int n) {
     size_t length = 0;
     for (int i = 0; i < n; i++) {
@@ -483,17 +481,17 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
     return length;
 }
 
-// The files that keep a tokenizer: merges.txt, vocab.json and tokenizer_config.json. One that is
-// plain needs only the first.
+// The files that store a tokenizer: merges.txt, vocab.json, tokenizer_config.json. A plain
+// tokenizer needs only the first.
 enum { FILE_OF_MERGES, FILE_OF_IDS, FILE_OF_ROLES, TOKENIZER_FILES };
 
-// Returns the text of a tokenizer file, and its size in *size. The caller frees the text. `length`:
-// the model's maximum sequence length, or 0.
+// Returns the contents of a tokenizer file and stores their size in *size. The caller frees them.
+// `length` is the maximum sequence length of the model, or 0.
 static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
     FILE *f = open_memstream(&text, size);
-    check(f, "no memory for a vocabulary");
+    check(f, "out of memory for a vocabulary");
     fputs(file == FILE_OF_MERGES ? "#version: 0.2\n" : "{", f);
     for (int rank = 256; file == FILE_OF_MERGES && rank < bpe->ordinary; rank++) {
         const int n = bpe_bytes(bpe, rank, &bytes), split = bpe->splits[rank];
@@ -525,12 +523,12 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
         }
     }
     fputs(file == FILE_OF_MERGES ? "" : "}\n", f);
-    check(fclose(f) == 0, "no memory for a vocabulary");
+    check(fclose(f) == 0, "out of memory for a vocabulary");
     return text;
 }
 
-// Sets bpe->tokenizer except for its end of text. The hash is of merges.txt and, unless they are
-// the ranks, of the ids of bytes and merges.
+// Sets bpe->tokenizer, except for the end of text. Hashes merges.txt, followed by the ids of bytes
+// and merges unless they equal the ranks.
 static void bpe_identify(Bpe *bpe, const char *name) {
     size_t size;
     char digits[SHA256_TEXT];
@@ -539,8 +537,8 @@ static void bpe_identify(Bpe *bpe, const char *name) {
     t->vocabulary = t->end + 1;
     for (int rank = 0; rank < bpe->ordinary; rank++) {
         const int id = bpe->ids[rank];
-        if (id == NO_ID && rank > 255) {  // a byte without an id may never occur
-            die("%s: merge %d produces a token that has no id", name, rank - 255);
+        if (id == NO_ID && rank > 255) {  // a byte without an id may be absent from texts
+            die("%s: merge %d produces a token without an id", name, rank - 255);
         }
         plain &= id == rank;
         t->vocabulary = id != NO_ID && id >= t->vocabulary ? id + 1 : t->vocabulary;
@@ -558,12 +556,12 @@ static void bpe_identify(Bpe *bpe, const char *name) {
     t->kind = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_MERGES;
 }
 
-// A tokenizer's files being read. Errors name the file.
+// State while the files of a tokenizer are read. Error messages contain the file's name.
 typedef struct {
     Bpe *bpe;
     BpeEncoder encoder;
     const char *name;
-    char eos[BPE_LONGEST];  // end of text, as text and as an id; "" and -1: not given
+    char eos[BPE_LONGEST];  // end of text as a string, or ""; as an id, or -1
     int64_t end;
 } BpeReader;
 
@@ -576,8 +574,8 @@ static void reader_open(BpeReader *r, Bpe *bpe, const char *name) {
     bpe_encoder_open(&r->encoder, bpe);
 }
 
-// Decodes a token, written as characters (byte_character). Returns its number of bytes; -1 if a
-// character stands for no byte, or if there are more than `most`.
+// Decodes a token that is written as characters (byte_character). Returns its number of bytes, or
+// -1 if a character represents no byte or the token is longer than `most` bytes.
 static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, size_t length) {
     int n = 0;
     for (size_t i = 0; i < length; n++) {
@@ -591,8 +589,8 @@ static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, siz
     return n;
 }
 
-// Adds the merge "left right" at `line` of the file. Ends the run if earlier merges keep it from
-// ever being applied: other programs would then give different tokens.
+// Adds the merge "left right" at `line` of the file. Fails if earlier merges prevent it from ever
+// being applied: other programs would then produce different tokens.
 static void merge_read(BpeReader *r, const char *text, size_t length, int line) {
     Bpe *bpe = r->bpe;
     char both[BPE_LONGEST];
@@ -603,7 +601,7 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     const int right = left < 0 ? -1 : word_bytes(bpe, both + left, BPE_LONGEST - left,
                                                  text + second, length - second);
     if (right < 0) {
-        die("%s:%d: expected a merge: two tokens in GPT-2's byte alphabet, at most %d bytes long",
+        die("%s:%d: expected two tokens in GPT-2's byte alphabet, at most %d bytes in total",
             r->name, line, BPE_LONGEST);
     }
     const size_t n = (size_t)left + (size_t)right;
@@ -617,12 +615,12 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     }
     bpe->splits[bpe->count] = (uint16_t)left;
     if (bpe->count == MAX_VOCABULARY - 1 || !bpe_add(bpe, both, n)) {
-        die("%s:%d: too many merges, at most %d and %d bytes in total are supported", r->name,
+        die("%s:%d: too many merges; at most %d, with %d bytes in total, are supported", r->name,
             line, MAX_VOCABULARY - MIN_VOCABULARY, BPE_TEXT);
     }
 }
 
-// Reads a vocab.bpe or merges.txt: a line `#version`, which old files lack, and one merge per line.
+// Reads a vocab.bpe or merges.txt: a `#version` line, absent in older files, then a merge per line.
 static void merges_read(BpeReader *r, Mapping map) {
     const char *text = (const char *)map.bytes, *end = text + map.size;
     text += map.size > 2 && memcmp(text, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;  // a byte order mark
@@ -638,12 +636,12 @@ static void merges_read(BpeReader *r, Mapping map) {
     }
 }
 
-// Gives the token that a file writes as `text` an id. A token that no merge makes is special.
+// Assigns an id to the token written as `text`. A token that no merge produces is special.
 static void token_read(const BpeReader *r, const char *text, int64_t id) {
     Bpe *bpe = r->bpe;
     char decoded[BPE_LONGEST];
     const int n = word_bytes(bpe, decoded, BPE_LONGEST, text, strlen(text));
-    const char *bytes = n > 0 ? decoded : text;  // special tokens may have other characters
+    const char *bytes = n > 0 ? decoded : text;  // a special token may contain other characters
     const size_t length = n > 0 ? (size_t)n : strlen(text);
     int rank = token_rank(bpe, bytes, length);
     rank = rank < 0 && bpe_add_special(bpe, bytes, length) ? bpe->count - 1 : rank;
@@ -653,7 +651,7 @@ static void token_read(const BpeReader *r, const char *text, int64_t id) {
     }
 }
 
-// Reads {"token": id, ...}: vocab.json, added_tokens.json or a part of a tokenizer.json.
+// Reads {"token": id, ...} from a vocab.json, added_tokens.json or part of a tokenizer.json.
 static void tokens_read(const BpeReader *r, Json j) {
     char text[2 * BPE_LONGEST + 2];
     for (int n = 0; json_next(&j, &n, '{', text, sizeof text);) {
@@ -665,7 +663,7 @@ static void tokens_read(const BpeReader *r, Json j) {
     json_check(&j, r->name);
 }
 
-// Writes the path of `name` beside a tokenizer's file: FOLDER/name, or PREFIX_name beside
+// Writes the path of `name` next to a tokenizer file: FOLDER/name, or PREFIX_name for
 // PREFIX_merges.txt. Returns whether it exists.
 static int file_beside(char path[PATH_BYTES], const char *file, const char *name) {
     size_t n = strlen(file);
@@ -677,7 +675,7 @@ static int file_beside(char path[PATH_BYTES], const char *file, const char *name
            access(path, F_OK) == 0;
 }
 
-// Finds the tokenizer's file in the folder of FOLDER/merges.txt. Returns 0 if there is none.
+// Finds the tokenizer file in the folder of FOLDER/merges.txt. Returns 0 if there is none.
 static int tokenizer_find(char path[PATH_BYTES], const char *merges) {
     return file_beside(path, merges, "tokenizer.json") || file_beside(path, merges, "merges.txt") ||
            file_beside(path, merges, "vocab.bpe");
@@ -706,8 +704,8 @@ static void json_merges_read(BpeReader *r, Json j) {
     json_check(&j, r->name);
 }
 
-// Reads a tokenizer.json (`whole`), config.json or tokenizer_config.json: merges, ids and end of
-// text. Ends the run if a setting would give other tokens.
+// Reads merges, ids and end of text from a tokenizer.json (`whole`), config.json or
+// tokenizer_config.json. Fails if a setting would change how text is tokenized.
 static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
     static const char *const settings[][2] = {
         {"special", "true"}, {"model.type", "BPE"}, {"model.dropout", "0|null"},
@@ -733,7 +731,7 @@ static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
     if (json_find(&j, 0, "model.vocab")) {
         tokens_read(r, j);
     }
-    for (int i = 0; i < 2; i++) {  // an array of objects with "id", and an object with ids as keys
+    for (int i = 0; i < 2; i++) {  // an array of objects with "id"; an object with ids as keys
         const int found = json_find(&j, 0, lists[i]);
         for (int n = 0; found && json_next(&j, &n, "[{"[i], number, sizeof number); json_skip(&j)) {
             const size_t from = j.offset;
@@ -756,7 +754,7 @@ static int token_exists(const Bpe *bpe, int64_t id) {
     return id >= 0 && id < NO_ID && bpe->ranks[id];
 }
 
-// Sets the end of text to `id` or, if it is not a token, to the token `eos`, or <|endoftext|>.
+// Sets the end of text to the token `id` or, if there is no such token, to `eos` or <|endoftext|>.
 static void bpe_set_end(Bpe *bpe, int64_t id, const char *eos) {
     const char *const names[] = {eos, marker};
     for (int i = 0; i < 2 && !token_exists(bpe, id); i++) {
@@ -766,9 +764,9 @@ static void bpe_set_end(Bpe *bpe, int64_t id, const char *eos) {
     bpe->tokenizer.end = (Token)id;
 }
 
-// Reads a tokenizer: a folder with a tokenizer.json or merges.txt, or one of these files, and those
-// beside it. End of text is eos_token_id in config.json, else eos_token, else <|endoftext|>. Ends
-// the run unless the tokenizer agrees with `want`, that of the data named `of`, if not NULL.
+// Reads a tokenizer from a folder with a tokenizer.json or merges.txt, or from one of these files
+// and those next to it. The end of text is eos_token_id of config.json, else eos_token, else
+// <|endoftext|>. Fails unless the tokenizer agrees with `want`, if not NULL, of the data file `of`.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     static const char *const names[] = {"", "vocab.json", "added_tokens.json", "config.json",
                                         "tokenizer_config.json"};
@@ -822,8 +820,8 @@ static const char *shard_prefix(const char *shard) {
     return end;
 }
 
-// Finds the merges of a shard: `asked` (--tokenizer) or, if it is empty, PREFIX_merges.txt. Returns
-// 0 if the shard's name has no PREFIX.
+// Writes the path of a shard's merges: `asked` (--tokenizer) if it is not empty, else
+// PREFIX_merges.txt. Returns 0 if the name of the shard has no PREFIX.
 static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
     const char *end = shard_prefix(shard);
     path_print(path, "%s", asked);
@@ -833,7 +831,7 @@ static int merges_find(char path[PATH_BYTES], const char *asked, const char *sha
     return asked[0] || end;
 }
 
-// Writes the text of one token to `out`, or its number if bpe is NULL. Returns the bytes written.
+// Writes the text of a token to `out`, or its number if bpe is NULL. Returns the bytes written.
 static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe, Token token) {
     if (t->kind == TOKENIZER_BYTES) {
         out[0] = (char)token;
@@ -850,23 +848,23 @@ static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe,
 
 // -------------------------------------------------------------------------------------------------
 // 2. Token shards
-// A shard is a file with a header of 256 int32, followed by uint16 tokens. The header names the
-// tokenizer. data/tokenize also stores a SHA-256 of the whole file there, other programs zeros.
+// A shard consists of a header of 256 int32 words and uint16 tokens. The header identifies the
+// tokenizer. data/tokenize also stores a SHA-256 of the file there; other programs write zeros.
 
-enum { SHARD_SHA256 = 8, SHARD_EDGE = 1 << 20 };  // header word where the hash starts; bytes
+enum { SHARD_SHA256 = 8, SHARD_EDGE = 1 << 20 };  // first header word of the hash; bytes
 
 typedef struct {
     char path[PATH_BYTES];
-    int fd;                     // -1: opened for each read
+    int fd;                     // -1 if the file is opened for each read
     Tokenizer tokenizer;        // from the header
     int64_t count;              // tokens
-    int64_t first_window;       // number of windows in all preceding shards
-    char edges[SHA256_TEXT];    // SHA-256 of the file's first and last MiB, header included
+    int64_t first_window;       // number of windows in preceding shards
+    char edges[SHA256_TEXT];    // SHA-256 of the file's first and last MiB, with the header
 } Shard;
 
 static int64_t shard_file_bytes(const Shard *shard) { return LLMC_HEADER_BYTES + 2 * shard->count; }
 
-// Reads bytes at an offset of a shard. Returns NULL on success, otherwise an error message.
+// Reads `bytes` bytes at `offset`. Returns NULL on success, otherwise an error message.
 static const char *shard_bytes(const Shard *shard, void *out, int64_t bytes, int64_t offset) {
     int64_t size = shard_file_bytes(shard);
     const int fd = shard->fd < 0 ? file_open(shard->path, &size) : shard->fd;
@@ -883,8 +881,8 @@ static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, 
     return shard_bytes(shard, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
 }
 
-// Returns the tokenizer in the header of a token or evaluation file. llm.c's files name none: their
-// tokens are GPT-2's.
+// Returns the tokenizer named in the header of a token or evaluation file. llm.c's files name none,
+// because their tokens are always GPT-2's.
 static Tokenizer tokenizer_of_header(const LlmcHeader *h, int vocabulary) {
     const uint32_t first = (uint32_t)h->words[5], second = (uint32_t)h->words[6];
     Tokenizer t = h->words[4] == TOKENIZER_BYTES ? byte_tokenizer : gpt2_tokenizer;
@@ -907,7 +905,7 @@ static void shard_open(Shard *shard, const char *path) {
     if (fault) {
         die("cannot read token file %s: %s", path, fault);
     }
-    if (first > 0 && !memchr(header, 0, (size_t)first)) {  // every header contains zeros
+    if (first > 0 && !memchr(header, 0, (size_t)first)) {  // a header contains zeros
         die("%s is a text file, not token data; to tokenize it, run data/tokenize --train-bpe 8192 "
             "-o PREFIX %s", path, path);
     }
@@ -932,8 +930,8 @@ static void shard_open(Shard *shard, const char *path) {
     }
 }
 
-// Hashes the first and the last MiB of a shard, or all of a smaller one, into shard->edges, with
-// zeros in place of the hash in the header. Returns NULL on success, otherwise an error message.
+// Hashes the first and last MiB of a shard, or all of a smaller one, into shard->edges. Replaces
+// the hash in the header with zeros. Returns NULL on success, otherwise an error message.
 static const char *shard_hash_edges(Shard *shard) {
     const int64_t size = shard_file_bytes(shard), first = min_i64(size, SHARD_EDGE);
     const int64_t last = max_i64(size - SHARD_EDGE, first);
@@ -954,12 +952,12 @@ static const char *shard_hash_edges(Shard *shard) {
 
 // -------------------------------------------------------------------------------------------------
 // 3. Evaluation files
-// Multiple choice: each example is a context and several completions, one of them correct. The
-// format is llm.c's, documented at write_evalfile in llm.c's dev/data/data_common.py: a header with
-// the number of examples and the size in bytes of the largest one, then for each example uint16
-// words: 65535; the example's size in bytes, index, label (the correct completion) and number of
-// completions; and the length and tokens of the context and of each completion. Tested only with
-// synthetic files. llm.c's files have four completions per example, other benchmarks two to five.
+// Multiple choice: each example has a context and several completions, exactly one of them correct.
+// The format is llm.c's (write_evalfile in dev/data/data_common.py). A header stores the number of
+// examples and the size in bytes of the largest. Each example consists of uint16 words: 65535; its
+// size in bytes, index, label (the correct completion) and number of completions; then the length
+// and the tokens of the context and of each completion. Tested only with synthetic files. llm.c's
+// files have four completions per example, other benchmarks two to five.
 
 enum { EVAL_START = 65535, EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
 
@@ -969,8 +967,8 @@ typedef struct {
 } EvalTokens;
 
 typedef struct {
-    int label, completions, longest;         // longest: tokens of the longest completion
-    EvalTokens texts[1 + EVAL_COMPLETIONS];  // the context, then the completions
+    int label, completions, longest;         // longest: tokens in the longest completion
+    EvalTokens texts[1 + EVAL_COMPLETIONS];  // context and completions
 } EvalExample;
 
 typedef struct {
@@ -986,8 +984,8 @@ static int eval_word(const unsigned char *words, int64_t i) {
     return words[2 * i] | words[2 * i + 1] << 8;
 }
 
-// Parses example `number`, which begins at byte `offset` of the file. Returns its size in bytes.
-// Ends the run unless it is within the file and all its words have allowed values.
+// Parses example `number` at byte `offset` of the file. Returns its size in bytes. Fails if it
+// exceeds the file or contains an invalid word.
 static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int number) {
     const unsigned char *p = f->bytes + offset;
     const size_t available = f->size - offset;
@@ -995,11 +993,10 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         die("%s: example %d: unexpected end of file", f->name, number);
     }
     const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
-    if (start != EVAL_START || index != number || (size_t)bytes > available ||
-        (size_t)bytes > f->longest_bytes) {
+    const size_t most = available < f->longest_bytes ? available : f->longest_bytes;
+    if (start != EVAL_START || index != number || (size_t)bytes > most) {
         die("%s: example %d: start word %d, index %d, size %d bytes; expected %d, %d and at most "
-            "%zu, the rest of the file, and %zu, the header's maximum", f->name, number, start,
-            index, bytes, EVAL_START, number, available, f->longest_bytes);
+            "%zu", f->name, number, start, index, bytes, EVAL_START, number, most);
     }
     memset(x, 0, sizeof *x);
     x->label = eval_word(p, 3);
@@ -1034,14 +1031,14 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
     return (size_t)bytes;
 }
 
-// Checks an evaluation file, including every example, for a model of `vocabulary` tokens. `f` keeps
-// pointers to `bytes` and `name`. Ends the run on the first error.
+// Parses an evaluation file and checks all examples for a model of `vocabulary` tokens. `f` keeps
+// pointers to `bytes` and `name`. Fails on the first error.
 static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
                        int vocabulary) {
     LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);
     int examples = h.words[2], longest_bytes = h.words[3];
     if (examples < 1 || examples > 65535 || longest_bytes < 1 || longest_bytes > 65535) {
-        die("%s: header says %d examples of up to %d bytes; expected 1 to 65535 for both",
+        die("%s: the header gives %d examples of up to %d bytes; expected 1 to 65535 for both",
             name, examples, longest_bytes);
     }
     const EvalFile file = {.name = name, .bytes = bytes, .size = size,
@@ -1051,7 +1048,7 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
     static const Tokenizer unknown = {0, 0, 0, 0};
     *f = file;
     if (f->tokenizer.kind == TOKENIZER_GPT2 && vocabulary < GPT2_VOCABULARY) {
-        f->tokenizer = unknown;  // ids this low are not from llm.c's files
+        f->tokenizer = unknown;  // not llm.c's file: all ids are too low
     }
     size_t offset = LLMC_HEADER_BYTES;
     for (int i = 0; i < f->examples; i++) {
