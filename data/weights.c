@@ -1,13 +1,13 @@
-// data/weights.c -- GPT-2 weights in Hugging Face's and llm.c's files.
+// data/weights.c -- GPT-2 weights in the file formats of Hugging Face and llm.c.
 //
 // Reads Hugging Face's config.json and model.safetensors, whole or in parts, and llm.c's .bin
-// files; writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
+// files. Writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
 //
-// Hugging Face stores the weight matrices of a block as (in, out), the transpose of this program's
-// layout, and wte without its padding rows.
+// Hugging Face stores the weight matrices of a block as (in, out), the transpose of the layout in
+// memory, and stores wte without padding rows.
 
-// Tensors that Hugging Face's files may contain in addition to those of tensor_table: the causal
-// mask (two tensors) and the tied head.
+// Tensors that Hugging Face's files may contain besides those of tensor_table: the causal mask (two
+// tensors) and the tied head.
 enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
 static const struct {
     const char *hf_name;
@@ -15,7 +15,7 @@ static const struct {
 } extra_table[FILE_TENSORS - TENSORS] = {
     {"attn.bias", 1}, {"attn.masked_bias", 1}, {"lm_head.weight", 0}};
 
-// Writes Hugging Face's name of a tensor: prefix, "h.N." for a tensor of block N, and its name.
+// Writes the name of a tensor: prefix, "h.N." if it belongs to block N, and Hugging Face's name.
 static void file_tensor_name(char name[80], const char *prefix, int tensor, int layer) {
     const int extra = tensor - TENSORS;
     const char *hf_name = extra < 0 ? tensor_table[tensor].hf_name : extra_table[extra].hf_name;
@@ -26,19 +26,19 @@ static void file_tensor_name(char name[80], const char *prefix, int tensor, int 
     snprintf(name, 80, "%s%s%s", prefix, block, hf_name);
 }
 
-// Location of one tensor of one layer in a mapped file.
+// Location of one layer's tensor in a mapped file.
 typedef struct {
-    const unsigned char *data;  // NULL: not in the file
+    const unsigned char *data;  // NULL if the file lacks the tensor
     int type;                   // FILE_F32, FILE_BF16 or FILE_F16
 } Span;
 enum { MODEL_FILES = 64 };
 typedef struct {
-    char name[PATH_BYTES];  // path of the file with the weights, or of the last of its parts
+    char name[PATH_BYTES];  // path of the weights, or of their last part
     Mapping maps[MODEL_FILES];
     int files;       // number of parts
     Model model;
-    Tokenizer tokenizer;  // that config.json names, or of the files beside it (weights_tokenizer)
-    int transposed;  // 1: Hugging Face's layout: matrices (in, out), wte without padding
+    Tokenizer tokenizer;  // from files beside the weights (weights_tokenizer), else config.json
+    int transposed;  // 1 for Hugging Face's layout: matrices (in, out), wte without padding
     Span *spans;     // [layer][FILE_TENSORS]
 } ModelFile;
 
@@ -46,7 +46,7 @@ static Span *file_span(Span *spans, int tensor, int layer) {
     return &spans[layer * FILE_TENSORS + tensor];
 }
 
-// Converts `count` elements of a span to `real`, from index `first` on.
+// Converts `count` elements of a span, starting at element `first`, to `real`.
 static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
     const unsigned char *p = s->data + first * file_types[s->type].bytes;
     const int plain = !GPT2_DOUBLE && s->type == FILE_F32;
@@ -63,7 +63,7 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
             memcpy(&half, p + 2 * i, 2);
             bits = (uint32_t)half << 16;
         }
-        if (s->type == FILE_F16) {  // IEEE 754 half: exponent of 5 bits with bias 15, not 127
+        if (s->type == FILE_F16) {  // IEEE 754 half: 5 exponent bits, bias 15 instead of 127
             int special = (half & 0x7c00) == 0x7c00;
             bits = (uint32_t)(half & 0x8000) << 16 | (uint32_t)(half & 0x7fff) << 13;
             bits |= special ? 0x7f800000u : 0;
@@ -75,9 +75,9 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
 }
 
 // Finds a tensor by its Hugging Face name, with or without the prefix "transformer.". Returns its
-// index (TENSORS and above: a row of extra_table), or -1. *layer receives the block number.
+// index, or -1; TENSORS and above are rows of extra_table. Sets *layer to the block number, or 0.
 static int file_tensor_find(const char *name, int L, int *layer) {
-    char same[80];  // leading zeros and signs are lost in it
+    char same[80];  // differs from a name with signs or leading zeros
     *layer = 0;
     name += strncmp(name, "transformer.", 12) == 0 ? 12 : 0;
     sscanf(name, "h.%9d.", layer);
@@ -90,7 +90,7 @@ static int file_tensor_find(const char *name, int L, int *layer) {
     return -1;
 }
 
-// Ends the run if a model exceeds the limits, which also apply to a shape given as an option.
+// Fails if a model exceeds the limits, which also apply to a shape given as an option.
 static void model_require(const Model *m, const char *name) {
     if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
         die("%s: unsupported model: %d layers, %d heads, %d channels, %d positions, %d tokens; "
@@ -100,8 +100,8 @@ static void model_require(const Model *m, const char *name) {
     }
 }
 
-// Finds all tensors in a safetensors file of model `m`. spans: (L, FILE_TENSORS), zeroed before the
-// first file.
+// Locates the tensors in a safetensors file of model `m`. spans: (L, FILE_TENSORS), zeroed before
+// the first file.
 static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
@@ -127,8 +127,8 @@ static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, c
     }
 }
 
-// Ends the run if a tensor is missing, or if the file has an lm_head.weight that differs from
-// wte.weight. One of these two may be missing, because they are the same tensor.
+// Fails if a tensor is missing, or if lm_head.weight differs from wte.weight. These two are the
+// same tensor, so one of them may be absent.
 static void spans_complete(Span *spans, const Model *m, const char *name) {
     char tensor_name[80];
     spans[WTE] = spans[WTE].data ? spans[WTE] : spans[FILE_HEAD];
@@ -151,8 +151,8 @@ static void spans_complete(Span *spans, const Model *m, const char *name) {
     }
 }
 
-// Parses the sizes in a Hugging Face config.json, and the tokenizer that config_save() names.
-// Rejects settings under which the same weights would compute a different function.
+// Parses a Hugging Face config.json: the sizes, and the tokenizer written by config_save(). Rejects
+// settings with which the same weights would compute a different function.
 static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, size_t size,
                          const char *name) {
     enum { SIZES = 5, INNER = SIZES };
@@ -199,8 +199,8 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
     }
 }
 
-// Parses the header of llm.c's model files and returns the type: version 3 is fp32, version 5 bf16.
-// Each tensor of all layers follows, in the order of tensor_table. spans: (L, FILE_TENSORS).
+// Parses the header of an llm.c model file. Returns the element type: fp32 for version 3, bf16 for
+// version 5. Tensors follow in the order of tensor_table, each with all its layers.
 static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
     const int type = h.words[1] == 3 ? (int)FILE_F32 : (int)FILE_BF16;
@@ -237,7 +237,7 @@ static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const c
     path_print(path, "%.*s%s", slash ? (int)(slash + 1 - f->name) : 0, f->name, name);
 }
 
-// Names of the files with the weights, in their folder.
+// Names of the weight files in their folder.
 typedef char PartNames[MODEL_FILES][256];
 
 // Reads the names of the parts from model.safetensors.index.json. Returns their number.
@@ -254,7 +254,7 @@ static int index_parse(PartNames names, const unsigned char *bytes, size_t size,
         for (i = 0; i < count && strcmp(names[i], name) != 0; i++) {
         }
         if (i == MODEL_FILES || !name[0] || strchr(name, '/')) {
-            json_fail(&j, "expected the names of at most 64 files beside it");
+            json_fail(&j, "expected names of at most 64 files in the same folder");
         } else if (i == count) {
             memcpy(names[count++], name, sizeof name);
         }
@@ -264,7 +264,7 @@ static int index_parse(PartNames names, const unsigned char *bytes, size_t size,
 }
 
 // Lists the parts model-N-of-M.safetensors of a folder without an index. M is the lowest number for
-// which the first or last part exists. If there is none, fails and names what the folder has.
+// which the first or last part exists. If there is none, fails and says what the folder has.
 static int parts_list(PartNames names, const char *folder) {
     static const char *const others[][2] = {
         {"adapter_config.json", ", only a LoRA adapter; merge it into its base model "
@@ -292,7 +292,7 @@ static int parts_list(PartNames names, const char *folder) {
     die("--model (-e): %s has no model.safetensors%s", folder, instead);
 }
 
-// Opens the file or files with the weights that `path` names; see model_file_open.
+// Maps the weight files that `path` names (model_file_open).
 static void weights_map(ModelFile *f, const char *path) {
     static PartNames names;
     char whole[PATH_BYTES], index[PATH_BYTES];
@@ -318,8 +318,8 @@ static void weights_map(ModelFile *f, const char *path) {
     }
 }
 
-// Opens the weights that -e names: a folder with config.json and model.safetensors or its parts;
-// the path of such a model.safetensors; or an llm.c file. Ends the run on any error.
+// Opens the weights that -e names: a folder with config.json and model.safetensors or its parts,
+// the path of such a model.safetensors, or an llm.c file. Fails on any error.
 static void model_file_open(ModelFile *f, const char *path) {
     char config[PATH_BYTES];
     Mapping map;
@@ -355,8 +355,8 @@ static void model_file_close(ModelFile *f) {
     memset(f, 0, sizeof *f);
 }
 
-// A transposed tensor is copied whole to host memory, transposed in strips of STRIP rows, and these
-// in tiles that stay in the cache whatever the row stride.
+// A transposed tensor is copied to host memory as a whole and transposed in strips of STRIP rows.
+// Within a strip, TILE x TILE tiles keep accesses within the cache for any row stride.
 enum { STRIP = 256, TILE = 16 };
 static int64_t strip_elements(const Model *m) {
     return max_i64(IO_ELEMENTS, STRIP * 4 * (int64_t)m->C);
@@ -365,8 +365,7 @@ static int64_t whole_elements(const Model *m) {
     return max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
 }
 
-// Stores the transpose of `count` columns of in (rows,cols), from column `first` on, in out
-// (count,rows).
+// Transposes columns first <= c < first + count of in (rows,cols) to out (count,rows).
 static void columns_transpose(real *out, const real *in, int64_t rows, int64_t cols, int64_t first,
                               int64_t count) {
     #pragma omp parallel for
@@ -381,9 +380,9 @@ static void columns_transpose(real *out, const real *in, int64_t rows, int64_t c
     }
 }
 
-// The split master copy of the weights: an fp32 weight with bits u is stored as the bf16 weight
-// (u + 0x8000) >> 16, which is u rounded half up, and the low half u & 0xffff. Every number is
-// recovered exactly. A NaN stays a NaN.
+// The split master copy of the weights. An fp32 weight with bits u is stored as the bf16 weight (u
+// + 0x8000) >> 16, which is u rounded half up, and its low half u & 0xffff. The two halves restore
+// every number exactly. A NaN remains a NaN.
 enum { MASTER_NAN = 0x7fc0 };
 static uint16_t master_high(float value) {
     uint32_t u;
@@ -425,7 +424,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                 } else {
                     span_values(values, s, i, count);
                 }
-                int finite = 1;  // a single NaN or infinity would soon spread to all weights
+                int finite = 1;  // one NaN or infinity would soon spread to all weights
                 for (int64_t k = 0; k < count; k++) {
                     finite &= values[k] - values[k] == 0;
                 }
@@ -441,7 +440,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
     free(values);
 }
 
-// Converts numbers to a file's type: FILE_F32, FILE_BF16, or FILE_U16 for the low halves.
+// Converts numbers to a file type: FILE_F32, FILE_BF16, or FILE_U16 for low halves.
 static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
     if (!GPT2_DOUBLE && type == FILE_F32) {
         memcpy(out, values, (size_t)count * 4);
@@ -458,8 +457,8 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
     }
 }
 
-// Writes one tensor in Hugging Face's layout, without padding. Buffers: `strip` and `out` hold one
-// strip, `whole` a tensor that is transposed.
+// Writes one tensor in Hugging Face's layout, without padding. `strip` and `out` hold one strip,
+// `whole` holds a transposed tensor.
 static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *whole,
                         real *strip, unsigned char *out, Writer *w) {
     const int swap = tensor_table[tensor].transposed;
@@ -478,7 +477,7 @@ static void tensor_save(Engine *e, const Model *m, int type, int tensor, int lay
     }
 }
 
-// Writes model.safetensors in `type`, FILE_F32 or FILE_BF16.
+// Writes model.safetensors with element type FILE_F32 or FILE_BF16.
 static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
     HeaderText header;
     char name[80];

@@ -350,7 +350,7 @@ def test_parts():
         index["weight_map"][str(name)] = str(name)
         Path("parts", MODEL + ".index.json").write_text(json.dumps(index))
         if name not in range(62):
-            model_refused("parts", "index.json: invalid JSON: expected the names of at most 64")
+            model_refused("parts", "index.json: invalid JSON: expected names of at most 64")
             del index["weight_map"][str(name)]
 
 

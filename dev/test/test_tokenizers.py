@@ -137,7 +137,7 @@ EVERY_PAIR = "\n".join(a + " " + b for a in WRITTEN.values() for b in WRITTEN.va
     ("a " + "b" * 3000, "in GPT-2's byte alphabet, at most 512 bytes"),
     ("a a\na aa", ":3: this merge can never apply"),
     ("a b\nb c\na bc", ":4: this merge can never apply: earlier merges"),
-    (EVERY_PAIR, ":65280: too many merges, at most 65278")], ids=range(13))
+    (EVERY_PAIR, ":65280: too many merges; at most 65278")], ids=range(13))
 def test_bad_merges(merges, expected):
     Path("own").write_bytes(("#version: 0.2\n%s\n" % merges if merges else "#ver").encode())
     not_tokenized("own", "own" + expected if expected[0] == ":" else expected)
@@ -162,7 +162,7 @@ REFUSED = [
     ({"model__vocab": {**IDS, "he": 65535}}, "token 'he' cannot have the id 65535"),
     ({"model__vocab": {**IDS, "x" * 600: 300}}, "token 'xxx"),
     ({"model__vocab": {k: i for k, i in IDS.items() if k != "he"}}, "merge 1 produces a token"),
-    ({"model__vocab": {}}, "merge 1 produces a token that has no id"),
+    ({"model__vocab": {}}, "merge 1 produces a token without an id"),
     ({"model__merges": [["h", "e"], ["a", "x", "y"]]}, "invalid JSON: expected"),
     ({"model__merges": [["h"]]}, "invalid JSON: expected a string"),
     ({"model__merges": [["he", "x"]]}, ":1: a merge must join two earlier tokens"),
