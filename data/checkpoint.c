@@ -1,49 +1,48 @@
-// data/checkpoint.c -- checkpoints: save, verify, prune, load.
+// data/checkpoint.c -- saves, verifies, prunes and loads checkpoints.
 //
 // train_gpt2.c includes this file in chapter Weights and checkpoints. Nothing in a checkpoint is
 // trusted: sizes, names and hashes are verified before anything is allocated or loaded.
 //
 // A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights; transformers loads both unchanged
-//   state-R-of-N.safetensors         the rest of the training state: ranges of both moments in the
-//                                    run's type; for bf16 weights also ranges of the low halves of
-//                                    their fp32 masters; counters and options
+//   state-R-of-N.safetensors         the rest of the training state of rank R: ranges of both
+//                                    moments and, for bf16 weights, of the low halves of the fp32
+//                                    masters; counters and options
 //   manifest.json                    size and SHA-256 of every other file
 //   merges.txt, vocab.json, tokenizer_config.json
-//                                    absent if tokens are bytes or if GPT-2's vocabulary was not
-//                                    found
+//                                    the tokenizer; absent for bytes, or if GPT-2's was not found
 //
-// Header of the first of two ranks' state files, for a model with two blocks (buckets 3 and 4):
+// Header of the state file of rank 0 of 2, for a model with two blocks (buckets 3 and 4):
 //
 //     "__metadata__": {"run": text that resuming must match, "matmul": choices of kernels,
 //                      "--lr": "0.001", ..., "train_hash": fingerprint, "val_hash": "...",
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
 //
-// The second rank's file has "m.4.24576" instead of "m.4.0": bucket 4 from element 24576 on.
+// In the file of rank 1, "m.4.24576" replaces "m.4.0": bucket 4 starting at element 24576.
 //
 // Resuming skips a damaged step-N. Saving step N again removes the damaged folder, or renames it to
-// step-N.damaged if it contains files that are not part of a checkpoint.
-// 1. A checkpoint is written to a ".tmp" folder. Every file and the folder are synced; only then is
-//    the folder renamed. A folder with the final name was therefore complete when it was renamed,
-//    even after a power failure. A ".tmp" folder is never read; the next run that writes to the
-//    same output folder removes it.
-// 2. A run resumes from the newest checkpoint whose files match its manifest byte for byte.
-// 3. The engine copies states in parts. Saving needs extra memory for one tensor on each rank.
-// 4. Ranges of a state: chapter Sharding and offload. The model and the number of ranks that saved
-//    a checkpoint determine the ranges in each file and their order. A reader lists them with any
-//    number of ranks.
+// step-N.damaged if it contains foreign files.
+// 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
+//    are synced. A folder with the final name was therefore complete when it was renamed, even
+//    after a power failure. A ".tmp" folder is never read. The next run that writes to the same
+//    output folder removes it.
+// 2. A run resumes from the newest checkpoint that matches its manifest byte for byte.
+// 3. The engine copies states in chunks. Saving needs extra memory for one tensor per rank.
+// 4. Chapter Sharding and offload defines ranges of a state. The model and the number of ranks that
+//    saved a checkpoint determine the ranges in each file and their order. Any number of ranks can
+//    load them.
 // 5. All N ranks write at the same time, each 1/N of every bucket. Only rank 0 creates, renames and
-//    removes folders, and writes the other files. After every phase, all ranks exchange their
-//    status: if one has failed, all ranks exit and the previous checkpoint is kept.
+//    removes folders, and writes the other files. After each phase, all ranks exchange their
+//    status. If one has failed, all ranks exit and the previous checkpoint is kept.
 
-// The files of a checkpoint. There is one state file for each rank of the run that saved it.
+// The files of a checkpoint. Each rank of the run that saved it has one state file.
 enum {
     FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
-// Writes the name of a file. FILE_STATE + r: the state file of rank r, 0 <= r < ranks.
+// Writes the name of a file. FILE_STATE + r is the state file of rank r, 0 <= r < ranks.
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
@@ -55,11 +54,11 @@ static void file_name(char name[FILE_NAME], int file, int ranks) {
     }
 }
 
-// Returns the file (FILE_MODEL, ...) with this name, or -1 if checkpoints have none. *ranks
-// receives the number of ranks in a state file's name, or 0 for other files.
+// Returns the file (FILE_MODEL, ...) with this name, or -1 if checkpoints have no such file. Sets
+// *ranks to the number of ranks in the name of a state file, or to 0 for other files.
 static int file_find(const char *name, int *ranks) {
     char text[FILE_NAME];
-    // Printing the parsed numbers must give the same name: no signs, spaces or leading zeros.
+    // Formatting the parsed numbers must reproduce the name: no signs, spaces or leading zeros.
     int rank = 0, file = 0, last = FILE_STATE;
     *ranks = 0;
     if (sscanf(name, "state-%4d-of-%4d", &rank, ranks) == 2) {
@@ -76,16 +75,15 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint folder, manifest first: a process killed midway must not leave a folder that
-// looks complete. For a symbolic link, removes only the link: the user chose where to put its
-// target.
+// Removes a checkpoint folder. Removes the manifest first: if the process is killed midway, the
+// folder does not look complete. Removes a symbolic link but not its target, which the user placed.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {
         unlink(folder);
         return;
     }
-    DIR *files = opendir(folder);  // the manifest with the number of ranks may be missing
+    DIR *files = opendir(folder);  // the manifest, with the number of ranks, may be missing
     struct dirent *entry;
     int ranks;
     path_print(path, "%s/manifest.json", folder);
@@ -102,20 +100,20 @@ static void checkpoint_remove(const char *folder) {
     rmdir(folder);
 }
 
-// The state of a run apart from its tensors. Random numbers are functions of the seed and these.
+// The state of a run except for tensors. Random numbers depend only on the seed and these values.
 typedef struct {
-    int64_t step, updates, position, skipped;  // position: sequences consumed (chapter Data)
-    int64_t pending_validation;  // 1: a signal interrupted the validation after `step`
-    int64_t loss_scale_log2, loss_scale_steps;  // fp16: loss scale, and steps since it changed
-    int64_t best_loss;  // lowest validation loss of a checkpoint, in 1e-9 nats; 0: none has one
-    int64_t lowest_loss, stale;  // of any validation, and validations since then, for --patience
+    int64_t step, updates, position, skipped;  // position: sequences read (chapter Data)
+    int64_t pending_validation;  // 1 if a signal interrupted the validation after `step`
+    int64_t loss_scale_log2, loss_scale_steps;  // fp16 only; steps since it changed
+    int64_t best_loss;  // lowest validation loss of a checkpoint in 1e-9 nats, or 0
+    int64_t lowest_loss, stale;  // of all validations; validations since then (--patience)
     NormWindow norms;
 } RunState;
 
 static const struct {
     const char *name;
     size_t offset;
-} counter_rows[] = {  // older checkpoints lack some, which are then 0
+} counter_rows[] = {  // counters that an older checkpoint lacks are 0
     {"step", offsetof(RunState, step)}, {"skipped", offsetof(RunState, skipped)},
     {"updates", offsetof(RunState, updates)}, {"position", offsetof(RunState, position)},
     {"norm_count", offsetof(RunState, norms.count)},
@@ -130,14 +128,14 @@ static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// Writes a run's identity, which must equal the checkpoint's on resuming: properties of the model
-// and the data, and the options with SAME in their table row.
+// Writes the identity of a run, which must match when resuming: properties of the model and data,
+// and options with SAME in option_rows.
 enum { IDENTITY_BYTES = 512 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
                          const Dataset *d) {
     const Model *m = &s->model;
     uint64_t data = 0;
-    for (int i = 0; i < d->shard_count; i++) {  // a sample of tokens distinguishes datasets
+    for (int i = 0; i < d->shard_count; i++) {  // a sample of the tokens distinguishes datasets
         const Shard *shard = &d->shards[i];
         for (int64_t k = 0; k < 256; k++) {
             uint16_t token = 0;
@@ -162,7 +160,8 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     }
 }
 
-// Writes config.json. transformers keeps `train_gpt2_tokenizer`, the hash of the data's tokenizer.
+// Writes config.json. The key `train_gpt2_tokenizer` is the hash of the data's tokenizer;
+// transformers preserves it.
 static void config_save(const Model *m, const Tokenizer *t, Writer *w) {
     char text[1024], end[16] = "null";
     if (t->end >= 0) {
@@ -180,23 +179,23 @@ static void config_save(const Model *m, const Tokenizer *t, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// The parts of a run that go into a checkpoint.
+// The parts of a run that a checkpoint stores.
 typedef struct {
     Engine *engine;
     const Settings *settings;
     const Options *options;
     const char *identity;    // run_identity
     const RunState *state;
-    const Bpe *bpe;  // the vocabulary; NULL: tokens are bytes, or GPT-2's was not found
-    const Dataset *data[2];  // training and validation data, with their fingerprints
-    int64_t previous;        // step of the last checkpoint that the run has saved; -1: none
+    const Bpe *bpe;  // NULL if tokens are bytes, or GPT-2's vocabulary was not found
+    const Dataset *data[2];  // training and validation data and their fingerprints
+    int64_t previous;        // step of the last checkpoint saved by this run, or -1
 } Snapshot;
 
-// Keys of the fingerprints of a checkpoint's data, and the options that name the data.
+// Metadata keys for the fingerprints of the data, and the options that name the data.
 static const char *const hash_keys[2] = {"train_hash", "val_hash"};
 static const char *const hash_options[2] = {"train-data", "val-data"};
 
-// A range of a state, and its location in a file.
+// A range of a state and its location in a file.
 typedef struct {
     int state;
     Range range;
@@ -204,15 +203,15 @@ typedef struct {
 } StateRange;
 enum { RANGE_NAME = 48 };
 
-// Writes the name of the range's tensor in the file: state, bucket, first element: "m.3.0".
+// Writes the tensor name of a range: state, bucket and first element, such as "m.3.0".
 static void range_name(char name[RANGE_NAME], const StateRange *r) {
     snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, saved_names[r->state], r->range.bucket,
              r->range.first);
 }
 
-// Returns the ranges in a rank's state file, in file order: its parts of all buckets of the
-// masters' low halves (with `low`) and of the moments, without padding. With `muon`, blocks have no
-// v. *count receives their number. The caller frees the array.
+// Returns the ranges in the state file of `rank`, in file order: its non-padding parts of all
+// buckets of the masters' low halves (if `low`), m and v. With `muon`, blocks have no v. Sets
+// *count to the number of ranges. The caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m);
@@ -229,7 +228,7 @@ static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, in
     return ranges;
 }
 
-// Returns the bytes of a checkpoint, without headers and vocabulary.
+// Returns the size in bytes of a checkpoint, without headers and vocabulary.
 static double checkpoint_bytes(const Settings *s) {
     const double moment = s->moment_dtype == TYPE_BF16 ? 2 : 4;
     double bytes = (s->dtype == TYPE_BF16 ? 2 : 4) * (double)model_parameters(&s->model);
@@ -242,7 +241,7 @@ static double checkpoint_bytes(const Settings *s) {
     return bytes;
 }
 
-// Writes a range. Buffers: values and out hold IO_ELEMENTS elements, those of out of 4 bytes.
+// Writes a range. `values` and `out` are buffers for IO_ELEMENTS elements (4 bytes each in `out`).
 static void range_save(Engine *e, const Model *m, const StateRange *r, real *values,
                        unsigned char *out, Writer *w) {
     const int type = r->span.type;
@@ -260,8 +259,8 @@ static void range_save(Engine *e, const Model *m, const StateRange *r, real *val
     }
 }
 
-// Writes this rank's state file. Its metadata includes the matmul algorithms, on which results
-// depend. Its tensors are the norms and the ranges.
+// Writes the state file of this rank. The metadata include the matmul algorithms, which affect
+// results. The tensors are the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
     const Settings *s = snapshot->settings;
     const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
@@ -312,10 +311,10 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
 
 typedef struct {
     int64_t bytes;
-    char sha256[SHA256_TEXT];  // "": the checkpoint does not have this file
+    char sha256[SHA256_TEXT];  // "" if the checkpoint lacks this file
 } ManifestRow;
 typedef struct {
-    int ranks;  // number of ranks that saved it, each with a state file
+    int ranks;  // number of ranks that saved the checkpoint
     ManifestRow files[CHECKPOINT_FILES];
 } Manifest;
 
@@ -362,7 +361,7 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
         json_get(&j, from, "sha256", row->sha256, SHA256_TEXT);
         j.offset = from;
     }
-    manifest->ranks = manifest->ranks ? manifest->ranks : 1;  // its state file is reported missing
+    manifest->ranks = manifest->ranks ? manifest->ranks : 1;  // its state file is missing
     if (!ends || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0) {
         return "damaged";
     }
@@ -380,7 +379,7 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
 }
 
 // Compares a file with the size and SHA-256 in `row`. Returns NULL if they match, otherwise an
-// error message. The file is not mapped: an unreadable sector would raise SIGBUS.
+// error message. Does not map the file: SIGBUS from an unreadable sector would end the run.
 static const char *file_compare(const char *path, const ManifestRow *row) {
     Sha256 sha;
     char text[SHA256_TEXT];
@@ -404,7 +403,7 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is corrupted: SHA-256 mismatch";
 }
 
-// Verifies every file of a checkpoint against its manifest. Returns the number of state files, or 0
+// Verifies the files of a checkpoint against its manifest. Returns the number of state files, or 0
 // with an error message in `problem`.
 static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     static Manifest manifest;
@@ -421,7 +420,7 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     for (int i = 0; i < files; i++) {
         char file[PATH_BYTES], name[FILE_NAME];
         const ManifestRow *row = &manifest.files[i];
-        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // optional
+        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // may be absent
         const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
         file_name(name, i, manifest.ranks);
         path_print(file, "%s/%s", folder, name);
@@ -437,11 +436,11 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     return manifest.ranks;
 }
 
-// A checkpoint that is being saved.
+// A checkpoint while it is saved.
 typedef struct {
     const Snapshot *snapshot;
-    char folder[PATH_BYTES];  // its name with ".tmp"
-    char problem[PATH_BYTES + 128];  // this rank's error message; "": no error
+    char folder[PATH_BYTES];  // with the suffix ".tmp"
+    char problem[PATH_BYTES + 128];  // error message of this rank, or ""
     Manifest manifest;
 } Saving;
 
@@ -453,8 +452,8 @@ static void save_problem(Saving *save, const char *what, ...) {
     va_end(args);
 }
 
-// Writes one file of a checkpoint and records it in the manifest. Does nothing after an earlier
-// failure. All ranks call it for FILE_MODEL, which rank 0 writes: weights may be sharded.
+// Writes one file of a checkpoint and records it in the manifest. Does nothing after an error. All
+// ranks call this for FILE_MODEL, which rank 0 writes, because weights may be sharded.
 static void save_file(Saving *save, int file) {
     static Writer w;
     const Snapshot *snapshot = save->snapshot;
@@ -493,8 +492,8 @@ static void save_file(Saving *save, int file) {
     }
 }
 
-// Ends a phase of saving. If a rank has failed, rank 0 removes the unfinished checkpoint, the first
-// failed rank prints its message, and the others wait to be terminated.
+// Ends a phase of saving. If a rank has failed, rank 0 removes the unfinished checkpoint and the
+// first failed rank prints its message. The other ranks wait to be terminated.
 static void save_agree(Saving *save) {
     const int failed = this_rank.failed = save->problem[0] != 0;
     engine_agree(save->snapshot->engine);
@@ -505,7 +504,7 @@ static void save_agree(Saving *save) {
     if (this_rank.rank == 0) {
         checkpoint_remove(save->folder);
     }
-    engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
+    engine_agree(save->snapshot->engine);  // no rank exits before the removal
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
         die("rank %d failed; see its error message", fault - 1);
@@ -513,8 +512,8 @@ static void save_agree(Saving *save) {
     die("%s", save->problem);
 }
 
-// Ends the run unless every rank can create a file in a folder that rank 0 creates in `output`, an
-// unfinished checkpoint of step `word`. All ranks call it.
+// Fails unless every rank can create a file in a folder that rank 0 creates in `output`. The folder
+// is named like an unfinished checkpoint of step `word`. All ranks call this.
 static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     static Snapshot snapshot;
     static Saving save;
@@ -529,13 +528,13 @@ static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     save_agree(&save);
     file_name(name, FILE_STATE + this_rank.rank, this_rank.ranks);
     path_print(path, "%s/%s", save.folder, name);
-    const double end = now_ms() + fmin(10e3, rank_timeout_ms);  // network file systems are late
+    const double end = now_ms() + fmin(10e3, rank_timeout_ms);  // network disks are late
     while ((fd = open(path, O_WRONLY | O_CREAT, 0644)) < 0 && now_ms() < end) {
         usleep(50000);
     }
     if (fd < 0) {
         save_problem(&save, "--output (-o): cannot create %s: %s; all machines must share the "
-                     "folder %s, in which rank 0 writes", path, strerror(errno), output);
+                     "folder %s, to which rank 0 writes", path, strerror(errno), output);
     } else {
         close(fd);
     }
@@ -545,8 +544,8 @@ static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     }
 }
 
-// Performs the last phase of saving, on rank 0 only: writes the manifest, checks what other ranks
-// have written and renames the folder to its final name.
+// Performs the last phase of saving, on rank 0: writes the manifest, verifies the files of other
+// ranks, and renames the folder to its final name.
 static void save_finish(Saving *save, const char *output, const char *path) {
     char aside[PATH_BYTES], problem[PATH_BYTES];
     path_print(aside, "%s.damaged", path);
@@ -559,8 +558,8 @@ static void save_finish(Saving *save, const char *output, const char *path) {
         return;
     }
     fsync_folder(save->folder);
-    checkpoint_remove(path);  // a damaged one that the resume skipped
-    rename(path, aside);  // succeeds if foreign files kept the folder from being removed
+    checkpoint_remove(path);  // damaged, and skipped by the resume
+    rename(path, aside);  // succeeds only if foreign files prevented the removal
     if (rename(save->folder, path) == 0) {
         fsync_folder(output);
     } else {
@@ -569,7 +568,8 @@ static void save_finish(Saving *save, const char *output, const char *path) {
     }
 }
 
-// Saves a run as `output`/step-NNNNNNNN. All ranks call it. `path` receives the folder's name.
+// Saves a run as `output`/step-NNNNNNNN and writes the name of this folder to `path`. All ranks
+// call this.
 static void checkpoint_save(const Snapshot *snapshot, const char *output, char path[PATH_BYTES]) {
     static Saving save;
     memset(&save, 0, sizeof save);
@@ -602,7 +602,7 @@ typedef struct {
     int count;
 } CheckpointList;
 
-// Returns the step in a name step-NNNNNNNN`suffix`, or -1 if it is another name.
+// Returns the step in a name of the form step-NNNNNNNN`suffix`, or -1 for other names.
 static int64_t step_of_name(const char *name, const char *suffix) {
     int64_t step;
     int end = 0;
@@ -610,12 +610,13 @@ static int64_t step_of_name(const char *name, const char *suffix) {
     return named && strcmp(name + end, suffix) == 0 ? step : -1;
 }
 
-// Lists the folders step-NNNNNNNN`suffix` of `output`. Suffix ".tmp": unfinished checkpoints.
+// Lists the folders step-NNNNNNNN`suffix` in `output`. Suffix ".tmp" selects unfinished
+// checkpoints.
 static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     struct dirent **names;
     CheckpointList list = {NULL, 0};
     const int n = scandir(output, &names, NULL, alphasort);
-    if (n < 0) {  // an empty list would restart the run
+    if (n < 0) {  // an empty list would start the run from scratch
         die("--output (-o): cannot list %s: %s", output, strerror(errno));
     }
     list.steps = (int64_t *)alloc_zero((size_t)n + 1, sizeof(int64_t));
@@ -629,8 +630,8 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     return list;
 }
 
-// Removes unfinished checkpoints of a killed run. Requires the lock of the folder: another run
-// might still be writing one.
+// Removes the unfinished checkpoints of a killed run. Requires the folder's lock, because another
+// run might still be writing one.
 static void checkpoint_sweep(const char *output) {
     CheckpointList list = checkpoint_list(output, ".tmp");
     for (int i = 0; i < list.count; i++) {
@@ -652,7 +653,7 @@ static void checkpoint_mark_best(const char *output, const char *path) {
     }
 }
 
-// Copies the text of `key` in a checkpoint's first state file to `out`. Returns 0 on failure.
+// Copies the metadata text of `key` from a checkpoint's first state file. Returns 0 on failure.
 static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char *key) {
     static Manifest manifest;
     char path[PATH_BYTES], file[FILE_NAME];
@@ -668,11 +669,11 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
     return found;
 }
 
-// Of the checkpoints up to `newest`, the run's current step, removes all but the best and the
-// newest `keep`. Later ones were damaged and skipped when the run resumed: they must not displace a
-// verified one. The best is the oldest with the lowest loss that the newest records, whatever the
-// link says, which some file systems lack. A checkpoint is renamed before it is removed: a process
-// killed in between leaves an unfinished checkpoint, not a damaged one.
+// Removes checkpoints up to step `newest`, except for the newest `keep` and the best one. Later
+// checkpoints were damaged and skipped when the run resumed; they do not count as kept. The best
+// checkpoint is the oldest with the lowest loss recorded in the newest one. The link `best` is not
+// consulted, because some file systems have no links. A checkpoint is renamed before its removal. A
+// killed process then leaves an unfinished checkpoint, not a damaged one.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
     char path[PATH_BYTES], gone[PATH_BYTES], lowest[PATH_BYTES] = "0", loss[PATH_BYTES];
@@ -698,8 +699,8 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-// Returns the step in the name of the folder with the weights, or 0. Sampling at this step repeats
-// the run's samples.
+// Returns the step in the path of the weights, or 0. Sampling at this step repeats the samples of
+// the run that saved them.
 static int64_t weights_step(const ModelFile *f) {
     int64_t step = 0;
     for (const char *p = f->name; (p = strstr(p, "step-")) != NULL; p++) {
@@ -708,9 +709,9 @@ static int64_t weights_step(const ModelFile *f) {
     return step;
 }
 
-// The contents of a checkpoint's state files. Counters and identity are in the first.
+// The contents of a checkpoint's state files. Counters and identity are from the first file.
 typedef struct {
-    int ranks, low;  // number of files; whether they hold low halves of the masters
+    int ranks, low;  // number of files; 1 if they contain low halves of the masters
     struct {
         Mapping map;
         StateRange *ranges;
@@ -720,7 +721,7 @@ typedef struct {
     char identity[IDENTITY_BYTES];
 } StateFiles;
 
-// Locates the ranges in rank r's file, which follow the norms.
+// Locates the ranges in the file of rank r, which follow the norms.
 static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetensors *f) {
     char name[RANGE_NAME] = "", optimizer[16];
     FileTensor t;
@@ -741,15 +742,15 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
         range->span.data = t.data;
         range->span.type = t.type;
     }
-    if (i == 0) {  // all of this rank's parts may be padding
+    if (i == 0) {  // all parts of this rank may be padding
         out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, muon, &count);
     }
     file_require(i == count && (r > 0 || count > 0), f->name, name,
-                 "is the last one, but more are required");
+                 "is the last range, but more are expected");
     out->files[r].count = count;
 }
 
-// Adds rank r's state file to `out`. All must have the counters and the identity of the first.
+// Adds the state file of rank r to `out`. Its counters and identity must equal those of rank 0.
 static void state_parse(StateFiles *out, const Model *m, int r, const char *name) {
     const Mapping *map = &out->files[r].map;
     Safetensors f;
@@ -780,15 +781,15 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
         out->run = run;
         memcpy(out->identity, identity, sizeof identity);
     } else if (memcmp((const void *)&run, (const void *)&out->run, sizeof run) != 0 ||
-               strcmp(identity, out->identity) != 0) {  // padding is 0 in both RunStates
+               strcmp(identity, out->identity) != 0) {  // padding bytes are 0 in both RunStates
         die("%s and rank 0's state file are from different runs or steps", name);
     }
 }
 
-// Loads this rank's part of a range into the engine. If this run has no split master, low halves
-// are joined with the weights. Weights that are not sharded are then loaded whole, by the same
-// calls on all ranks: with fp16, read() gathers them from their sharded master. All other loads are
-// local to this rank.
+// Loads this rank's part of a range into the engine. Without a split master, joins low halves with
+// the weights. Weights that are not sharded are then loaded whole, by the same calls on all ranks,
+// because in fp16 read() gathers them from their sharded master. Other loads are local to this
+// rank.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     const int bucket = r->range.bucket, in_weights = r->state == BUF_WEIGHTS && !s->split_master;
     const int whole =
@@ -816,7 +817,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     free(values);
 }
 
-// Writes the checkpoint's value of an option to `was`, or the default if it predates the option.
+// Writes the checkpoint's value of an option to `was`, or the default if the option is newer.
 static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRow *row) {
     Options defaults;
     char text[64];
@@ -828,8 +829,8 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
     }
 }
 
-// Ends the run if an option that must be the same differs from the checkpoint's. With `saying`,
-// prints the other options that differ.
+// Fails if an option with SAME differs from the checkpoint's value. If `saying`, prints the other
+// options that differ.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
@@ -837,8 +838,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
         const OptionRow *row = &option_rows[i];
         const char *now = option_text(text, run->options, row);
         option_was(was, f, row);
-        // What this command did not give was taken from the checkpoint, unless the device lacks it.
-        // Older checkpoints do not record what the program chose.
+        // An option that was not given has the checkpoint's value, unless the device does not
+        // support it. Older checkpoints do not record values chosen by the program.
         const int given = option_given(run->options, row->name);
         const int chosen = strcmp(row->subject, "Memory") == 0;
         if (row->on_resume == NEW || strncmp(now, was, sizeof was - 1) == 0 ||
@@ -856,8 +857,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
     }
 }
 
-// Makes the engine use the checkpoint's choices, on which the results depend. Earlier versions
-// wrote those for attention under a separate key. Returns NULL, or a description of the choices if
+// Makes the engine use the checkpoint's matmul algorithms, which affect results. Earlier versions
+// stored choices for attention under the key "kernels". Returns NULL, or the name of the choices if
 // the engine cannot use them.
 static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     char choices[2 * MATMUL_TEXT];
@@ -868,8 +869,8 @@ static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     return took ? NULL : "matmul algorithms and attention kernels";
 }
 
-// Reports what the resumed run loses: the precision of weights or moments that are fp32 in the
-// checkpoint and bf16 in the run; the choices of matmul algorithms and kernels; the loss scale.
+// Prints what changes in the resumed run: weights or moments are rounded from fp32 to bf16, matmul
+// algorithms and kernels differ, or the loss scale is dropped.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 const char *others, const char *folder) {
     const Settings *s = run->settings;
@@ -890,8 +891,8 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
-// Ends the run if the checkpoint is from a run with a different identity or model, and names the
-// first difference.
+// Fails if the identity or model of the checkpoint differs from the run's. Prints the first
+// difference.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
     const char *was = f->identity, *now = run->identity;
@@ -909,8 +910,8 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
         was + pair, ends[1], now + pair);
 }
 
-// Ends the run if the training data differs from the checkpoint's. Warns if --val-data names the
-// same files and their contents have changed.
+// Fails if the training data differ from the checkpoint's. Warns if --val-data names the same files
+// but their contents have changed.
 static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char *folder) {
     char was[PATH_BYTES], text[64], hash[24], now[24];
     for (int k = 0; k < 2; k++) {
@@ -934,7 +935,7 @@ static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char
     }
 }
 
-// Loads a verified checkpoint that `ranks` ranks saved into the run's engine and into `state`.
+// Loads a verified checkpoint, saved by `ranks` ranks, into the run's engine and `state`.
 static void checkpoint_load(const Snapshot *run, RunState *state, const char *folder, int ranks) {
     static StateFiles f;
     char path[PATH_BYTES], name[FILE_NAME];
@@ -967,8 +968,8 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
                             others, folder);
     }
     *state = f.run;
-    // If this run does not use the loss scale, the next checkpoint has 0. If the checkpoint has
-    // none, because its run used another type, the engine keeps its initial loss scale.
+    // Without a loss scale in this run, the next checkpoint stores 0. Without one in the
+    // checkpoint, the engine keeps its initial value.
     if (!run->engine->scale_loss) {
         state->loss_scale_log2 = state->loss_scale_steps = 0;
     } else if (state->loss_scale_log2) {

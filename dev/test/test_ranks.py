@@ -523,7 +523,7 @@ def test_unshared_output():
     assert re.fullmatch(
         r"train_gpt2cu_cpu: rank 1: --output \(-o\): cannot create out/step-\d+.tmp/"
         r"state-1-of-2.safetensors: No such file or directory; all machines must share the folder "
-        r"out, in which rank 0 writes\n", one.err), one
+        r"out, to which rank 0 writes\n", one.err), one
     assert names("A/out") == ["lock"]
 
 
