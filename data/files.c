@@ -989,7 +989,7 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
 // Copies a string from __metadata__ to `out`, or "" if there is none. Returns whether it was found.
 // Verifies nothing else in the file.
 static int safetensors_text(const Mapping *map, const char *key, char *out, size_t capacity) {
-    char path[64];
+    char path[80];
     uint64_t length = 0;
     memcpy(&length, map->bytes, map->size < 8 ? 0 : 8);
     Json j = {map->bytes, 0, (size_t)length + 8, NULL};
