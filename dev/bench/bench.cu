@@ -193,7 +193,7 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
          }},
         {"loss_sum", 1, 0, {{sizeof(GpuState), WRITE}, {losses, READ}},
          [=](const Buffers &p) {
-             launch(loss_sum_kernel, 1, 256, 0, stream, p[0], p[1], N, true);
+             launch(sum_kernel, 1, 256, 0, stream, p[0], p[1], N, true);
          }},
     };
 }

@@ -707,7 +707,7 @@ def test_gathers(options):
         if len(gathers) == 5 and line.startswith("stream %d waits for stream %d," % (
                 compute, exchange)) and stream(line, ", after ") in gathers:
             awaited.append((gathers.index(stream(line, ", after ")), matmuls))
-    assert awaited == [(0, 0), (1, 0), (2, 0), (3, 4), (4, 8)]
+    assert awaited[:5] == [(0, 0), (1, 0), (2, 0), (3, 4), (4, 8)]  # then by later micro-steps
 
 
 @pytest.mark.parametrize("ranks,stage,optimizer", [

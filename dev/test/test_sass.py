@@ -88,7 +88,6 @@ classifier                  bf16,false         -          800      0   64      1
 classifier                  fp16,true          75         800      0   64      1 21.9/64
 classifier                  fp16,false         75         800      0   64      1 15.1/64
 grad_square_sum             bf16               -          256      0   31      6
-grad_square_sum_finish                         -          256      0   33      6
 update_decide                                  -            1      0   24     24
 adamw                       bf16,bf16,float    -          256      0   64      3 168.2/8L   s5
 adamw                       bf16,bf16,bf16     -          256      0   64      3 236.4/8L   s3
@@ -96,7 +95,7 @@ muon_moment                 bf16,float,bf16    -          256      0   40      6
 muon_normalize              bf16               -          256      0   24      6
 muon_apply                  bf16,bf16,true     -          256      0   40      6
 rank_add                    bf16               -        256      0   24      6            s1
-loss_sum                                       -          256      0   33      6
+sum                                            -          256      0   33      6
 has_wgmma                                      -            1      0   16     24
 step_status                                    -            1      0   16     24
 step_statuses                                  -            1      0   32     24
