@@ -160,8 +160,7 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     }
 }
 
-// Writes config.json. The key `train_gpt2_tokenizer` is the hash of the data's tokenizer;
-// transformers preserves it.
+// Writes config.json. transformers preserves `train_gpt2_tokenizer`, the hash of the tokenizer.
 static void config_save(const Model *m, const Tokenizer *t, Writer *w) {
     char text[1024], end[16] = "null";
     if (t->end >= 0) {
@@ -568,8 +567,7 @@ static void save_finish(Saving *save, const char *output, const char *path) {
     }
 }
 
-// Saves a run as `output`/step-NNNNNNNN and writes the name of this folder to `path`. All ranks
-// call this.
+// Saves a run as `output`/step-NNNNNNNN and writes this path to `path`. All ranks call this.
 static void checkpoint_save(const Snapshot *snapshot, const char *output, char path[PATH_BYTES]) {
     static Saving save;
     memset(&save, 0, sizeof save);
@@ -610,8 +608,7 @@ static int64_t step_of_name(const char *name, const char *suffix) {
     return named && strcmp(name + end, suffix) == 0 ? step : -1;
 }
 
-// Lists the folders step-NNNNNNNN`suffix` in `output`. Suffix ".tmp" selects unfinished
-// checkpoints.
+// Lists folders step-NNNNNNNN`suffix` in `output`; ".tmp" selects unfinished checkpoints.
 static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     struct dirent **names;
     CheckpointList list = {NULL, 0};
@@ -630,8 +627,7 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     return list;
 }
 
-// Removes the unfinished checkpoints of a killed run. Requires the folder's lock, because another
-// run might still be writing one.
+// Removes unfinished checkpoints. Requires the folder's lock: another run might be writing one.
 static void checkpoint_sweep(const char *output) {
     CheckpointList list = checkpoint_list(output, ".tmp");
     for (int i = 0; i < list.count; i++) {
@@ -787,9 +783,8 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
 }
 
 // Loads this rank's part of a range into the engine. Without a split master, joins low halves with
-// the weights. Weights that are not sharded are then loaded whole, by the same calls on all ranks,
-// because in fp16 read() gathers them from their sharded master. Other loads are local to this
-// rank.
+// the weights. Weights that are not sharded are then loaded whole by the same calls on all ranks:
+// in fp16, read() gathers them from their sharded master. Other loads are local.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     const int bucket = r->range.bucket, in_weights = r->state == BUF_WEIGHTS && !s->split_master;
     const int whole =
@@ -891,8 +886,7 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
-// Fails if the identity or model of the checkpoint differs from the run's. Prints the first
-// difference.
+// Fails and prints the first difference if the checkpoint has another identity or model.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
     const char *was = f->identity, *now = run->identity;

@@ -986,8 +986,7 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
     return 0;
 }
 
-// Copies a string from __metadata__ to `out`, or "" if there is none. Returns whether it was found.
-// Verifies nothing else in the file.
+// Copies a string from __metadata__ to `out`, or "" if there is none. Returns whether it exists.
 static int safetensors_text(const Mapping *map, const char *key, char *out, size_t capacity) {
     char path[80];
     uint64_t length = 0;

@@ -4,12 +4,12 @@
 //     cat *.txt | data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
 //     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
 //
-// The files are memory-mapped and cut into blocks, which threads encode in parallel and write in
-// order. With --train-bpe, a first pass over the training text counts the distinct pre-tokens.
+// Files are memory-mapped and split into blocks, which threads encode in parallel and write in
+// order. With --train-bpe, a first pass counts the distinct pre-tokens of the training text.
 //
-// 1. The shards do not depend on the number of threads: where a block starts depends only on the
-//    text near a multiple of BLOCK_BYTES. Encoding by blocks gives the same tokens as encoding the
-//    whole file, except at an unsafe cut (CUT_BYTES).
+// 1. The shards do not depend on the number of threads. The text near a multiple of BLOCK_BYTES
+//    determines where a block starts. Blocks give the same tokens as the whole file, except at an
+//    unsafe cut (CUT_BYTES).
 // 2. A run writes all of its files or none: they have the suffix .part until all are complete.
 
 #include "files.c"
@@ -17,39 +17,37 @@
 #include <getopt.h>
 
 enum {
-    BLOCK_BYTES = 1 << 20,  // normal size of a block of text
-    CUT_BYTES = 4 << 20     // a text with no safe cut in this many bytes is cut unsafely
+    BLOCK_BYTES = 1 << 20,  // usual size of a block of text
+    CUT_BYTES = 4 << 20     // distance without a safe cut after which a text is cut unsafely
 };
 
 static const char *const usage_text =
     "usage: data/tokenize --bpe|--bytes|--tokens|--train-bpe N [options] -o PREFIX FILE...|-\n\n"
-    "Tokenizes the FILEs (-: standard input) into shards PREFIX_train.bin and\n"
-    "PREFIX_val.bin.\n\n"
+    "Tokenizes each FILE (- for standard input) and writes PREFIX_train.bin and PREFIX_val.bin.\n\n"
     "  --bpe               use GPT-2's tokenizer, or the one given by --tokenizer\n"
     "  --bytes             use one token per byte\n"
-    "  --tokens            FILEs are uint16 tokens without a header, as nanoGPT writes them, of\n"
-    "                      GPT-2's tokenizer or the one given by --tokenizer\n"
+    "  --tokens            read uint16 tokens without a header, as written by nanoGPT, of GPT-2's\n"
+    "                      tokenizer or the one given by --tokenizer\n"
     "  --train-bpe N       learn a vocabulary of N tokens (257 to 65535) from the training text:\n"
-    "                      256 bytes, N - 257 merges and end-of-text; writes PREFIX_merges.txt\n"
+    "                      256 bytes, N - 257 merges and end of text; writes PREFIX_merges.txt\n"
     "  -o PREFIX           path prefix of the output files, such as data/mine\n"
-    "  --documents         split each FILE at <|endoftext|> into documents, strip surrounding\n"
-    "                      whitespace and put an end-of-text token before each; default: one\n"
-    "                      plain text\n"
+    "  --documents         split each FILE into documents at <|endoftext|>, strip surrounding\n"
+    "                      whitespace and start each document with an end-of-text token;\n"
+    "                      default: one plain text\n"
     "  --val-fraction F    hold out the last fraction F of the text for validation, rounded to\n"
-    "                      whole documents with --documents; default: 0.1; 0: no validation\n"
-    "  --val-file FILE     validate on this file instead; train on all the others\n"
-    "  --shard-tokens N    split into shards of N tokens: PREFIX_train_000000.bin, ...\n"
-    "  --tokenizer FILE    a vocab.bpe, merges.txt, tokenizer.json or a folder with one; unless\n"
-    "                      it is GPT-2's, it is copied to PREFIX_merges.txt; default: GPT-2's\n"
-    "                      in data/\n";
+    "                      whole documents with --documents; default: 0.1; 0 disables validation\n"
+    "  --val-file FILE     validate on this file instead, and train on all others\n"
+    "  --shard-tokens N    split the output into shards of N tokens: PREFIX_train_000000.bin, ...\n"
+    "  --tokenizer FILE    vocab.bpe, merges.txt, tokenizer.json, or a folder with one of them;\n"
+    "                      copied to PREFIX_merges.txt unless GPT-2's; default: data/vocab.bpe\n";
 
 typedef struct {
     char **files;
     const char *prefix, *tokenizer, *val_file;
     int file_count, bpe, bytes, tokens, documents;
-    int train_bpe;               // size of the vocabulary to learn; 0: none
-    double val_fraction;         // negative: not given
-    int64_t shard_tokens;        // 0: one shard
+    int train_bpe;               // size of the vocabulary to learn, or 0
+    double val_fraction;         // negative if not given
+    int64_t shard_tokens;        // 0 for one shard
 } Arguments;
 
 static double number(const char *option, double low, double high, int whole) {
@@ -96,38 +94,36 @@ static Arguments parse_arguments(int argc, char **argv) {
     }
     a.files = argv + optind;
     a.file_count = argc - optind;
+    const char *slash = a.prefix ? strrchr(a.prefix, '/') : NULL;
+    const char *name = slash ? slash + 1 : a.prefix ? a.prefix : "";
     const int modes = a.bpe + a.bytes + a.tokens + (a.train_bpe > 0);
-    const int unused = a.tokenizer && !a.bpe && !a.tokens;  // --tokenizer
-    if (!a.file_count || !a.prefix || modes == 0) {
-        die("missing %s; see --help",
-            modes == 0 ? "--bpe, --bytes, --tokens or --train-bpe"
-                      : !a.prefix ? "-o PREFIX" : "input: FILE or -");
-    }
-    const char *slash = strrchr(a.prefix, '/'), *name = slash ? slash + 1 : a.prefix;
-    if (name[0] == 0 || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) {
-        die("-o '%s': PREFIX must end in a file name, such as data/mine", a.prefix);
-    }
-    if (modes > 1 || unused || (a.tokens && a.documents) || (a.val_fraction >= 0 && a.val_file)) {
-        die("%s are mutually exclusive",
-            modes > 1                   ? "--bpe, --bytes, --tokens and --train-bpe"
-            : unused                    ? "--tokenizer and --bytes/--train-bpe"
-            : a.tokens && a.documents ? "--tokens and --documents"
-                                        : "--val-fraction and --val-file");
+    const int ends_in_name = !choice_find("|.|..", name, strlen(name));
+    const char *wrong =
+        modes == 0      ? "missing --bpe, --bytes, --tokens or --train-bpe; see --help"
+        : !a.prefix     ? "missing -o PREFIX; see --help"
+        : !a.file_count ? "missing input: FILE or -; see --help"
+        : !ends_in_name ? "-o: PREFIX must end in a file name, such as data/mine"
+        : modes > 1     ? "--bpe, --bytes, --tokens and --train-bpe are mutually exclusive"
+        : a.tokenizer && !a.bpe && !a.tokens ? "--tokenizer requires --bpe or --tokens"
+        : a.tokens && a.documents           ? "--tokens and --documents are mutually exclusive"
+        : a.val_fraction >= 0 && a.val_file ? "--val-fraction and --val-file are mutually exclusive"
+                                            : NULL;
+    if (wrong) {
+        die("%s", wrong);
     }
     return a;
 }
 
-// The signal that requested a stop; 0: none. It is checked before each block and each merge.
+// Signal that requested a stop, or 0. Checked before each block and each merge.
 static volatile sig_atomic_t stop_signal;
 static void on_signal(int number) { stop_signal = number; }
 
 // -------------------------------------------------------------------------------------------------
 // Text
-// A text is a list of parts. A part is a whole file, or one side of the file that is split between
-// training and validation.
+// A text is a list of parts: files, or one side of the file in which validation begins.
 
 typedef struct {
-    const char *name, *bytes;    // name: of the file
+    const char *name, *bytes;    // name of the file
     size_t size;
 } Part;
 typedef struct {
@@ -136,7 +132,7 @@ typedef struct {
     int64_t size;                // bytes of all parts
 } Corpus;
 
-// Ends the run if a file is not text, judging by its first bytes, or not uint16 tokens.
+// Fails if the first bytes show that a file is not text or, with --tokens, not uint16 tokens.
 static void file_refuse(const Part *file, int tokens) {
     static const struct {
         const char *mark, *format;
@@ -150,7 +146,7 @@ static void file_refuse(const Part *file, int tokens) {
     if (tokens && (llmc_kind(bytes, file->size) >= 0 || file->size % 2)) {
         die("--tokens: %s has %s", name, file->size % 2
                 ? "an odd number of bytes; expected uint16 tokens"
-                : "a header; use it as it is, with train_gpt2 -i");
+                : "a header; pass it to train_gpt2 -i without conversion");
     }
     for (size_t i = 0; !tokens && i < sizeof formats / sizeof formats[0]; i++) {
         const size_t n = strlen(formats[i].mark);
@@ -169,7 +165,7 @@ static void file_refuse(const Part *file, int tokens) {
     }
 }
 
-// Maps a file. Standard input or a shell's <(command) is first copied to an unlinked file.
+// Maps a file. First copies standard input or a shell's <(command) to an unlinked file.
 static Part file_map(const char *name, const Arguments *a) {
     Mapping map;
     char path[PATH_BYTES], buffer[1 << 16];
@@ -210,8 +206,7 @@ static Part file_map(const char *name, const Arguments *a) {
 
 static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// Returns whether a document begins at `offset`: only blanks precede it, back to a marker or the
-// start of the part.
+// Returns whether only blanks separate `offset` from a marker or from the start of the part.
 static int document_begins(const Part *part, size_t offset) {
     while (offset > 0 && is_blank(part->bytes[offset - 1])) {
         offset--;
@@ -220,11 +215,11 @@ static int document_begins(const Part *part, size_t offset) {
                            memcmp(part->bytes + offset - MARKER_BYTES, marker, MARKER_BYTES) == 0);
 }
 
-// Returns the first offset in a file, from `offset` on, where validation may begin: the start of a
-// UTF-8 character or, with --documents, of a document.
+// Returns the first offset >= `offset` at which validation may begin: the start of a UTF-8
+// character or, with --documents, of a document.
 static size_t split_at(const Part *file, size_t offset, int documents) {
     if (documents && offset > 0) {
-        const size_t from = offset > MARKER_BYTES ? offset - MARKER_BYTES : 0;  // a marker spans it
+        const size_t from = offset > MARKER_BYTES ? offset - MARKER_BYTES : 0;  // within a marker?
         const char *found = (const char *)memmem(file->bytes + from, file->size - from, marker,
                                                  MARKER_BYTES);
         return found ? (size_t)(found - file->bytes) + MARKER_BYTES : file->size;
@@ -244,7 +239,7 @@ static void corpus_add(Corpus *t, const char *name, const char *bytes, size_t si
     t->size += (int64_t)size;
 }
 
-// Maps all files and divides them into training text and validation text.
+// Maps all files and splits them into training text and validation text.
 static void corpus_open(Corpus texts[2], const Arguments *a) {
     const int count = a->file_count + (a->val_file != NULL);
     Part *files = (Part *)alloc_zero((size_t)count, sizeof *files);
@@ -270,17 +265,17 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
 
 // -------------------------------------------------------------------------------------------------
 // Distinct pre-tokens
-// --train-bpe needs to know how often each pre-token ("word") occurs. Each block has a table. These
-// are merged in block order: the result does not depend on the number of threads.
+// --train-bpe counts the occurrences of each pre-token ("word"). Each block has a table. The tables
+// are merged in block order, so the result does not depend on the number of threads.
 
 typedef struct {
     int64_t count;
-    uint32_t offset, bytes;  // its bytes: text[offset .. offset + bytes)
+    uint32_t offset, bytes;  // location in `text`
     uint32_t hash;
 } Word;
 typedef struct {
-    Word *words;           // in the order of their first occurrence; capacity: slot_count / 2
-    uint32_t *slots;       // hash table: index of a word + 1; 0: free
+    Word *words;           // in order of first occurrence; capacity: slot_count / 2
+    uint32_t *slots;       // hash table: index of a word + 1; 0 if free
     char *text;
     uint32_t word_count, slot_count;
     size_t text_bytes, text_capacity;
@@ -349,13 +344,13 @@ static void words_merge(WordTable *t, WordTable *more) {
 
 // -------------------------------------------------------------------------------------------------
 // Learning merges
-// Byte-pair encoding: repeatedly merges the most frequent pair of adjacent tokens in the words into
-// a new token. Ties go to the pair with the lower ids (left token first), as in Hugging Face's
-// BpeTrainer, so both learn the same merges.
+// Byte-pair encoding repeatedly merges the most frequent pair of adjacent tokens into a new token.
+// Ties go to the pair with the lowest ids, left token first. This is the rule of Hugging Face's
+// BpeTrainer, which learns the same merges.
 // 1. A pair stores the number of its occurrences, including overlapping ones (aa in aaa), and a
-//    list of the words that may contain it.
-// 2. Only pairs that contain the newest token gain occurrences, so a count in the heap may be too
-//    high but never too low. A pair popped with an outdated count is pushed with its current one.
+//    list of words that may contain it.
+// 2. Only pairs with the newest token gain occurrences, so a count in the heap is never too low. A
+//    popped pair with a stale count is pushed again with its current count.
 
 typedef struct {
     uint32_t key;              // id of the left token << 16 | id of the right one
@@ -366,12 +361,12 @@ typedef struct {
 typedef struct {
     const Bpe *bpe;
     const WordTable *table;
-    uint16_t *symbols;         // token ids; those of a word begin at the offset of its text
-    uint32_t *lengths;         // number of symbols of each word
+    uint16_t *symbols;         // token ids of all words, at the offsets of their texts
+    uint32_t *lengths;         // number of symbols in each word
     Pair *pairs;               // capacity: slot_count / 2
-    uint32_t *slots;           // hash table: index of a pair + 1; 0: free
+    uint32_t *slots;           // hash table: index of a pair + 1; 0 if free
     uint32_t pair_count, slot_count;
-    Heap heap;                 // of pair_rank(); a rank may be outdated
+    Heap heap;                 // items: pair_rank(), possibly stale
 } Learner;
 
 static uint32_t pair_slot(const Learner *l, uint32_t key) {
@@ -382,7 +377,7 @@ static uint32_t pair_slot(const Learner *l, uint32_t key) {
     return slot;
 }
 
-// Returns the pair with this key, and adds it if it is new.
+// Returns the pair with this key, after adding it if necessary.
 static Pair *pair_get(Learner *l, uint32_t key) {
     if (l->pair_count >= l->slot_count / 2) {
         free(l->slots);
@@ -402,12 +397,12 @@ static Pair *pair_get(Learner *l, uint32_t key) {
     return &l->pairs[l->slots[slot] - 1];
 }
 
-// Returns a pair's rank in the merge order: by descending count, at most 2^32 - 1, then by key.
+// Returns the rank of a pair in merge order: by descending count (at most 2^32 - 1), then by key.
 static uint64_t pair_rank(const Pair *pair) {
     return (uint64_t)(UINT32_MAX - min_i64(pair->count, UINT32_MAX)) << 32 | pair->key;
 }
 
-// Adds `times` occurrences of a pair in a word; a negative number removes occurrences.
+// Adds `times` occurrences of a pair in a word, or removes them if `times` is negative.
 static void pair_change(Learner *l, int left, int right, uint32_t word, int64_t times) {
     const uint32_t *start = l->bpe->start;
     if (start[left + 1] - start[left] + start[right + 1] - start[right] > BPE_LONGEST) {
@@ -425,7 +420,7 @@ static void pair_change(Learner *l, int left, int right, uint32_t word, int64_t 
     pair->words[pair->word_count++] = word;
 }
 
-// Replaces every occurrence of the pair (a, b) in a word with the token `id`.
+// Replaces every occurrence of the pair (a, b) in a word with token `id`.
 static void word_merge(Learner *l, uint32_t word, int a, int b, int id) {
     uint16_t *s = l->symbols + l->table->words[word].offset;
     const uint32_t n = l->lengths[word];
@@ -471,8 +466,8 @@ static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
     }
 }
 
-// Learns `merges` merges from the words of a text and adds them to `bpe`, which holds the 256
-// bytes. Returns the number learned, which is lower if no pairs are left or a signal arrives.
+// Learns `merges` merges from words and adds them to `bpe`, which contains the 256 bytes. Returns
+// the number learned. It is lower if no pairs are left or a signal arrives.
 static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
     Learner *l = (Learner *)alloc_zero(1, sizeof *l);
     int done = 0;
@@ -495,7 +490,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
         memcpy(both, left, n);
         memcpy(both + n, right, m);
         if (!bpe_add(bpe, both, n + m)) {
-            die("--train-bpe: after %d merges the tokens take %u bytes in total; at most %d fit",
+            die("--train-bpe: after %d merges, the tokens take %u bytes in total; at most %d fit",
                 done, bpe->start[id], BPE_TEXT);
         }
         bpe->splits[id] = (uint16_t)n;
@@ -504,7 +499,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
             word_merge(l, pair.words[i], a, b, id);
         }
         free(pair.words);
-        for (uint32_t i = first; i < l->pair_count; i++) {  // all pairs that contain the new token
+        for (uint32_t i = first; i < l->pair_count; i++) {  // the pairs with the new token
             if (l->pairs[i].count > 0) {
                 heap_push(&l->heap, pair_rank(&l->pairs[i]));
             }
@@ -526,7 +521,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
 // -------------------------------------------------------------------------------------------------
 // Shards
 
-static char (*outputs)[PATH_BYTES];  // all files of this run, written with the suffix .part
+static char (*outputs)[PATH_BYTES];  // final paths of the files that this run writes
 static int output_count;
 
 static void outputs_end(int complete) {
@@ -542,7 +537,7 @@ static void outputs_end(int complete) {
     output_count = 0;
 }
 
-static void outputs_drop(void) { outputs_end(0); }  // at exit, also after an error
+static void outputs_drop(void) { outputs_end(0); }  // at exit, including after an error
 
 static int output_open(const char *path) {
     char part[PATH_BYTES];
@@ -568,26 +563,26 @@ static void output_close(int fd) {
     }
 }
 
-// The shards of training or validation.
+// The shards of one split, training or validation.
 typedef struct {
     const Arguments *arguments;
     const char *split;
     char path[PATH_BYTES];
     Tokenizer tokenizer;
-    int fd;                         // of the open shard; -1: none
-    int64_t shards;                 // number of complete shards
-    int64_t shard_tokens, tokens;   // tokens in the open shard, and in all shards
+    int fd;                         // of the open shard, or -1
+    int64_t shards;                 // complete shards
+    int64_t shard_tokens, tokens;   // tokens in the open shard; in all shards
     Sha256 sha;                     // of the tokens in the open shard
 } Sink;
 
-// Writes the path of a shard, which contains the index if `numbered` (--shard-tokens).
+// Writes the path of a shard. The path contains `index` if `numbered` (--shard-tokens).
 static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     path_print(path, numbered ? "%s_%s_%06" PRId64 ".bin" : "%s_%s.bin", s->arguments->prefix,
                s->split, index);
 }
 
-// Completes the open shard, if any. The SHA-256 in its header covers all tokens, then the header
-// with zeros in place of the hash.
+// Completes the open shard, if there is one. The SHA-256 in its header covers all tokens, then the
+// header with zeros in place of the hash.
 static void sink_finish(Sink *s) {
     if (s->fd < 0) {
         return;
@@ -611,15 +606,15 @@ static void sink_finish(Sink *s) {
     s->shards++;
 }
 
-// Appends tokens, starting a new shard whenever one is full. No shard is empty.
+// Appends tokens, and starts a new shard whenever one is full. No shard is empty.
 static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
-    const int32_t header[LLMC_HEADER_BYTES / 4] = {0};  // filled in by sink_finish
+    const int32_t header[LLMC_HEADER_BYTES / 4] = {0};  // written by sink_finish
     const int64_t numbered = s->arguments->shard_tokens, limit = numbered ? numbered : INT32_MAX;
     s->tokens += count;
     for (int64_t now; count > 0; tokens += now, count -= now) {
         if (s->fd >= 0 && s->shard_tokens == limit) {
             if (!numbered) {
-                die("%s: too large for one shard of at most %d tokens; use --shard-tokens", s->path,
+                die("%s: a shard can hold at most %d tokens; use --shard-tokens", s->path,
                     INT32_MAX);
             }
             sink_finish(s);
@@ -638,7 +633,7 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     }
 }
 
-// Ends the run if an earlier run has left shards that the same glob pattern would match.
+// Fails if an earlier run left shards that the same glob pattern would match.
 static void sink_check_others(const Sink *s) {
     const int numbered = s->arguments->shard_tokens > 0;
     char path[2][PATH_BYTES];
@@ -659,12 +654,12 @@ static void sink_check_others(const Sink *s) {
 typedef struct {
     Bpe bpe;
     Tokenizer tokenizer;
-    int documents, tokens;       // tokens: the files hold tokens, not text
-    WordTable *words;            // not NULL: count pre-tokens here instead of encoding
+    int documents, tokens;       // tokens: files contain tokens, not text
+    WordTable *words;            // if not NULL, pre-tokens are counted here, not encoded
 } Coder;
 
-// Returns the first offset, from `offset` on, where a part can be cut without changing the tokens
-// (bpe_cut_is_safe), or a boundary of UTF-8 characters if none is within CUT_BYTES.
+// Returns the first offset >= `offset` at which a part can be cut without changing the tokens
+// (bpe_cut_is_safe). If there is none within CUT_BYTES, returns a boundary of UTF-8 characters.
 static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
     if (offset == 0 || offset >= part->size || coder->tokens) {
         return offset < part->size ? offset : part->size;
@@ -678,7 +673,7 @@ static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
     return last == part->size ? last : split_at(part, offset, 0);
 }
 
-// Returns what is wrong with bytes [begin, end) of a part, or NULL. Notes a marker once.
+// Returns an error message for bytes [begin, end) of a part, or NULL. Notes the first marker.
 static const char *block_problem(const Coder *coder, const Part *part, size_t begin, size_t end) {
     static int noted;
     const char *text = part->bytes + begin;
@@ -686,7 +681,7 @@ static const char *block_problem(const Coder *coder, const Part *part, size_t be
         uint16_t token;
         memcpy(&token, part->bytes + i, 2);
         if (token >= coder->tokenizer.vocabulary) {
-            return "has tokens outside the vocabulary; --tokenizer FILE names another than GPT-2's";
+            return "has tokens outside the vocabulary; use --tokenizer FILE unless it is GPT-2's";
         }
     }
     if (!coder->tokens && memchr(text, 0, end - begin)) {
@@ -700,7 +695,7 @@ static const char *block_problem(const Coder *coder, const Part *part, size_t be
     return NULL;
 }
 
-// Encodes n bytes to at most n tokens and returns their number, or counts pre-tokens and returns 0.
+// Encodes n bytes and returns the number of tokens. While counting, fills `words` and returns 0.
 static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *words,
                             const char *text, size_t n, uint16_t *tokens) {
     if (coder->words) {
@@ -720,7 +715,7 @@ static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     return (int64_t)n;
 }
 
-// Encodes bytes [begin, end) of a part without blank documents. Returns the number of tokens.
+// Encodes bytes [begin, end) of a part and omits blank documents. Returns the number of tokens.
 static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *words,
                             const Part *part, size_t begin, size_t end, uint16_t *tokens) {
     const char *text = part->bytes + begin, *stop = part->bytes + end;
@@ -758,7 +753,7 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
     }
     #pragma omp parallel
     {
-        BpeEncoder encoder;  // unused for bytes and while counting
+        BpeEncoder encoder;  // unused for bytes or tokens, and while counting
         size_t capacity = 0;
         uint16_t *tokens = NULL;
         int part = 0;
@@ -812,7 +807,7 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
 // -------------------------------------------------------------------------------------------------
 // Main
 
-// Writes the tokenizer as PREFIX_merges.txt and, if its ids differ from the ranks, two more files.
+// Writes the tokenizer to PREFIX_merges.txt and, unless it is plain, to two more files.
 static void tokenizer_write(const Bpe *bpe, const char *prefix) {
     static const char *const names[TOKENIZER_FILES] = {"merges.txt", "vocab.json",
                                                        "tokenizer_config.json"};
@@ -855,14 +850,14 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
            count_of(count, "distinct pre-token").s);
 }
 
-// Sets the tokenizer: bytes, the one learned by --train-bpe, --tokenizer's, or GPT-2's.
+// Opens the tokenizer: bytes, the one learned by --train-bpe, that of --tokenizer, or GPT-2's.
 static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train) {
     char path[PATH_BYTES];
     if (a->train_bpe) {
         learn_vocabulary(coder, a, train);
     } else if (a->bpe || (a->tokens && a->tokenizer)) {
         if (!bpe_find(path, a->tokenizer ? a->tokenizer : "")) {
-            die("--bpe needs GPT-2's vocab.bpe; run data/prepare.sh or use --tokenizer FILE");
+            die("--bpe: data/vocab.bpe not found; run data/prepare.sh or use --tokenizer FILE");
         }
         bpe_open(&coder->bpe, path, a->tokenizer ? NULL : &gpt2_tokenizer, "--bpe");
         if (coder->bpe.tokenizer.kind == TOKENIZER_MERGES) {

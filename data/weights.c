@@ -6,8 +6,7 @@
 // Hugging Face stores the weight matrices of a block as (in, out), the transpose of the layout in
 // memory, and stores wte without padding rows.
 
-// Tensors that Hugging Face's files may contain besides those of tensor_table: the causal mask (two
-// tensors) and the tied head.
+// Tensors in Hugging Face's files besides those of tensor_table: causal mask (two) and tied head.
 enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
 static const struct {
     const char *hf_name;
@@ -100,8 +99,8 @@ static void model_require(const Model *m, const char *name) {
     }
 }
 
-// Locates the tensors in a safetensors file of model `m`. spans: (L, FILE_TENSORS), zeroed before
-// the first file.
+// Locates the tensors of a safetensors file. spans: (L, FILE_TENSORS), zeroed before the first
+// file.
 static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
