@@ -1,21 +1,21 @@
-// data/stories.c -- writes short stories from a grammar: training text if there is no other.
+// data/stories.c -- writes short stories from a grammar, as training text if there is no other.
 //
 //     data/stories > data/stories.txt
 //
-// Writes the same 2 MB on every machine. A test checks the text's SHA-256, and dev/train.sh states
-// a loss measured on it. Stories are separated by `<|endoftext|>`.
+// Writes the same 2 MB on every machine. A test checks the SHA-256 of the text, and dev/train.sh
+// states a loss measured on it. `<|endoftext|>` separates stories.
 //
 // The notation of words and plots:
 //
 //     [one|another]    one of these, with equal probability; brackets may be nested
-//     {thing}          a word from the list `thing`; {a thing}: preceded by "a" or "an";
-//                      {Thing}, {A thing}: capitalized
-//     {game.past}      another form of a word; forms are separated by /
-//     {he}             the same as {hero.he}; {him}, {his} and {child} likewise
+//     {thing}          a word from the list `thing`; {a thing} adds "a" or "an"; {Thing} and
+//                      {A thing} are capitalized
+//     {game.past}      another form of a word; / separates forms
+//     {he}             the same as {hero.he}, likewise {him}, {his} and {child}
 //     '                a quotation mark
 //
-// A list marked KEPT keeps one word for the whole story, so that Anna stays Anna. Two lists with
-// the same words (hero and friend, place and place2) keep different words.
+// A list marked KEPT uses the same word throughout a story. Lists with the same words (hero and
+// friend, place and place2) use different ones.
 
 #include <stdint.h>
 #include <stdio.h>
@@ -25,7 +25,7 @@ enum { TEXT_BYTES = 2000000, STORY_BYTES = 4096, NAME_BYTES = 24, FORMS = 4, FRE
 
 // -------------------------------------------------------------------------------------------------
 // Words
-// The first letter decides between "a" and "an": no "hour" or "uniform".
+// The first letter selects "a" or "an", so words such as "hour" and "uniform" are excluded.
 
 #define SHE "/she/her/her/girl|"
 #define HE "/he/him/his/boy|"
@@ -45,7 +45,7 @@ static const char searches[] =
     "dig in the sand/dug in the sand";
 
 static const struct {
-    const char *name, *forms[FORMS];    // forms: names of the forms after the first
+    const char *name, *forms[FORMS];    // names of the forms after the first
     int kept;
     const char *words;
 } lists[] = {
@@ -169,14 +169,14 @@ enum { PLOTS = sizeof plots / sizeof plots[0] };
 
 // -------------------------------------------------------------------------------------------------
 // The teller
-// A single left-to-right pass over a plot makes the choices and replaces list names with words.
+// One left-to-right pass over a plot makes the choices and replaces list names with words.
 
-static int kept[LISTS];    // index of each list's word in this story; -1: none yet
+static int kept[LISTS];    // index of each list's word in this story, or -1
 static char story[STORY_BYTES];
 static size_t length;
 
-// Returns a random number from 0 to n - 1: n times the upper 32 bits of x, divided by 2^32. x is
-// the linear congruential generator of Knuth's MMIX.
+// Returns a random number from 0 to n - 1, taken from the upper 32 bits of the linear congruential
+// generator of Knuth's MMIX.
 static int random_below(int n) {
     static uint64_t x = 2024;
     x = x * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
@@ -185,7 +185,7 @@ static int random_below(int n) {
 
 static void put(char c) { story[length++] = c; }
 
-// Returns the text after the next `separator` outside brackets in this choice, or NULL.
+// Returns the text after the next `separator` of this choice that is outside brackets, or NULL.
 static const char *behind(const char *p, char separator) {
     for (int depth = 0; *p && depth >= 0; p++) {
         if (depth == 0 && *p == separator) {
@@ -211,7 +211,7 @@ static const char *part(const char *p, char separator, int index) {
     return p;
 }
 
-// Returns a word from the list: the kept one, or one that no list with the same words has kept.
+// Returns a word of a list: the kept one, or one that no list with the same words has kept.
 static const char *draw(int list) {
     int index = kept[list];
     while (index < 0) {
@@ -262,7 +262,7 @@ static void tell_slot(const char *slot) {
     }
 }
 
-// Writes a plot, a word or a part of one, up to the next separator or closing bracket.
+// Writes a plot, a word or part of one, up to the next separator or closing bracket.
 static void tell(const char *p) {
     while (*p && !strchr("|/]", *p)) {
         char c = *p++;

@@ -919,8 +919,8 @@ static void shard_open(Shard *shard, const char *path) {
     }
     if (kind < TOKENIZER_GPT2 || kind > TOKENIZER_MERGES || t.vocabulary < sizes[kind][0] ||
         t.vocabulary > sizes[kind][1]) {
-        die("%s: the header has tokenizer %d with a vocabulary of %d; expected 0 (GPT-2) with 50257, "
-            "1 (bytes) with 257, or 2 (custom) with 257 to 65535", path, kind, t.vocabulary);
+        die("%s: the header has tokenizer %d with a vocabulary of %d; expected 0 (GPT-2, 50257), "
+            "1 (bytes, 257) or 2 (custom, 257 to 65535)", path, kind, t.vocabulary);
     }
 }
 
