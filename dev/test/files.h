@@ -21,18 +21,6 @@ inline Text with_int(Text bytes, size_t index, int32_t value) {
     return bytes;
 }
 
-// Writes train.bin: byte tokens of a text that has a pattern to learn.
-inline void write_corpus() {
-    Ids tokens;
-    for (int i = 0; i < 3000; i++) {
-        tokens.push_back((uint16_t)(i % 50 == 0 ? 256 : 97 + (i * i / 7 + i % 11) % 20));
-    }
-    write_file("train.bin", shard_bytes(tokens, BYTE_TOKENS));
-}
-
-// Options with which runs on the corpus begin; tests append more.
-#define TINY "-i train.bin -e l2h2c16t16 -b 2 "
-
 typedef std::vector<int> Ints;
 struct Question {
     int label;

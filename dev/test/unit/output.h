@@ -256,8 +256,9 @@ TEST(skipped_step, HOST) {
     static const Program small = {
         .name = "train_gpt2", .default_model = "l2h2c16t16", .open = cpu_open,
         .available = little_memory};
-    write_corpus();
-    Outcome o = in_process(TINY "-x 6 -o out --max-skips 2", &faulty);
+    const Text tiny = "-i train.bin -e l2h2c16t16 -b 2 -x 6 -o ";
+    write_file("train.bin", shard_bytes(Ids(3000, 97), BYTE_TOKENS));
+    Outcome o = in_process(tiny + "out --max-skips 2", &faulty);
     expect_success(o, "a NaN gradient");
     expect(has(o.out, "2 skipped") && has(o.out, "SKIPPED"));
     Text log = read_file("out/log.jsonl");
@@ -268,7 +269,7 @@ TEST(skipped_step, HOST) {
     expect(has(read_file("out/step-00000006/state-0-of-1.safetensors"),
                "\"step\":\"6\",\"skipped\":\"2\",\"updates\":\"4\",\"position\":\"12\","
                "\"norm_count\":\"4\",\"pending_validation\":\"0\""));
-    o = in_process(TINY "-x 6 -o none", &small);
+    o = in_process(tiny + "none", &small);
     expect_too_large(o, "only 976.6 KiB is available: ", "a plan that does not fit");
     expect(!exists("none/log.jsonl"));
     write_file("e.bin", eval_bytes(random_questions(12, 50257, 2)));
