@@ -92,7 +92,7 @@ update_decide                                  -            1      0   24     24
 adamw                       bf16,bf16,float    -          256      0   64      3 168.2/8L   s5
 adamw                       bf16,bf16,bf16     -          256      0   64      3 236.4/8L   s3
 muon_moment                 bf16,float,bf16    -          256      0   40      6
-muon_normalize              bf16               -          256      0   24      6
+muon_normalize              bf16               -          256      0   40      6
 muon_apply                  bf16,bf16,true     -          256      0   40      6
 rank_add                    bf16               -        256      0   24      6            s1
 sum                                            -          256      0   33      6
