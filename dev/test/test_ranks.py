@@ -227,7 +227,7 @@ def test_two_jobs():
     ("WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0 MASTER_PORT=65535 "
      "TORCHELASTIC_USE_AGENT_STORE=True", "MASTER_PORT: invalid port 65536; "),
     ("WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9", "is 2, but RANK is not set; "),
-    ("WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9 RANK=2", "is not below it; ranks are"),
+    ("WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9 RANK=2", "is too high; expected 0 to 1"),
     ("WORLD_SIZE=2 RANK=0", "MASTER_ADDR is not set and the ranks may be on"),
     ("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2",
      "MASTER_ADDR is not set and the ranks may be on"),

@@ -1034,9 +1034,9 @@ TEST(gpu_misaligned, CUDA) {
     expect_death(gpu_gelu_forward(p, p, 12, 0),
                  "a row of 12 numbers is not a multiple of 16 bytes");
     expect_death(gpu_layernorm_forward(p, f, f, p, p, p, 1, CHANNELS_MAX + 8, 0),
-                 "LayerNorm of 4104 channels");
+                 "LayerNorm does not support 4104 channels");
     expect_death(gpu_layernorm_backward(p, f, f, f, p, p, p, f, f, p, f, 1, CHANNELS_MAX + 8, 0),
-                 "LayerNorm of 4104 channels");
+                 "LayerNorm does not support 4104 channels");
     expect_death(gpu_attention_forward(p, f, p, 1, 8, HEAD_MAX + 8, 1, 0), "heads of 136 channels");
     expect_death(gpu_attention_forward(f, f, f, 1, 8, HEAD_MAX_FP32 + 8, 1, 0),
                  "heads of 520 channels");
@@ -1081,7 +1081,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
         gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
         gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
     }));
-    const char *line = "cannot multiply (24 x 16) by (16 x 8), fp32 input, fp32 output: "
+    const char *line = "cannot multiply (24 x 16) by (16 x 8) with fp32 input and fp32 output: "
                        "CUBLAS_STATUS_NOT_SUPPORTED\n";
     expect(o.status == 1 && has(o.err, line), "%s", o.err.c_str());
     // During the warm-up, an algorithm that returns an error is replaced by the next one, with one
