@@ -214,7 +214,7 @@ def test_tokens():
     Path("nano.bin").write_bytes(array.array("H", [1, 300]).tobytes())
     Path("merges").write_text("#version: 0.2\na b\n")
     refused("--tokens --tokenizer merges -o new nano.bin", "nano.bin has tokens outside the vocab")
-    refused("--tokens -o new out_train.bin", "has a header; pass it to train_gpt2 -i without conversion")
+    refused("--tokens -o new out_train.bin", "has a header; pass it to train_gpt2 -i without conv")
     Path("odd").write_bytes(b"odd")
     refused("--tokens -o new odd", "odd has an odd number of bytes")
     assert names(".", "new") == []
