@@ -157,7 +157,7 @@ def test_refused(arguments, expected):
 
 def test_whole_prompt():
     assert run("--generate -e l1h1c8t16 -g 1 --prompt=1234567890123456").status == 0
-    refused("--samples 2", "--samples needs --generate")
+    refused("--samples 2", "--samples requires --generate")
 
 
 def test_signal():

@@ -39,10 +39,10 @@ def total(options, **more):
     ("--dtype fp16 -w none", "--master (-w) none is not supported with --dtype fp16"),
     ("--dtype bf16 -w 0 --offload master", "--offload master: there are no master weights"),
     ("--offload moments,weight", "--offload: invalid value 'moments,weight'"),
-    ("-z 1", "--zero (-z) 1 needs several GPUs"),
+    ("-z 1", "--zero (-z) 1 requires several GPUs"),
     ("-z 4", "--zero (-z): invalid value '4'; expected an integer between 0 and 3"),
-    ("--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"),
-    ("--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"),
+    ("--dtype fp32 --moments bf16", "--moments bf16 requires --dtype bf16"),
+    ("--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 requires --dtype bf16"),
     ("--dtype fp64", "--dtype: invalid value 'fp64'"), ("-r block:3", "the 2 blocks left"),
     ("-e l2h2c20t16", "20 channels in 2 heads are not supported; on a GPU, channels must be a "
                       "multiple of 8"),

@@ -387,8 +387,8 @@ def test_one_gpu():
     ("--gpus 2 --check", {}, "--gpus 2: --check, --compare and --generate support only one GPU"),
     ("--timeout 9", {}, "--timeout needs several ranks"),
     ("--gpus 2 --offload gradients", {}, "gradients is not supported on 2 GPUs"),
-    ("--gpus 2 --offload weights", {}, "--offload weights on 2 GPUs needs --zero (-z) 3"),
-    ("--gpus 2 -z 2 --offload weights", {}, "--offload weights on 2 GPUs needs --zero (-z) 3"),
+    ("--gpus 2 --offload weights", {}, "--offload weights on 2 GPUs requires --zero (-z) 3"),
+    ("--gpus 2 -z 2 --offload weights", {}, "--offload weights on 2 GPUs requires --zero (-z) 3"),
     ("--gpus 3", {"EMU_GPUS": "2"}, "ranks 0 and 2 would share GPU 00000000"),
     ("--gpus 2", {**HYDRA(0, 2)}, "a launcher has already started ranks")])
 def test_refused(arguments, env, expected):

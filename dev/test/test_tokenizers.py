@@ -319,4 +319,4 @@ def test_names():
     assert "no validation" not in out and "validation loss" in out
     succeeds("-e a1 --eval q[1]_val.bin", "q[1]_val.bin: ")
     refused("-e a1 -i q[1]_train.bin q[1]_val.bin", "--train-data takes one file or pattern, but "
-            "'q[1]_val.bin' follows 'q[1]_train.bin'; put a pattern in quotes")
+            "'q[1]_val.bin' follows 'q[1]_train.bin'; quote the pattern")

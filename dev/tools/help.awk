@@ -32,7 +32,7 @@ function finish(  words) {
         }
         if (option == "--gpu") {
             words = text
-            sub(/.*each card/, "all", words)
+            sub(/.*one line per model/, "all", words)
         }
         if (option == "--model") {
             words = "d12 d24 d36 d48 gpt2 gpt2-medium gpt2-large gpt2-xl"
