@@ -45,7 +45,7 @@ def test_bpe_samples(sampled):
     succeeds(RUN + "--tokenizer vocab --prompt=Hello,\xe9 -o out", BEGINS + "Hello,\xe9")
     assert [e for e in log() if e.get("sample", "").startswith("Hello,\xe9")]
     refused(RUN + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9",
-            "--prompt: '1,2,3,4,5,6,7,8,9' is too long: 17 tokens, --seq-len (-t) is 16")
+            "--prompt: '1,2,3,4,5,6,7,8,9' has 17 tokens, but --seq-len (-t) is 16")
 
 
 def test_eval_command():

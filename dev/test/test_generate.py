@@ -68,7 +68,7 @@ def test_stdin(sample):
     assert o.status == 0 and o.out == ""
     o = run(stdin, stdin="abc\n12345678901234567\nd\n")
     assert o.status == 1 and want.startswith(o.out) and o.out
-    assert "--prompt: '12345678901234567" in o.err and " is too long: 17 tokens" in o.err
+    assert "--prompt: '12345678901234567" in o.err and " has 17 tokens" in o.err
     assert made(stdin, stdin="a\0b").startswith("a\0b")
 
 
@@ -147,8 +147,8 @@ def test_own():
     ("--eval e.bin", "does not support --eval"),
     ("--offload weights", "does not support --offload"),
     ("-t 17", "--seq-len (-t): 17 exceeds the model's maximum of 16"),
-    ("--prompt=12345678901234567", "' is too long: 17 tokens, --seq-len (-t) is 16"),
-    ("-t 4 --prompt=12345", "--prompt: '12345' is too long: 5 tokens, --seq-len (-t) is 4"),
+    ("--prompt=12345678901234567", "' has 17 tokens, but --seq-len (-t) is 16"),
+    ("-t 4 --prompt=12345", "--prompt: '12345' has 5 tokens, but --seq-len (-t) is 4"),
     ("--tokenizer v", "--tokenizer: l1h1c8t16 uses single bytes as tokens")])
 def test_refused(arguments, expected):
     """Options without effect on generation, and a prompt longer than T, are refused."""
