@@ -454,7 +454,7 @@ def test_one_visible_gpu(card, mib):
                    EMU_NCCL="12m", EMU_MACHINE=str(r)) for r in range(2)]
     small = [{**e, "EMU_CONTEXT": str((80 << 30) - (mib - 1 << 20))} for e in env]
     zero = outcomes(start_ranks(TINY + "-x 1", small))[0]
-    assert zero.status == 3 and "file buffers need all %d.0 MiB" % (mib - 1) in zero.err, zero
+    assert zero.status == 3 and "file buffers take all %d.0 MiB" % (mib - 1) in zero.err, zero
     zero, one = outcomes(start_ranks(TINY + "-x 1", env))
     assert zero.status == one.status == 0, (zero, one)
 
@@ -640,7 +640,7 @@ def test_fault():
     data[at:at + 2] = b"\xff\xff"
     Path("wrong.bin").write_bytes(data)
     err = refused(line, "rank 1: wrong.bin: token ")
-    assert "out of range for a vocab" in err and "ended after step 2, which is saved" in err
+    assert "out of range for a vocab" in err and "stopped after step 2, which is saved" in err
     assert names("out", "step") == ["step-00000002"]
 
 
