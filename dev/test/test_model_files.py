@@ -397,23 +397,25 @@ def test_other_files():
 
 def test_padded_vocabulary():
     """A model whose vocabulary is extended or padded to 50304 rows, like nanoGPT's, accepts GPT-2
-    tokens. The rows without a token are part of the softmax and are kept, but are never sampled.
-    Other paddings are refused, unless the folder names its tokenizer."""
+    tokens. The rows without a token are part of the softmax and are kept, but are never sampled,
+    although they have the highest logit, 4 (all others are 0). Other paddings are refused, unless
+    the folder names its tokenizer."""
     Path("train.bin").write_bytes(shard([7] * 400, GPT2))
     options = "-i train.bin -e model -b 2 "
     for rows in 50305, 50258, 50304:
         shape = 1, 1, 4, 8, rows
         members = {name: [dtype, sizes, bytes(len(values))]
                    for name, (dtype, sizes, values) in hugging_face(shape).items()}
+        members["wte.weight"][2] = bytes(16 * 50257) + struct.pack("<f", 1) * 4 * (rows - 50257)
+        members["ln_f.bias"][2] = struct.pack("<f", 1) * 4
         write_model("model", safetensors({}, members), config_text(shape))
         if rows == 50305:
             refused(options, "has a vocabulary of 50305 tokens, but the data")
         elif rows == 50258:
-            succeeds(options + "-x 1", "loss 10.8249 ")  # ln 50258
-    out = succeeds(options + "-x 1 -s 1 -g 4000 --temperature 100 -o out",
-                   "loss 10.8258 ")  # ln 50304
+            succeeds(options + "-x 1", "loss 10.8260 ")  # ln(50257 + e^4)
+    out = succeeds(options + "-x 1 -s 1 -g 200 -o out", "loss 10.8747 ")  # ln(50257 + 47 e^4)
     sampled = out.split("after step 1 ---\n")[1].split("\n")[0].split()
-    assert len(sampled) == 4000 and max(map(int, sampled)) < 50257
+    assert len(sampled) == 200 and max(map(int, sampled)) < 50257
     config = json.loads((step(1) / CONFIG).read_text())
     assert config["vocab_size"] == 50304 and config["eos_token_id"] == 50256
     succeeds(options + "-o out -y 1 -x 2 --quiet")
