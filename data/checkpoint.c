@@ -208,9 +208,9 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->range.first);
 }
 
-// Returns the ranges in the state file of `rank`, in file order: its non-padding parts of all
-// buckets of the masters' low halves (if `low`), m and v. With `muon`, blocks have no v. Sets
-// *count to the number of ranges. The caller frees the array.
+// Returns the ranges in the state file of `rank`, in file order: the rank's part of every bucket,
+// without padding, of the masters' low halves (if `low`), m and v. With `muon`, blocks have no v.
+// Sets *count to the number of ranges. The caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m);
@@ -717,7 +717,7 @@ typedef struct {
     char identity[IDENTITY_BYTES];
 } StateFiles;
 
-// Locates the ranges in the file of rank r, which follow the norms.
+// Locates the ranges, which follow the norms, in the file of rank r.
 static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetensors *f) {
     char name[RANGE_NAME] = "", optimizer[16];
     FileTensor t;
@@ -962,8 +962,8 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
                             others, folder);
     }
     *state = f.run;
-    // Without a loss scale in this run, the next checkpoint stores 0. Without one in the
-    // checkpoint, the engine keeps its initial value.
+    // If this run has no loss scale, the next checkpoint stores 0. If the checkpoint has none, the
+    // engine keeps its initial loss scale.
     if (!run->engine->scale_loss) {
         state->loss_scale_log2 = state->loss_scale_steps = 0;
     } else if (state->loss_scale_log2) {

@@ -268,8 +268,8 @@ static void make_folders(const char *path) {
     }
 }
 
-// Locks an output folder until this process exits. If another process holds the lock, fails with
-// the name of that process.
+// Locks an output folder until this process exits. If another process holds the lock, fails and
+// names that process.
 // 1. The lock is a byte-range lock, because flock() on NFS is local to each machine. F_OFD_SETLK
 //    ties it to the open file; a plain fcntl() lock ends when any descriptor of the file is closed.
 // 2. The lock file is never removed. Otherwise one process could lock the removed file and another

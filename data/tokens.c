@@ -14,8 +14,8 @@
 // 2. Within a pre-token, adjacent tokens are merged repeatedly (bpe_merge). Each step merges the
 //    leftmost pair with the lowest-ranked concatenation.
 // 3. Ranks number the bytes, in the order of their characters, then the merges, then the special
-//    tokens, which text is never encoded to. Ids are the numbers in data and models. They equal the
-//    ranks unless a vocab.json or tokenizer.json assigns others.
+//    tokens. Encoding never produces special tokens. Ids are the numbers in data and models. They
+//    equal the ranks unless a vocab.json or tokenizer.json assigns others.
 // 4. A Bpe is read-only once it is open, so threads share it. Each thread has a BpeEncoder.
 
 typedef int32_t Token;
@@ -205,7 +205,7 @@ static int token_rank(const Bpe *bpe, const char *bytes, size_t n) {
     return rank;
 }
 
-// Assigns an id to a token. Returns 0 if the token has another id or the id another token.
+// Assigns an id to a token. Returns 0 if one of them is already assigned differently.
 static int bpe_number(Bpe *bpe, int rank, int64_t id) {
     if (rank < 0 || id < 0 || id >= NO_ID || (bpe->ranks[id] && bpe->ranks[id] != rank + 1) ||
         (bpe->ids[rank] != NO_ID && bpe->ids[rank] != id)) {
@@ -342,8 +342,8 @@ static uint64_t heap_pop(Heap *h) {
     return top;
 }
 
-// Encoder state of one thread: a direct-mapped 2 MiB cache of short pre-tokens ("words"), and nodes
-// and a heap. The latter two take 28 bytes per byte of the longest pre-token so far.
+// Encoder state of one thread. A direct-mapped 2 MiB cache holds short pre-tokens ("words"). Nodes
+// and heap take 28 bytes per byte of the longest pre-token so far.
 enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
 typedef struct {
     uint64_t key[4];  // the word, zero padding, and its length in the last byte
@@ -450,7 +450,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
             const uint16_t rank = to[i];
             to[i] = e->bpe->ids[rank];
             if (to[i] == NO_ID) {  // only bytes may lack an id (bpe_identify)
-                die("the tokenizer has no token for the byte %d of this text",
+                die("the text contains byte %d, for which the tokenizer has no token",
                     (unsigned char)e->bpe->text[e->bpe->start[rank]]);
             }
         }

@@ -213,8 +213,8 @@ static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const c
     model_set_vocabulary(m, m->V);
     int64_t want = LLMC_HEADER_BYTES + model_elements(m) * file_types[type].bytes;
     if (h.words[7] != m->Vp || (int64_t)size != want) {
-        die("%s: %zu bytes with %d padded rows; expected %" PRId64 " with %d for this shape", name,
-            size, h.words[7], want, m->Vp);
+        die("%s: size is %zu bytes with %d padded rows; expected %" PRId64 " bytes with %d for "
+            "this shape", name, size, h.words[7], want, m->Vp);
     }
     return type;
 }
