@@ -728,16 +728,16 @@ static void launch_pageable() {
 }
 static void matmul_past_end() {  // D (64,8) = A (64,16) B (16,8), of which one number is missing
     cublasLtHandle_t handle;
-    cublasLtMatmulDesc_t product;
-    cublasLtMatrixLayout_t a, b, d;
+    cublasLtMatmulDescOpaque_t product;
+    cublasLtMatrixLayoutOpaque_t a, b, d;
     OK(cublasLtCreate(&handle));
-    OK(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    OK(cublasLtMatrixLayoutCreate(&a, CUDA_R_32F, 64, 16, 64));
-    OK(cublasLtMatrixLayoutCreate(&b, CUDA_R_32F, 16, 8, 16));
-    OK(cublasLtMatrixLayoutCreate(&d, CUDA_R_32F, 64, 8, 64));
+    OK(cublasLtMatmulDescInit(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    OK(cublasLtMatrixLayoutInit(&a, CUDA_R_32F, 64, 16, 64));
+    OK(cublasLtMatrixLayoutInit(&b, CUDA_R_32F, 16, 8, 16));
+    OK(cublasLtMatrixLayoutInit(&d, CUDA_R_32F, 64, 8, 64));
     float *to = device<float>(64 * 8), one = 1, zero = 0;
-    cublasLtMatmul(handle, product, &one, device<float>(64 * 16), a, device<float>(8 * 16 - 1), b,
-                   &zero, to, d, to, d, nullptr, nullptr, 0, 0);
+    cublasLtMatmul(handle, &product, &one, device<float>(64 * 16), &a, device<float>(8 * 16 - 1),
+                   &b, &zero, to, &d, to, &d, nullptr, nullptr, 0, 0);
 }
 #if EMU_NCCL
 static ncclComm_t own_communicator() {
