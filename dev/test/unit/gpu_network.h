@@ -1,7 +1,7 @@
 // gpu_network.h -- tests of the network, offload, the plan and the commands on a GPU.
-// Covers the chapters from Device memory to Opening and warm-up of train_gpt2.cu: every gradient
-// and several steps, in fp32 and 16 bits, compared with the CPU reference; results that must be
-// bitwise equal; the single allocation; and buffers used outside their lifetimes.
+// Covers the chapters from Device memory to Initialization and warm-up of train_gpt2.cu: every
+// gradient and several steps, in fp32 and 16 bits, compared with the CPU reference; results that
+// must be bitwise equal; the single allocation; and buffers used outside their lifetimes.
 
 // A CPU reference with the same weights as a network on the device, rounded to the device's type.
 struct Reference : Net {
