@@ -328,7 +328,7 @@ def test_default_type():
     both = start_ranks(ODD + "-x 1 --quiet", [port_of(0), port_of(1, EMU_CC="75")])
     zero, one = outcomes(both)
     assert zero.status == one.status == 1
-    assert "rank 1 has a GPU with another default --dtype than rank 0\n" in zero.err
+    assert "rank 1 has a GPU with a different default --dtype than rank 0\n" in zero.err
 
 
 @pytest.mark.parametrize("change,expected", [
@@ -385,7 +385,7 @@ def test_one_gpu():
     ("--gpus 2 -z 4", {}, "--zero (-z): invalid value '4'"),
     ("--gpus 2 -z 3 --eval nothing", {}, "--eval does not support --zero (-z) 3"),
     ("--gpus 2 --check", {}, "--gpus 2: --check, --compare and --generate support only one GPU"),
-    ("--timeout 9", {}, "--timeout needs several ranks"),
+    ("--timeout 9", {}, "--timeout requires multiple ranks"),
     ("--gpus 2 --offload gradients", {}, "gradients is not supported on 2 GPUs"),
     ("--gpus 2 --offload weights", {}, "--offload weights on 2 GPUs requires --zero (-z) 3"),
     ("--gpus 2 -z 2 --offload weights", {}, "--offload weights on 2 GPUs requires --zero (-z) 3"),
@@ -582,7 +582,7 @@ def test_killed_parent():
 
 
 @pytest.mark.parametrize("fault,expected", [
-    (None, ", while training; this rank or one it is waiting for hangs"),
+    (None, ", while training; this rank or one it is waiting for is hung"),
     ({"EMU_FAULT_RANK": "2", "EMU_FAULT_LAUNCH": "500"}, ", while training; this rank or one"),
     ({"EMU_FAULT_RANK": "1", "EMU_FAULT_SKIP": "200"}, ", while training; this rank or one")])
 def test_hangs(fault, expected):
