@@ -43,7 +43,7 @@ def total(options, **more):
     ("-z 4", "--zero (-z): invalid value '4'; expected an integer between 0 and 3"),
     ("--dtype fp32 --moments bf16", "--moments bf16 requires --dtype bf16"),
     ("--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 requires --dtype bf16"),
-    ("--dtype fp64", "--dtype: invalid value 'fp64'"), ("-r block:3", "the 2 blocks left"),
+    ("--dtype fp64", "--dtype: invalid value 'fp64'"), ("-r block:3", "0 and 2, the number of"),
     ("-e l2h2c20t16", "20 channels in 2 heads are not supported; on a GPU, channels must be a "
                       "multiple of 8"),
     ("-e l2h4c16t16", "16 channels in 4 heads"), ("-e l1h1c136t16", "136 channels in 1 head "),
@@ -296,7 +296,7 @@ def test_batch_resume():
     given = succeeds("-i train.bin -e l1h1c16t16 -d 384 -x 1 -b 8 -o given", env=large)
     assert losses("given") == losses()[:1] and given
     refused(options + "4 -b auto8", "--batch (-b): invalid value 'auto8'; expected an integer")
-    refused("-i train.bin -e l1h1c16t16 -d 100", "-d): 100 is not a multiple of B x T", env=large)
+    refused("-i train.bin -e l1h1c16t16 -d 100", "is not a multiple of B x T x ranks", env=large)
 
 
 # Choices of matmul algorithms. A table of times replaces the emulated device's clock: EMU_LT_TIMES

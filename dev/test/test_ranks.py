@@ -381,7 +381,7 @@ def test_one_gpu():
 
 
 @pytest.mark.parametrize("arguments,env,expected", [
-    ("--gpus 3 -d 100", {}, "is not a multiple of B x T = 2 x 12 times the number of ranks, 3"),
+    ("--gpus 3 -d 100", {}, "is not a multiple of B x T x ranks = 2 x 12 x 3"),
     ("--gpus 2 -z 4", {}, "--zero (-z): invalid value '4'"),
     ("--gpus 2 -z 3 --eval nothing", {}, "--eval does not support --zero (-z) 3"),
     ("--gpus 2 --check", {}, "--gpus 2: --check, --compare and --generate support only one GPU"),

@@ -691,7 +691,7 @@ TEST(arena, ALL) {
     Plan *p = &n.plan;
     plan_tick(p, tick_update(&p->settings));
     expect_death(buffer(&n.plan, BUF_LOGITS),
-                 "buffer logits lives from tick 18 to 18, used at");
+                 "buffer logits lives from tick 18 to 18 but is used at");
     expect_death(act(&n.plan, GRAD_QKV, 1), "buffer 1.d_qkv lives from");
     expect_death(buffer_pointer(p, -1), "no such buffer");
     expect_death(buffer_pointer(p, p->buffer_count), "no such buffer");
