@@ -440,7 +440,7 @@ def test_batches():
     at = HEADER + 2 * 70  # in the fifth sequence, part of step 3
     Path("odd.bin").write_bytes(data[:at] + struct.pack("<H", 300) + data[at + 2:])
     refused("-i odd.bin -e l1h1c16t16 -b 2 -x 4 --shuffle 0 -o odd --quiet", "token 70 is 300, "
-            "out of range for a vocabulary of 257; the run stopped after step 2, which is saved")
+            "out of range for a vocabulary of 257; the run stopped after step 2, which was saved")
     assert losses("odd") == losses("plain")[:2] and names("odd", "step") == [step(2).name]
 
 

@@ -391,8 +391,8 @@ def test_other_files():
         refused("-i x.bin", "x.bin: not a token file: the first word is %d; expected 20240520; it "
                 "is %s" % (magic, what))
     write_model("gpt2", good(), config_text(SHAPE))
-    assert "note: -e gpt2 is a new model; for the folder of this name, use -e ./gpt2\n" in run(
-        "--plan -e gpt2").err
+    assert ("note: -e gpt2 creates a new model; to load the folder of that name, use -e ./gpt2\n"
+            in run("--plan -e gpt2").err)
 
 
 def test_padded_vocabulary():

@@ -162,7 +162,7 @@ BAD_DATA = [
     (b"a" * 5000 + bytes(10), "-i train.bin -j bad.bin", "bad.bin is a text file"),
     (None, "-i data/mine_train.bin",
      "mine_train.bin; to convert text, use data/tokenize"),
-    (None, "-i data/stories_bpe_train.bin", "stories_bpe_train.bin; run 'make data' to prepare it"),
+    (None, "-i data/stories_bpe_train.bin", "_bpe_train.bin; run 'make data' to create them"),
     (None, "-i train.bin -j missing.bin", "no token files match missing.bin"),
     (None, "-i train.bin -b 200",
      "a step needs 200 sequences of 16 tokens, but train.bin has only"),
@@ -227,7 +227,7 @@ def flat(text):
     ("-e d48 --gpu 4080 --offload none", 3, ["DOES NOT FIT, ", "it fits with", "moments,master"]),
     ("-e gpt2-xl --gpu 4080", 0, ["--offload moments,master", "\nhost memory         ",
                                   "4080: 15.57 GiB; fits, "]),  # the least that fits
-    ("-e d12 --gpu v100", 1, ["15.78 GiB; fits, ", "this program needs capability 7.5"]),
+    ("-e d12 --gpu v100", 1, ["15.78 GiB; fits, ", "this program needs compute capability 7.5"]),
     ("-e d12 --gpu 4090 -x 100", 0, ["\nforecast: ", " tokens/s, 409,600 tokens in ",
                                      "; predicted for this card, not measured\n"]),
     ("-e d12 --gpu 4090 -x 100 -d 524288", 0, [" tokens/s, 52,428,800 tokens in "]),

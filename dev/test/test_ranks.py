@@ -640,7 +640,7 @@ def test_fault():
     data[at:at + 2] = b"\xff\xff"
     Path("wrong.bin").write_bytes(data)
     err = refused(line, "rank 1: wrong.bin: token ")
-    assert "out of range for a vocab" in err and "stopped after step 2, which is saved" in err
+    assert "out of range for a vocab" in err and "stopped after step 2, which was saved" in err
     assert names("out", "step") == ["step-00000002"]
 
 

@@ -126,7 +126,7 @@ def test_max_skips():
     err = refused(diverging + "-x 100 --max-skips 7",
                   "--max-skips: 7 consecutive steps were skipped")
     last = log_steps()[-1]
-    assert "the run stopped after step %d, which is not saved" % last in err
+    assert "the run stopped after step %d, which was not saved" % last in err
     assert [e["step"] for e in log() if "checkpoint" in e][-1] == last - 7 > 0
     assert names("out", "step")[-1] == step(last - 7).name
     assert log()[-1] == {"event": "end", "reason": "failed"}
@@ -167,7 +167,7 @@ def test_data_cut(file):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and file + ": cannot read tokens" in err
     last = log_steps()[-1]
-    assert "the file was truncated while in use; the run stopped after step %d, which is saved" % \
+    assert "the file was truncated while in use; the run stopped after step %d, which was saved" % \
         last in err and (step(last) / MANIFEST).exists()
     Path(file).write_bytes(whole)
     succeeds(options + "-y 1 -x %d" % (last + 5))
