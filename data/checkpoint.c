@@ -113,7 +113,7 @@ typedef struct {
 static const struct {
     const char *name;
     size_t offset;
-} counter_rows[] = {  // counters that an older checkpoint lacks are 0
+} counter_rows[] = {  // counters added later stand last; without them they are 0
     {"step", offsetof(RunState, step)}, {"skipped", offsetof(RunState, skipped)},
     {"updates", offsetof(RunState, updates)}, {"position", offsetof(RunState, position)},
     {"norm_count", offsetof(RunState, norms.count)},
@@ -122,7 +122,7 @@ static const struct {
     {"loss_scale_steps", offsetof(RunState, loss_scale_steps)},
     {"best_loss", offsetof(RunState, best_loss)}, {"lowest_loss", offsetof(RunState, lowest_loss)},
     {"stale", offsetof(RunState, stale)}};
-enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
+enum { COUNTERS_REQUIRED = 5, COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
@@ -763,7 +763,8 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
     safetensors_text(map, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
-        if (!safetensors_text(map, counter_rows[i].name, text, sizeof text)) {
+        const int has = safetensors_text(map, counter_rows[i].name, text, sizeof text);
+        if (!has && i >= COUNTERS_REQUIRED) {
             continue;
         }
         const int64_t value = strtoll(text, &end, 10);
