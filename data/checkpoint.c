@@ -5,35 +5,35 @@
 //
 // A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights; transformers loads both unchanged
-//   state-R-of-N.safetensors         the rest of the training state of rank R: ranges of both
-//                                    moments and, for bf16 weights, of the low halves of the fp32
-//                                    masters; counters and options
-//   manifest.json                    size and SHA-256 of every other file
+//   state-R-of-N.safetensors         the rest of rank R's training state: counters, options, and
+//                                    ranges of both moments and, for bf16 weights, of the low
+//                                    halves of the fp32 masters
+//   manifest.json                    the size and SHA-256 of every other file
 //   merges.txt, vocab.json, tokenizer_config.json
-//                                    the tokenizer; absent for bytes, or if GPT-2's was not found
+//                                    the tokenizer; absent for bytes or if GPT-2's was not found
 //
-// Header of the state file of rank 0 of 2, for a model with two blocks (buckets 3 and 4):
+// For two ranks and a model with two blocks (buckets 3 and 4), rank 0's state file has this header:
 //
-//     "__metadata__": {"run": text that resuming must match, "matmul": choices of kernels,
+//     "__metadata__": {"run": text that a resumed run must match, "matmul": kernel choices,
 //                      "--lr": "0.001", ..., "train_hash": fingerprint, "val_hash": "...",
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
 //
-// In the file of rank 1, "m.4.24576" replaces "m.4.0": bucket 4 starting at element 24576.
+// In rank 1's file, "m.4.24576" (bucket 4, starting at element 24576) replaces "m.4.0".
 //
 // Resuming skips a damaged step-N. Saving step N again removes the damaged folder, or renames it to
-// step-N.damaged if it contains foreign files.
+// step-N.damaged if it contains unrelated files.
 // 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
 //    are synced. A folder with the final name was therefore complete when it was renamed, even
 //    after a power failure. A ".tmp" folder is never read. The next run that writes to the same
 //    output folder removes it.
-// 2. A run resumes from the newest checkpoint that matches its manifest byte for byte.
-// 3. The engine copies states in chunks. Saving needs extra memory for one tensor per rank.
-// 4. Chapter Sharding and offload defines ranges of a state. The model and the number of ranks that
-//    saved a checkpoint determine the ranges in each file and their order. Any number of ranks can
-//    load them.
-// 5. All N ranks write at the same time, each 1/N of every bucket. Only rank 0 creates, renames and
-//    removes folders, and writes the other files. After each phase, all ranks exchange their
+// 2. A run resumes from the newest checkpoint in which every file matches the manifest.
+// 3. The engine copies states in chunks. Saving needs extra memory for only one tensor per rank.
+// 4. Chapter Sharding and offload defines the ranges of a state. The model and the number of ranks
+//    that save a checkpoint determine the ranges in each file and their order. Any number of ranks
+//    can load them.
+// 5. All N ranks write at the same time, each one 1/N of every bucket. Only rank 0 creates, renames
+//    and removes folders and writes the other files. After each phase, the ranks exchange their
 //    status. If one has failed, all ranks exit and the previous checkpoint is kept.
 
 // The files of a checkpoint. Each rank of the run that saved it has one state file.
@@ -58,7 +58,7 @@ static void file_name(char name[FILE_NAME], int file, int ranks) {
 // *ranks to the number of ranks in the name of a state file, or to 0 for other files.
 static int file_find(const char *name, int *ranks) {
     char text[FILE_NAME];
-    // Formatting the parsed numbers must reproduce the name: no signs, spaces or leading zeros.
+    // Formatting the numbers must reproduce the name, to reject signs, spaces and leading zeros.
     int rank = 0, file = 0, last = FILE_STATE;
     *ranks = 0;
     if (sscanf(name, "state-%4d-of-%4d", &rank, ranks) == 2) {
@@ -75,8 +75,8 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint folder. Removes the manifest first: if the process is killed midway, the
-// folder does not look complete. Removes a symbolic link but not its target, which the user placed.
+// Removes a checkpoint folder, manifest first: if the process is killed midway, the folder does not
+// look complete. If the user has put a symbolic link there, removes only the link.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {
@@ -100,7 +100,7 @@ static void checkpoint_remove(const char *folder) {
     rmdir(folder);
 }
 
-// The state of a run except for tensors. Random numbers depend only on the seed and these values.
+// The state of a run, excluding tensors. Random numbers depend only on the seed and these values.
 typedef struct {
     int64_t step, updates, position, skipped;  // position: sequences read (chapter Data)
     int64_t pending_validation;  // 1 if a signal interrupted the validation after `step`
@@ -128,8 +128,8 @@ static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// Writes the identity of a run, which must match when resuming: properties of the model and data,
-// and options with SAME in option_rows.
+// Writes the identity of a run, which a resumed run must match. It consists of properties of the
+// model and data and the options marked SAME in option_rows.
 enum { IDENTITY_BYTES = 512 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
                          const Dataset *d) {
@@ -160,7 +160,7 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     }
 }
 
-// Writes config.json. transformers preserves `train_gpt2_tokenizer`, the hash of the tokenizer.
+// Writes config.json. transformers preserves `train_gpt2_tokenizer`, the tokenizer's hash.
 static void config_save(const Model *m, const Tokenizer *t, Writer *w) {
     char text[1024], end[16] = "null";
     if (t->end >= 0) {
@@ -185,12 +185,12 @@ typedef struct {
     const Options *options;
     const char *identity;    // run_identity
     const RunState *state;
-    const Bpe *bpe;  // NULL if tokens are bytes, or GPT-2's vocabulary was not found
+    const Bpe *bpe;  // NULL if tokens are bytes or GPT-2's vocabulary was not found
     const Dataset *data[2];  // training and validation data and their fingerprints
     int64_t previous;        // step of the last checkpoint saved by this run, or -1
 } Snapshot;
 
-// Metadata keys for the fingerprints of the data, and the options that name the data.
+// Metadata keys for the data fingerprints, and the options that name the data.
 static const char *const hash_keys[2] = {"train_hash", "val_hash"};
 static const char *const hash_options[2] = {"train-data", "val-data"};
 
@@ -208,9 +208,9 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->range.first);
 }
 
-// Returns the ranges in the state file of `rank`, in file order: the rank's part of every bucket,
-// without padding, of the masters' low halves (if `low`), m and v. With `muon`, blocks have no v.
-// Sets *count to the number of ranges. The caller frees the array.
+// Returns the ranges in the state file of `rank`, in file order: the rank's part of every bucket of
+// the masters' low halves (if `low`), m and v, without padding. If `muon`, blocks have no v. Sets
+// *count to the number of ranges. The caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m);
@@ -227,7 +227,7 @@ static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, in
     return ranges;
 }
 
-// Returns the size in bytes of a checkpoint, without headers and vocabulary.
+// Returns the size of a checkpoint in bytes, excluding headers and vocabulary.
 static double checkpoint_bytes(const Settings *s) {
     const double moment = s->moment_dtype == TYPE_BF16 ? 2 : 4;
     double bytes = (s->dtype == TYPE_BF16 ? 2 : 4) * (double)model_parameters(&s->model);
@@ -258,8 +258,8 @@ static void range_save(Engine *e, const Model *m, const StateRange *r, real *val
     }
 }
 
-// Writes the state file of this rank. The metadata include the matmul algorithms, which affect
-// results. The tensors are the norms and the ranges.
+// Writes this rank's state file. The tensors are the norms and the ranges. The metadata include the
+// matmul algorithms because they affect results.
 static void state_save(const Snapshot *snapshot, Writer *w) {
     const Settings *s = snapshot->settings;
     const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
@@ -378,14 +378,14 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
 }
 
 // Compares a file with the size and SHA-256 in `row`. Returns NULL if they match, otherwise an
-// error message. Does not map the file: SIGBUS from an unreadable sector would end the run.
+// error message. Does not map the file, because SIGBUS from an unreadable sector would end the run.
 static const char *file_compare(const char *path, const ManifestRow *row) {
     Sha256 sha;
     char text[SHA256_TEXT];
     int64_t size = 0, count = 0;
     const int fd = file_open(path, &size);
     const char *wrong = fd < 0                ? "cannot be read"
-                        : size != row->bytes ? "has a different size than in manifest.json"
+                        : size != row->bytes ? "does not have the size given in manifest.json"
                                               : NULL;
     unsigned char *buffer = (unsigned char *)alloc_zero(IO_ELEMENTS, 1);
     sha256_start(&sha);
@@ -402,8 +402,8 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is corrupted: SHA-256 mismatch";
 }
 
-// Verifies the files of a checkpoint against its manifest. Returns the number of state files, or 0
-// with an error message in `problem`.
+// Verifies the files of a checkpoint against its manifest. Returns the number of state files, or
+// returns 0 and writes an error message to `problem`.
 static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     static Manifest manifest;
     static const char *wrong[CHECKPOINT_FILES];
@@ -435,7 +435,7 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     return manifest.ranks;
 }
 
-// A checkpoint while it is saved.
+// A checkpoint that is being saved.
 typedef struct {
     const Snapshot *snapshot;
     char folder[PATH_BYTES];  // with the suffix ".tmp"
@@ -451,8 +451,8 @@ static void save_problem(Saving *save, const char *what, ...) {
     va_end(args);
 }
 
-// Writes one file of a checkpoint and records it in the manifest. Does nothing after an error. All
-// ranks call this for FILE_MODEL, which rank 0 writes, because weights may be sharded.
+// Writes one file of a checkpoint and records it in the manifest. Does nothing after an error. Rank
+// 0 writes FILE_MODEL, but all ranks call this function because weights may be sharded.
 static void save_file(Saving *save, int file) {
     static Writer w;
     const Snapshot *snapshot = save->snapshot;
@@ -512,7 +512,7 @@ static void save_agree(Saving *save) {
 }
 
 // Fails unless every rank can create a file in a folder that rank 0 creates in `output`. The folder
-// is named like an unfinished checkpoint of step `word`. All ranks call this.
+// is named like an unfinished checkpoint of step `word`. All ranks call this function.
 static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     static Snapshot snapshot;
     static Saving save;
@@ -527,7 +527,7 @@ static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     save_agree(&save);
     file_name(name, FILE_STATE + this_rank.rank, this_rank.ranks);
     path_print(path, "%s/%s", save.folder, name);
-    const double end = now_ms() + fmin(10e3, rank_timeout_ms);  // network disks are late
+    const double end = now_ms() + fmin(10e3, rank_timeout_ms);  // network disks may lag
     while ((fd = open(path, O_WRONLY | O_CREAT, 0644)) < 0 && now_ms() < end) {
         usleep(50000);
     }
@@ -543,8 +543,8 @@ static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     }
 }
 
-// Performs the last phase of saving, on rank 0: writes the manifest, verifies the files of other
-// ranks, and renames the folder to its final name.
+// On rank 0, performs the last phase of saving: writes the manifest, verifies the files of the
+// other ranks and renames the folder to its final name.
 static void save_finish(Saving *save, const char *output, const char *path) {
     char aside[PATH_BYTES], problem[PATH_BYTES];
     path_print(aside, "%s.damaged", path);
@@ -557,8 +557,8 @@ static void save_finish(Saving *save, const char *output, const char *path) {
         return;
     }
     fsync_folder(save->folder);
-    checkpoint_remove(path);  // damaged, and skipped by the resume
-    rename(path, aside);  // succeeds only if foreign files prevented the removal
+    checkpoint_remove(path);  // damaged and skipped when the run resumed
+    rename(path, aside);  // succeeds only if unrelated files prevented the removal
     if (rename(save->folder, path) == 0) {
         fsync_folder(output);
     } else {
@@ -608,7 +608,7 @@ static int64_t step_of_name(const char *name, const char *suffix) {
     return named && strcmp(name + end, suffix) == 0 ? step : -1;
 }
 
-// Lists folders step-NNNNNNNN`suffix` in `output`; ".tmp" selects unfinished checkpoints.
+// Lists the folders step-NNNNNNNN`suffix` in `output`. ".tmp" selects unfinished checkpoints.
 static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     struct dirent **names;
     CheckpointList list = {NULL, 0};
@@ -627,7 +627,7 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     return list;
 }
 
-// Removes unfinished checkpoints. Requires the folder's lock: another run might be writing one.
+// Removes unfinished checkpoints. Requires the folder's lock, as another run might be writing one.
 static void checkpoint_sweep(const char *output) {
     CheckpointList list = checkpoint_list(output, ".tmp");
     for (int i = 0; i < list.count; i++) {
@@ -666,10 +666,10 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
 }
 
 // Removes checkpoints up to step `newest`, except for the newest `keep` and the best one. Later
-// checkpoints were damaged and skipped when the run resumed; they do not count as kept. The best
-// checkpoint is the oldest with the lowest loss recorded in the newest one. The link `best` is not
-// consulted, because some file systems have no links. A checkpoint is renamed before its removal. A
-// killed process then leaves an unfinished checkpoint, not a damaged one.
+// checkpoints were damaged and skipped when the run resumed; they do not count as kept. The newest
+// checkpoint records the lowest loss, and the best checkpoint is the oldest one with this loss. The
+// link `best` is not consulted, because some file systems do not support links. Checkpoints are
+// renamed before removal so that a killed process leaves an unfinished one, not a damaged one.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
     char path[PATH_BYTES], gone[PATH_BYTES], lowest[PATH_BYTES] = "0", loss[PATH_BYTES];
@@ -695,8 +695,8 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-// Returns the step in the path of the weights, or 0. Sampling at this step repeats the samples of
-// the run that saved them.
+// Returns the step in the path of the weights, or 0 if there is none. Sampling at this step
+// reproduces the samples of the run that saved the weights.
 static int64_t weights_step(const ModelFile *f) {
     int64_t step = 0;
     for (const char *p = f->name; (p = strstr(p, "step-")) != NULL; p++) {
@@ -707,7 +707,7 @@ static int64_t weights_step(const ModelFile *f) {
 
 // The contents of a checkpoint's state files. Counters and identity are from the first file.
 typedef struct {
-    int ranks, low;  // number of files; 1 if they contain low halves of the masters
+    int ranks, low;  // number of files; 1 if they contain the masters' low halves
     struct {
         Mapping map;
         StateRange *ranges;
@@ -723,7 +723,7 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
     FileTensor t;
     int i = 0, count = 0;
     safetensors_text(&out->files[r].map, "--optimizer", optimizer, sizeof optimizer);
-    const int muon = strcmp(optimizer, "muon") == 0;  // absent: AdamW
+    const int muon = strcmp(optimizer, "muon") == 0;  // AdamW if absent
     for (; safetensors_next(f, &t); i++) {
         if (i == 0) {
             out->low = r ? out->low : strncmp(t.name, "master.", 7) == 0;
@@ -783,9 +783,9 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
     }
 }
 
-// Loads this rank's part of a range into the engine. Without a split master, joins low halves with
-// the weights. Weights that are not sharded are then loaded whole by the same calls on all ranks:
-// in fp16, read() gathers them from their sharded master. Other loads are local.
+// Loads this rank's part of a range into the engine. Without a split master, joins the low halves
+// with the weights. All ranks then load unsharded weights whole and with the same calls, because in
+// fp16 read() gathers them from their sharded master. Other loads are local.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     const int bucket = r->range.bucket, in_weights = r->state == BUF_WEIGHTS && !s->split_master;
     const int whole =
@@ -813,7 +813,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     free(values);
 }
 
-// Writes the checkpoint's value of an option to `was`, or the default if the option is newer.
+// Writes an option's value in the checkpoint to `was`, or the default if the option is newer.
 static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRow *row) {
     Options defaults;
     char text[64];
@@ -825,8 +825,8 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
     }
 }
 
-// Fails if an option with SAME differs from the checkpoint's value. If `saying`, prints the other
-// options that differ.
+// Fails if an option marked SAME differs from its value in the checkpoint. If `saying` is nonzero,
+// prints the other options that differ.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
@@ -834,7 +834,7 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
         const OptionRow *row = &option_rows[i];
         const char *now = option_text(text, run->options, row);
         option_was(was, f, row);
-        // An option that was not given has the checkpoint's value, unless the device does not
+        // An option that was not given takes the checkpoint's value unless the device does not
         // support it. Older checkpoints do not record values chosen by the program.
         const int given = option_given(run->options, row->name);
         const int chosen = strcmp(row->subject, "Memory") == 0;
@@ -843,7 +843,7 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
             continue;
         }
         if (row->on_resume == SAME) {
-            die("checkpoint %s is from a different run: it has --%s %s, this run has --%s %s",
+            die("checkpoint %s is from a different run: it has --%s %s, but this run has --%s %s",
                 folder, row->name, was, row->name, now);
         }
         if (saying) {
@@ -854,8 +854,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
 }
 
 // Makes the engine use the checkpoint's matmul algorithms, which affect results. Earlier versions
-// stored choices for attention under the key "kernels". Returns NULL, or the name of the choices if
-// the engine cannot use them.
+// stored attention choices under the key "kernels". Returns NULL, or a description of the choices
+// if the engine cannot use them.
 static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     char choices[2 * MATMUL_TEXT];
     safetensors_text(&f->files[0].map, "matmul", choices, MATMUL_TEXT);
@@ -865,29 +865,29 @@ static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     return took ? NULL : "matmul algorithms and attention kernels";
 }
 
-// Prints what changes in the resumed run: weights or moments are rounded from fp32 to bf16, matmul
-// algorithms and kernels differ, or the loss scale is dropped.
+// Prints what the resumed run changes: weights or moments are rounded from fp32 to bf16, other
+// matmul algorithms and kernels are used, or the loss scale is dropped.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 const char *others, const char *folder) {
     const Settings *s = run->settings;
     // NOLINTNEXTLINE(clang-analyzer-core.NullDereference): every checkpoint has a state file
     const int moments_fp32 = f->files[0].ranges[f->files[0].count - 1].span.type == FILE_F32;
     if ((weights_fp32 || f->low) && s->dtype == TYPE_BF16 && !s->split_master) {
-        printf("converting weights from fp32 in %s to bf16\n", folder);
+        printf("converting the fp32 weights in %s to bf16\n", folder);
     }
     if (moments_fp32 && s->moment_dtype == TYPE_BF16) {
-        printf("converting moments from fp32 in %s to bf16\n", folder);
+        printf("converting the fp32 moments in %s to bf16\n", folder);
     }
     if (others) {
-        printf("%s differ from those in %s; losses may differ by rounding\n", others, folder);
+        printf("%s differ from those in %s; losses may differ due to rounding\n", others, folder);
     }
     if (f->run.loss_scale_log2 && s->dtype != TYPE_FP16) {
-        printf("ignoring the fp16 loss scale of %s, 2^%" PRId64 "\n", folder,
+        printf("ignoring the fp16 loss scale in %s (2^%" PRId64 ")\n", folder,
                f->run.loss_scale_log2);
     }
 }
 
-// Fails and prints the first difference if the checkpoint has another identity or model.
+// Fails and prints the first difference if the checkpoint has a different identity or model.
 static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f, const Model *m,
                                         const char *folder) {
     const char *was = f->identity, *now = run->identity;
@@ -901,8 +901,8 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
     }
     sscanf(was + pair, "%*s %*s%n", &ends[0]);
     sscanf(now + pair, "%*s %*s%n", &ends[1]);
-    die("checkpoint %s is from a different run: it has %.*s, this run has %.*s", folder, ends[0],
-        was + pair, ends[1], now + pair);
+    die("checkpoint %s is from a different run: it has %.*s, but this run has %.*s", folder,
+        ends[0], was + pair, ends[1], now + pair);
 }
 
 // Fails if the training data differ from the checkpoint's. Warns if --val-data names the same files
@@ -918,8 +918,8 @@ static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char
             continue;
         }
         if (k == 0) {
-            die("checkpoint %s: the training data %s has changed since; to start a new run from "
-                "its weights, use -e %s -o FOLDER", folder, path, folder);
+            die("checkpoint %s: the training data %s has changed since it was saved; to start a "
+                "new run from its weights, use -e %s -o FOLDER", folder, path, folder);
         }
         option_was(was, f, row);
         if (this_rank.rank == 0 && strcmp(was, path) == 0) {

@@ -1,7 +1,7 @@
 // data/files.c -- errors, memory, file I/O, SHA-256, UTF-8, JSON and safetensors.
 //
-// Independent of models, options and engines. Header fields are checked against the file size
-// before use. train_gpt2.c and data/tokenize.c include this file, as C11 or C++17.
+// Nothing here depends on models, options or engines. Header fields are checked against the file
+// size before use. train_gpt2.c and data/tokenize.c include this file, as C11 or C++17.
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -28,8 +28,8 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Errors and memory
-// An error prints one line to stderr and exits with a nonzero status. die() reports errors that a
-// user can cause. check() reports violated invariants of the program.
+// After an error, the program prints one line to stderr and exits with a nonzero status. die()
+// reports errors that a user can cause; check() reports violated invariants of the program.
 
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
@@ -39,8 +39,8 @@ static const char *program_name = "train_gpt2";
 static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
-// Delay in ms before die() prints. If several ranks fail with the same error, the first one prints
-// it and the others are terminated during their delay.
+// Delay in ms before die() prints its message. If several ranks fail with the same error, the first
+// one prints it, and the others are terminated during their delay.
 static int grace_ms;
 
 // Exit status of die(): 1, or STATUS_TOO_LARGE if the requested run does not fit in memory.
@@ -109,8 +109,8 @@ static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
 
-// Extends the 64-bit FNV-1a hash `before` (initially fnv1a_start) with `bytes` bytes. Used for hash
-// tables and fingerprints, which need no cryptographic strength.
+// Extends the 64-bit FNV-1a hash `before` (initially fnv1a_start) with `bytes` bytes. Hash tables
+// and fingerprints use it because they need no cryptographic strength.
 static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
 static uint64_t fnv1a(uint64_t before, const void *data, size_t bytes) {
     const unsigned char *p = (const unsigned char *)data;
@@ -126,7 +126,7 @@ static double now_ms(void) {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
-// A short string, returned by value: printf("%s", bytes_text(n).s) needs no buffer.
+// A short string that is returned by value. printf("%s", bytes_text(n).s) needs no buffer.
 typedef struct {
     char s[32];
 } ShortText;
@@ -192,7 +192,7 @@ static ShortText count_of(int64_t n, const char *thing) {
     return text;
 }
 
-// Formats a duration in seconds: "0:59", "12:03", "1:02:05", or "7 d" for two days and more.
+// Formats a duration in seconds: "0:59", "12:03", "1:02:05", or "7 d" for two days or more.
 static ShortText duration_text(double seconds) {
     ShortText text;
     const int64_t s = (int64_t)(seconds + 0.5), hours = s / 3600;
@@ -208,11 +208,11 @@ static ShortText duration_text(double seconds) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// Only regular files are opened for reading: opening a FIFO may block, and a device may be endless.
-// Files that are parsed once are mapped. Files that are read throughout a run use pread(), which
-// reports a truncated file as an error. Accessing a truncated mapping raises SIGBUS (on_bus_error).
+// Only regular files are opened for reading, because opening a FIFO may block and a device may have
+// no end. Files that are parsed once are mapped. Files that are needed throughout a run are read by
+// pread(), which reports truncation as an error. A truncated mapping raises SIGBUS (on_bus_error).
 
-// Formats a path into a buffer of PATH_BYTES bytes. Fails if it does not fit.
+// Formats a path into a buffer of PATH_BYTES bytes. Fails if the path does not fit.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -241,8 +241,8 @@ static int write_all(int fd, const void *data, size_t bytes) {
     return 0;
 }
 
-// Syncs `folder`, so a new or renamed entry survives a power failure. Does nothing on file systems
-// that cannot open or sync a folder (CIFS, drvfs, FUSE).
+// Syncs `folder` so that a new or renamed entry survives a power failure. Does nothing on file
+// systems that cannot open or sync a folder (CIFS, drvfs, FUSE).
 static void fsync_folder(const char *folder) {
     const int fd = open(folder, O_RDONLY | O_DIRECTORY);
     if ((fd < 0 || fsync(fd) != 0) && errno != EINVAL && errno != EBADF && errno != ENOTSUP &&
@@ -272,9 +272,9 @@ static void make_folders(const char *path) {
 // names that process.
 // 1. The lock is a byte-range lock, because flock() on NFS is local to each machine. F_OFD_SETLK
 //    ties it to the open file; a plain fcntl() lock ends when any descriptor of the file is closed.
-// 2. The lock file is never removed. Otherwise one process could lock the removed file and another
-//    one a new file of the same name.
-// 3. On a file system without locks (Lustre without -o flock), this prints a warning.
+// 2. The lock file is never removed. Otherwise, one process could lock the removed file and another
+//    process a new file of the same name.
+// 3. On a file system without locks (such as Lustre without -o flock), only prints a warning.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all;
@@ -345,7 +345,7 @@ typedef struct {
     size_t size;
 } Mapping;
 
-// Handles SIGBUS: fails with the name of the mapped file at the faulting address. The file was
+// Handles SIGBUS by failing with the name of the file mapped at the faulting address. The file was
 // truncated, or its disk has failed. Several threads may receive the signal at once.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
     static int once;
@@ -361,7 +361,7 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
         sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*s %*s %*s %*s %n", &begin, &end, &name);
     }
     line[strcspn(line, "\n")] = 0;
-    die("%s was truncated or cannot be read while in use", line + name);
+    die("%s was truncated or became unreadable while in use", line + name);
 }
 
 static int mapping_open(Mapping *m, const char *path) {
@@ -390,21 +390,21 @@ static void mapping_close(Mapping *m) {
     memset(m, 0, sizeof *m);
 }
 
-// Header of every llm.c file: 256 int32 words. The first two are a magic number and a version.
+// Every llm.c file starts with 256 int32 words. The first two are a magic number and a version.
 enum { LLMC_TOKENS, LLMC_MODEL, LLMC_EVALUATION, LLMC_FILES = 7, LLMC_HEADER_BYTES = 1024 };
 static const struct {
     const char *name;
-    int32_t magic, versions[2];  // {0, 0}: recognized in error messages, never read
+    int32_t magic, versions[2];  // {0, 0} if recognized only in error messages
 } llmc_files[LLMC_FILES] = {
     {"a token file", 20240520, {1, 1}}, {"an llm.c model", 20240326, {3, 5}},
-    {"an evaluation file", 20240522, {1, 1}}, {"llm.c's debug state", 20240327, {0, 0}},
-    {"llm.c's tokenizer", 20240328, {0, 0}}, {"a token file of Llama 3", 20240801, {0, 0}},
-    {"llm.c's Llama 3 model", 20240803, {0, 0}}};
+    {"an evaluation file", 20240522, {1, 1}}, {"an llm.c debug state", 20240327, {0, 0}},
+    {"an llm.c tokenizer", 20240328, {0, 0}}, {"a Llama 3 token file", 20240801, {0, 0}},
+    {"an llm.c Llama 3 model", 20240803, {0, 0}}};
 typedef struct {
     int32_t words[8];  // magic number, version, fields that depend on the kind of file
 } LlmcHeader;
 
-// Returns the kind (LLMC_*) that a file's magic number identifies, or -1.
+// Returns the kind of file (LLMC_*) identified by the magic number, or -1 if it is unknown.
 static int llmc_kind(const unsigned char *bytes, size_t size) {
     int32_t magic = 0;
     int kind = LLMC_FILES - 1;
@@ -415,13 +415,13 @@ static int llmc_kind(const unsigned char *bytes, size_t size) {
     return kind;
 }
 
-// Returns the header of a file. Fails unless it is of `kind` and of a supported version.
+// Returns a file's header. Fails unless the file is of this kind and has a supported version.
 static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size, const char *name) {
     const char *what = llmc_files[kind].name;
     const int32_t *versions = llmc_files[kind].versions;
     LlmcHeader h;
     if (size < LLMC_HEADER_BYTES) {
-        die("%s: %zu bytes is too short for %s: the header alone is %d bytes", name, size, what,
+        die("%s: %zu bytes is too short for %s; the header alone is %d bytes", name, size, what,
             LLMC_HEADER_BYTES);
     }
     memcpy(h.words, bytes, sizeof h.words);
@@ -431,11 +431,11 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
             llmc_files[kind].magic, found < 0 ? "" : "; it is ",
             found >= 0            ? llmc_files[found].name
             : kind == LLMC_TOKENS ? "; data/tokenize --tokens converts uint16 tokens without a "
-                                    "header, as nanoGPT writes them"
+                                    "header, as written by nanoGPT"
                                   : "");
     }
     if (h.words[1] != versions[0] && h.words[1] != versions[1]) {
-        die("%s: %s of version %d; supported: version %d%s", name, what, h.words[1],
+        die("%s: %s with unsupported version %d; expected %d%s", name, what, h.words[1],
             versions[0], versions[1] != versions[0] ? " (fp32) and 5 (bf16)" : "");
     }
     return h;
@@ -443,7 +443,7 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
 
 // -------------------------------------------------------------------------------------------------
 // 3. SHA-256
-// Implements FIPS 180-4. Uses x86's SHA instructions if the compiler targets them. A checkpoint's
+// Implements FIPS 180-4. Uses the x86 SHA instructions if the compiler targets them. A checkpoint's
 // manifest stores the SHA-256 of each file.
 
 typedef struct {
@@ -463,13 +463,13 @@ static const uint32_t sha256_k[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-// Updates the hash state `h` with `count` 64-byte blocks. x86's SHA instructions are about six
+// Updates the hash state `h` with `count` 64-byte blocks. The x86 SHA instructions are about six
 // times as fast as plain C. In plain C, hashing would be the slowest part of saving a checkpoint.
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// These are the compiler's built-ins. immintrin.h has better names, but in GCC 13 and 14 it also
-// uses built-ins that nvcc up to 12.6 does not support.
+// These functions call compiler built-ins directly. immintrin.h has better names, but in GCC 13 and
+// 14 it also uses built-ins that nvcc up to version 12.6 does not support.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
@@ -592,9 +592,9 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. UTF-8 and JSON
-// A JSON reader and a writer for JSON strings (RFC 8259). The reader does not validate literals or
-// the syntax of numbers. It stores the first error in `fault` and then reads nothing more. Loops
-// over elements therefore terminate, and callers check for errors once, at the end.
+// This chapter reads JSON and writes JSON strings (RFC 8259). The reader validates neither literals
+// nor number syntax. It stores the first error in `fault` and then reads nothing more. Loops over
+// elements therefore terminate, and callers need to check for errors only once, at the end.
 
 // Returns the length (2 to 4 bytes) of the multi-byte UTF-8 character at `text`, or 0 if it is
 // invalid (RFC 3629, section 4). Reads at most `left` bytes.
@@ -647,15 +647,15 @@ static int json_take(Json *j, char c) {
     return found;
 }
 
-// Returns the value of the four hexadecimal digits at `offset`, or -1 if there are none.
+// Returns the value of the four hexadecimal digits at `offset`, or -1 if they are invalid.
 static int json_hex(const Json *j, size_t offset) {
     char digits[5] = "";
     memcpy(digits, j->bytes + offset, offset + 4 > j->end ? 0 : 4);
     return strspn(digits, "0123456789abcdefABCDEF") == 4 ? (int)strtol(digits, NULL, 16) : -1;
 }
 
-// Reads the rest of an escape sequence after its backslash: a character of `letters`, uXXXX, or a
-// surrogate pair (uXXXX\uXXXX). Returns the code point, or 0 on error.
+// Reads the rest of an escape sequence after its backslash: one of `letters`, uXXXX, or a surrogate
+// pair (uXXXX\uXXXX). Returns the code point, or 0 on error.
 static int json_escape(Json *j) {
     static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
     const int c = j->offset < j->end ? j->bytes[j->offset++] : 0;
@@ -750,7 +750,7 @@ static int json_next(Json *j, int *count, char kind, char *key, size_t capacity)
     return !j->fault;
 }
 
-// Skips a value. Fails if arrays and objects are nested more than `depth` deep.
+// Skips a value. Fails if arrays and objects are nested more than `depth` levels deep.
 static void json_skip_to(Json *j, int depth) {
     int c = json_peek(j), n = 0;
     char text[JSON_SCALAR];
@@ -795,8 +795,8 @@ static int json_get(Json *j, size_t from, const char *path, char *out, size_t ca
     return found && !j->fault;
 }
 
-// Returns the integer at a path (json_find), or the first element if the value is an array. Returns
-// `otherwise` if the value is missing or null.
+// Returns the integer at a path (json_find) or, if the value is an array, its first element.
+// Returns `otherwise` if the value is missing or null.
 static int64_t json_get_count(Json *j, size_t from, const char *path, int64_t otherwise) {
     if (!json_find(j, from, path)) {
         return otherwise;
@@ -805,8 +805,8 @@ static int64_t json_get_count(Json *j, size_t from, const char *path, int64_t ot
     return json_peek(j) == 'n' ? otherwise : json_count(j);
 }
 
-// Fails if a value is present but not allowed. rows: (count, 2), each a path and its allowed values
-// "a|b". Numbers are compared by value: 1.0e-5 equals 1e-05.
+// Fails if a value is present but not allowed. Each of the `count` rows contains a path and its
+// allowed values ("a|b"). Numbers are compared by value, so 1.0e-5 equals 1e-05.
 static void json_require(Json j, size_t from, const char *name, const char *const (*rows)[2],
                          int count) {
     for (int i = 0; i < count; i++) {
@@ -834,7 +834,7 @@ static void json_check(const Json *j, const char *name) {
     }
 }
 
-// Fails after an error, or if more text follows the JSON value.
+// Fails if an error has occurred or more text follows the JSON value.
 static void json_end(Json *j, const char *name) {
     if (json_peek(j) >= 0) {
         json_fail(j, "trailing characters");
@@ -842,7 +842,7 @@ static void json_end(Json *j, const char *name) {
     json_check(j, name);
 }
 
-// Writes `text` as the contents of a JSON string. Writes a byte that is not valid UTF-8 as \u00XX.
+// Writes `text` as the contents of a JSON string. Writes bytes that are not valid UTF-8 as \u00XX.
 static void json_text(FILE *f, const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
         unsigned char c = (unsigned char)text[i];
@@ -862,9 +862,9 @@ static void json_text(FILE *f, const char *text, size_t length) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
-// The file format of weights and training state, and Writer, which hashes a file as it is written.
+// Weights and training states are stored in this format. Writer hashes a file as it is written.
 
-// Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
+// Element types of safetensors files. Weights have type FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
 static const struct {
     const char *name;
@@ -873,8 +873,8 @@ static const struct {
                             {"U8", 1}, {"I64", 8},  {"I32", 4}, {"I16", 2}, {"I8", 1},
                             {"U64", 8}, {"U32", 4},  {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
 
-// A safetensors file: the length of the header (8 bytes), the header (a JSON object with one member
-// per tensor), and the data. Format: https://github.com/huggingface/safetensors, README.
+// A safetensors file consists of the header's length (8 bytes), the header (a JSON object with one
+// member per tensor), and the data. Format: https://github.com/huggingface/safetensors, README.
 typedef struct {
     const char *name;
     Json json;
@@ -886,7 +886,7 @@ typedef struct {
 typedef struct {
     char name[80];
     int type, dims;
-    int64_t shape[2], count;    // the first and last dimension; number of elements
+    int64_t shape[2], count;    // first and last dimensions; number of elements
     const unsigned char *data;
 } FileTensor;
 
@@ -922,7 +922,7 @@ static uint64_t hash_u64(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// Parses one header entry: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
+// Parses one header entry, such as {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
 static void safetensors_member(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     const size_t from = j->offset;
@@ -966,9 +966,9 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
 }
 
 // Reads the next tensor. Returns 0 after the last one. Fails unless the tensors cover the data
-// without gaps or overlaps. For that, sums hash(end) - hash(begin) over all tensors. The sum
-// telescopes to hash(size) - hash(0) in any order, which avoids sorting. A forged file can pass,
-// but each range is also checked against the file size.
+// without gaps or overlaps. To check this, sums hash(end) - hash(begin) over all tensors. In any
+// order, the sum telescopes to hash(size) - hash(0), so no sorting is needed. A forged file can
+// pass this check, but each range is also checked against the file size.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -1063,7 +1063,7 @@ static void header_tensor(HeaderText *h, const char *name, int type, int64_t row
     h->offset += bytes;
 }
 
-// Writes the header and pads it with spaces: the data start at a multiple of 64 bytes.
+// Writes the header, padded with spaces so that the data start at a multiple of 64 bytes.
 static void header_write(HeaderText *h, Writer *w) {
     long length = ftell(h->file);
     fprintf(h->file, "}%*s", (int)(63 - (length + 8) % 64), "");

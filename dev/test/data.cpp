@@ -602,7 +602,7 @@ TEST(eval_fields) {
         {"", "x.bin: 0 bytes is too short for an evaluation file"},
         {with_int(good, 0, 20240520),
          "not an evaluation file: the first word is 20240520; expected 20240522"},
-        {with_int(good, 1, 2), "an evaluation file of version 2; supported: version 1"},
+        {with_int(good, 1, 2), "an evaluation file with unsupported version 2; expected 1"},
         {with_int(good, 2, 0), "header gives 0 examples of up to 34 bytes; expected 1 to 65535"},
         {with_int(good, 2, 65536), "65536 examples"},
         {with_int(good, 2, 1), "22 trailing bytes after the last of 1 examples"},

@@ -251,7 +251,7 @@ def test_exchange():
     assert distance(weights("cpu", 6), cpu) < 1e-2
     shutil.rmtree(step(6, "cpu"))
     succeeds("-i train.bin -e l2h2c16t16 -b 2 -d 64 -x 6 -y 1 -o cpu --dtype bf16 -w none "
-             "--moments bf16", *("converting %s from fp32 in cpu/step-00000003 to bf16" % what
+             "--moments bf16", *("converting the fp32 %s in cpu/step-00000003 to bf16" % what
                        for what in ("weights", "moments")))
 
 
@@ -360,7 +360,7 @@ def test_choices_not_used():
 def test_choices_resume():
     """A run resumes with its checkpoint's choices, even if it would choose differently itself; on
     another GPU, or with another workspace, it says that it uses its own."""
-    differ = " differ from those in out/step-00000002; losses may differ by rounding\n"
+    differ = " differ from those in out/step-00000002; losses may differ due to rounding\n"
     tuned(CHOOSING, EMU_LT_TIMES="951")
     end = training_state(4)
 
@@ -477,7 +477,7 @@ def test_fp16():
         assert training_state(8) == end and scales()[first - 8:] == want[first - 8:]
     shutil.rmtree(step(8))
     succeeds(options + " --dtype fp32",
-             "ignoring the fp16 loss scale of out/step-00000007, 2^%d" % want[6])
+             "ignoring the fp16 loss scale in out/step-00000007 (2^%d)" % want[6])
     succeeds("--generate -e out/step-00000008 --dtype fp16 -g 4 --quiet")
     assert "master" not in succeeds("--generate -e out/step-00000008 --dtype fp16 --plan", "; fp16")
 

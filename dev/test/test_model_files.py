@@ -95,7 +95,7 @@ def test_accepted(dtypes, shape):
 
 # A header word of an llm.c file, its value, and the message; version 3 is fp32 and 5 bf16.
 LLMC = [
-    (1, 4, "bad.bin: an llm.c model of version 4"), (1, 1, "version 1"),
+    (1, 4, "bad.bin: an llm.c model with unsupported version 4"), (1, 1, "version 1"),
     (7, 257, "with 257 padded rows"), (7, -1, "padded"), (2, 0, "0 positions"), (3, 0, "0 tokens"),
     (3, 70000, "70000 tokens"), (3, INT32_MAX, "tokens"), (4, -2, "-2 layers"),
     (4, 400, "for this shape"), (4, 401, "401 layers"), (5, 0, "0 heads"), (5, 3, "3 heads"),
@@ -381,12 +381,12 @@ def test_other_files():
         Path("folder", MODEL).unlink()
         Path("folder", name).touch()
         model_refused("folder", "--model (-e): folder has no model.safetensors, " + expected)
-    for magic, what in ((20240327, "llm.c's debug state"), (20240328, "llm.c's tokenizer"),
-                        (20240803, "llm.c's Llama 3 model"), (20240520, "a token file")):
+    for magic, what in ((20240327, "an llm.c debug state"), (20240328, "an llm.c tokenizer"),
+                        (20240803, "an llm.c Llama 3 model"), (20240520, "a token file")):
         Path("x.bin").write_bytes(with_ints(bytes(HEADER), 0, magic))
         model_refused("x.bin", "x.bin: not an llm.c model: the first word is %d; expected "
                       "20240326; it is %s" % (magic, what))
-    for magic, what in (20240801, "a token file of Llama 3"), (20240326, "an llm.c model"):
+    for magic, what in (20240801, "a Llama 3 token file"), (20240326, "an llm.c model"):
         Path("x.bin").write_bytes(with_ints(bytes(HEADER), 0, magic))
         refused("-i x.bin", "x.bin: not a token file: the first word is %d; expected 20240520; it "
                 "is %s" % (magic, what))
@@ -436,6 +436,6 @@ def test_truncated():
         out, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode in (0, 1), (process.returncode, err)
         if name in err:
-            assert err == "train_gpt2: %s was truncated or cannot be read while in use\n" % name
+            assert err == "train_gpt2: %s was truncated or became unreadable while in use\n" % name
             return
     pytest.fail("never truncated in time")

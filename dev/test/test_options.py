@@ -143,7 +143,7 @@ BAD_DATA = [
     (2001, "-i bad.bin",
      "bad.bin: expected 7024 bytes for the 3000 tokens in the header, found 2001"),
     ([0, 20240521], "-i bad.bin", "bad.bin: not a token file: the first word is 20240521"),
-    ([1, 2], "-i bad.bin", "bad.bin: a token file of version 2"),
+    ([1, 2], "-i bad.bin", "bad.bin: a token file with unsupported version 2"),
     ([2, -1], "-i bad.bin", "for the -1 tokens in the header"),
     ([3, 258], "-i bad.bin", "bad.bin: the header has tokenizer 1 with a vocabulary of 258"),
     ([4, 7], "-i bad.bin", "bad.bin: the header has tokenizer 7 with a vocabulary of 257"),

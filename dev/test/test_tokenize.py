@@ -190,7 +190,7 @@ def test_truncated():
     os.truncate("long", 4096)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1 and names(".", "new") == [], (out, err)
-    assert err == "tokenize: %s was truncated or cannot be read while in use\n" % (
+    assert err == "tokenize: %s was truncated or became unreadable while in use\n" % (
         Path("long").absolute())
 
 
