@@ -1,20 +1,20 @@
-// data/stories.c -- writes short stories from a grammar, as training text if there is no other.
+// data/stories.c -- writes short stories from a grammar, for training if there is no other text.
 //
 //     data/stories > data/stories.txt
 //
 // Writes the same 2 MB on every machine. A test checks the SHA-256 of the text, and dev/train.sh
 // states a loss measured on it. `<|endoftext|>` separates stories.
 //
-// The notation of words and plots:
+// Words and plots use this notation:
 //
 //     [one|another]    one of these, with equal probability; brackets may be nested
 //     {thing}          a word from the list `thing`; {a thing} adds "a" or "an"; {Thing} and
 //                      {A thing} are capitalized
 //     {game.past}      another form of a word; / separates forms
-//     {he}             the same as {hero.he}, likewise {him}, {his} and {child}
+//     {he}             the same as {hero.he}; likewise {him}, {his} and {child}
 //     '                a quotation mark
 //
-// A list marked KEPT uses the same word throughout a story. Lists with the same words (hero and
+// A list marked KEPT uses the same word throughout a story. Lists that share their words (hero and
 // friend, place and place2) use different ones.
 
 #include <stdint.h>
@@ -169,14 +169,14 @@ enum { PLOTS = sizeof plots / sizeof plots[0] };
 
 // -------------------------------------------------------------------------------------------------
 // The teller
-// One left-to-right pass over a plot makes the choices and replaces list names with words.
+// A single left-to-right pass over a plot makes the choices and replaces list names with words.
 
 static int kept[LISTS];    // index of each list's word in this story, or -1
 static char story[STORY_BYTES];
 static size_t length;
 
 // Returns a random number from 0 to n - 1, taken from the upper 32 bits of the linear congruential
-// generator of Knuth's MMIX.
+// generator in Knuth's MMIX.
 static int random_below(int n) {
     static uint64_t x = 2024;
     x = x * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
@@ -211,7 +211,7 @@ static const char *part(const char *p, char separator, int index) {
     return p;
 }
 
-// Returns a word of a list: the kept one, or one that no list with the same words has kept.
+// Returns a word from a list: the kept one, or one that no list with the same words has kept.
 static const char *draw(int list) {
     int index = kept[list];
     while (index < 0) {

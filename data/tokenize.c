@@ -4,13 +4,13 @@
 //     cat *.txt | data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
 //     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
 //
-// Files are memory-mapped and split into blocks, which threads encode in parallel and write in
-// order. With --train-bpe, a first pass counts the distinct pre-tokens of the training text.
+// Files are memory-mapped and split into blocks. Threads encode blocks in parallel and write them
+// in order. With --train-bpe, a first pass counts the distinct pre-tokens of the training text.
 //
-// 1. The shards do not depend on the number of threads. The text near a multiple of BLOCK_BYTES
-//    determines where a block starts. Blocks give the same tokens as the whole file, except at an
-//    unsafe cut (CUT_BYTES).
-// 2. A run writes all of its files or none: they have the suffix .part until all are complete.
+// 1. The shards do not depend on the number of threads. The start of a block is determined by the
+//    text near a multiple of BLOCK_BYTES. Except at an unsafe cut (CUT_BYTES), blocks give the same
+//    tokens as the whole file.
+// 2. A run writes either all of its files or none. Their names end in .part until all are complete.
 
 #include "files.c"
 #include "tokens.c"
@@ -18,15 +18,15 @@
 
 enum {
     BLOCK_BYTES = 1 << 20,  // usual size of a block of text
-    CUT_BYTES = 4 << 20     // distance without a safe cut after which a text is cut unsafely
+    CUT_BYTES = 4 << 20     // distance without a safe cut after which an unsafe one is made
 };
 
 static const char *const usage_text =
     "usage: data/tokenize --bpe|--bytes|--tokens|--train-bpe N [options] -o PREFIX FILE...|-\n\n"
     "Tokenizes each FILE (- for standard input) and writes PREFIX_train.bin and PREFIX_val.bin.\n\n"
-    "  --bpe               use GPT-2's tokenizer, or the one given by --tokenizer\n"
+    "  --bpe               use GPT-2's tokenizer or the one given by --tokenizer\n"
     "  --bytes             use one token per byte\n"
-    "  --tokens            read uint16 tokens without a header, as written by nanoGPT, of GPT-2's\n"
+    "  --tokens            read headerless uint16 tokens, as written by nanoGPT, from GPT-2's\n"
     "                      tokenizer or the one given by --tokenizer\n"
     "  --train-bpe N       learn a vocabulary of N tokens (257 to 65535) from the training text:\n"
     "                      256 bytes, N - 257 merges and end of text; writes PREFIX_merges.txt\n"
@@ -36,9 +36,9 @@ static const char *const usage_text =
     "                      default: one plain text\n"
     "  --val-fraction F    hold out the last fraction F of the text for validation, rounded to\n"
     "                      whole documents with --documents; default: 0.1; 0 disables validation\n"
-    "  --val-file FILE     validate on this file instead, and train on all others\n"
+    "  --val-file FILE     validate on this file instead and train on all others\n"
     "  --shard-tokens N    split the output into shards of N tokens: PREFIX_train_000000.bin, ...\n"
-    "  --tokenizer FILE    vocab.bpe, merges.txt, tokenizer.json, or a folder with one of them;\n"
+    "  --tokenizer FILE    vocab.bpe, merges.txt or tokenizer.json, or a folder with one of them;\n"
     "                      copied to PREFIX_merges.txt unless GPT-2's; default: data/vocab.bpe\n";
 
 typedef struct {
@@ -114,13 +114,13 @@ static Arguments parse_arguments(int argc, char **argv) {
     return a;
 }
 
-// Signal that requested a stop, or 0. Checked before each block and each merge.
+// The signal that requested a stop, or 0. It is checked before each block and each merge.
 static volatile sig_atomic_t stop_signal;
 static void on_signal(int number) { stop_signal = number; }
 
 // -------------------------------------------------------------------------------------------------
 // Text
-// A text is a list of parts: files, or one side of the file in which validation begins.
+// A text is a list of parts. A part is a file, or one side of the file in which validation begins.
 
 typedef struct {
     const char *name, *bytes;    // name of the file
@@ -159,13 +159,13 @@ static void file_refuse(const Part *file, int tokens) {
         const int list = json_take(&j, '['), is_object = json_peek(&j) == '{';
         json_skip(&j);  // the first object
         if (is_object && !j.fault && (list || json_peek(&j) < 0 || json_peek(&j) == '{')) {
-            die("%s is JSON, not plain text; extract the text first, such as: jq -r .text %s | "
-                "data/tokenize ... -", name, name);
+            die("%s is JSON, not plain text; extract the text first, for example with jq -r "
+                ".text %s | data/tokenize ... -", name, name);
         }
     }
 }
 
-// Maps a file. First copies standard input or a shell's <(command) to an unlinked file.
+// Maps a file. Standard input and a shell's <(command) are first copied to an unlinked file.
 static Part file_map(const char *name, const Arguments *a) {
     Mapping map;
     char path[PATH_BYTES], buffer[1 << 16];
@@ -265,8 +265,8 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
 
 // -------------------------------------------------------------------------------------------------
 // Distinct pre-tokens
-// --train-bpe counts the occurrences of each pre-token ("word"). Each block has a table. The tables
-// are merged in block order, so the result does not depend on the number of threads.
+// --train-bpe counts the occurrences of each pre-token ("word") in one table per block. Tables are
+// merged in block order, so the result does not depend on the number of threads.
 
 typedef struct {
     int64_t count;
@@ -345,12 +345,12 @@ static void words_merge(WordTable *t, WordTable *more) {
 // -------------------------------------------------------------------------------------------------
 // Learning merges
 // Byte-pair encoding repeatedly merges the most frequent pair of adjacent tokens into a new token.
-// Ties go to the pair with the lowest ids, left token first. This is the rule of Hugging Face's
-// BpeTrainer, which learns the same merges.
+// Ties go to the pair with the lowest ids, comparing left tokens first. Hugging Face's BpeTrainer
+// follows the same rule and learns the same merges.
 // 1. A pair stores the number of its occurrences, including overlapping ones (aa in aaa), and a
-//    list of words that may contain it.
-// 2. Only pairs with the newest token gain occurrences, so a count in the heap is never too low. A
-//    popped pair with a stale count is pushed again with its current count.
+//    list of the words that may contain it.
+// 2. Only pairs that contain the newest token gain occurrences, so a count in the heap is never too
+//    low. A pair popped with a stale count is pushed again with its current count.
 
 typedef struct {
     uint32_t key;              // id of the left token << 16 | id of the right one
@@ -467,7 +467,7 @@ static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
 }
 
 // Learns `merges` merges from words and adds them to `bpe`, which contains the 256 bytes. Returns
-// the number learned. It is lower if no pairs are left or a signal arrives.
+// the number learned, which is lower if no pairs are left or a signal arrives.
 static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
     Learner *l = (Learner *)alloc_zero(1, sizeof *l);
     int done = 0;
@@ -490,7 +490,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
         memcpy(both, left, n);
         memcpy(both + n, right, m);
         if (!bpe_add(bpe, both, n + m)) {
-            die("--train-bpe: after %d merges, the tokens take %u bytes in total; at most %d fit",
+            die("--train-bpe: after %d merges, the tokens take %u bytes in total; the limit is %d",
                 done, bpe->start[id], BPE_TEXT);
         }
         bpe->splits[id] = (uint16_t)n;
@@ -575,14 +575,14 @@ typedef struct {
     Sha256 sha;                     // of the tokens in the open shard
 } Sink;
 
-// Writes the path of a shard. The path contains `index` if `numbered` (--shard-tokens).
+// Writes the path of a shard, which contains `index` if `numbered` is nonzero (--shard-tokens).
 static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     path_print(path, numbered ? "%s_%s_%06" PRId64 ".bin" : "%s_%s.bin", s->arguments->prefix,
                s->split, index);
 }
 
-// Completes the open shard, if there is one. The SHA-256 in its header covers all tokens, then the
-// header with zeros in place of the hash.
+// Completes the open shard, if there is one. The SHA-256 in its header covers first all tokens and
+// then the header, with zeros in place of the hash.
 static void sink_finish(Sink *s) {
     if (s->fd < 0) {
         return;
@@ -606,7 +606,7 @@ static void sink_finish(Sink *s) {
     s->shards++;
 }
 
-// Appends tokens, and starts a new shard whenever one is full. No shard is empty.
+// Appends tokens and starts a new shard whenever the current one is full. No shard is empty.
 static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     const int32_t header[LLMC_HEADER_BYTES / 4] = {0};  // written by sink_finish
     const int64_t numbered = s->arguments->shard_tokens, limit = numbered ? numbered : INT32_MAX;
@@ -659,7 +659,7 @@ typedef struct {
 } Coder;
 
 // Returns the first offset >= `offset` at which a part can be cut without changing the tokens
-// (bpe_cut_is_safe). If there is none within CUT_BYTES, returns a boundary of UTF-8 characters.
+// (bpe_cut_is_safe). If there is none within CUT_BYTES, returns a UTF-8 character boundary.
 static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
     if (offset == 0 || offset >= part->size || coder->tokens) {
         return offset < part->size ? offset : part->size;
@@ -673,7 +673,7 @@ static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
     return last == part->size ? last : split_at(part, offset, 0);
 }
 
-// Returns an error message for bytes [begin, end) of a part, or NULL. Notes the first marker.
+// Returns an error message for bytes [begin, end) of a part, or NULL. Reports the first marker.
 static const char *block_problem(const Coder *coder, const Part *part, size_t begin, size_t end) {
     static int noted;
     const char *text = part->bytes + begin;
@@ -681,11 +681,11 @@ static const char *block_problem(const Coder *coder, const Part *part, size_t be
         uint16_t token;
         memcpy(&token, part->bytes + i, 2);
         if (token >= coder->tokenizer.vocabulary) {
-            return "has tokens outside the vocabulary; use --tokenizer FILE unless it is GPT-2's";
+            return "has tokens outside the vocabulary; use --tokenizer FILE if it is not GPT-2's";
         }
     }
     if (!coder->tokens && memchr(text, 0, end - begin)) {
-        return "contains NUL bytes: it is UTF-16 or binary, not plain text";
+        return "contains NUL bytes, so it is UTF-16 or binary, not plain text";
     }
     if (!coder->tokens && !coder->documents && memmem(text, end - begin, marker, MARKER_BYTES) &&
         !__atomic_exchange_n(&noted, 1, __ATOMIC_RELAXED)) {
@@ -715,7 +715,7 @@ static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     return (int64_t)n;
 }
 
-// Encodes bytes [begin, end) of a part and omits blank documents. Returns the number of tokens.
+// Encodes bytes [begin, end) of a part, omitting blank documents. Returns the number of tokens.
 static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *words,
                             const Part *part, size_t begin, size_t end, uint16_t *tokens) {
     const char *text = part->bytes + begin, *stop = part->bytes + end;
@@ -838,7 +838,7 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
         return;
     }
     if (merges < wanted) {
-        die("--train-bpe %d: this text yields only %s, a vocabulary of %d", a->train_bpe,
+        die("--train-bpe %d: this text yields only %s and thus a vocabulary of %d", a->train_bpe,
             count_of(merges, "merge").s, merges + MIN_VOCABULARY);
     }
     if (!bpe_number_plainly(&coder->bpe)) {
@@ -850,7 +850,7 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
            count_of(count, "distinct pre-token").s);
 }
 
-// Opens the tokenizer: bytes, the one learned by --train-bpe, that of --tokenizer, or GPT-2's.
+// Opens the tokenizer: bytes, one learned by --train-bpe, one given by --tokenizer, or GPT-2's.
 static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train) {
     char path[PATH_BYTES];
     if (a->train_bpe) {
@@ -899,7 +899,7 @@ int main(int argc, char **argv) {
         corpus_encode(&coder, sink, &texts[i]);
         sink_finish(sink);
         if (sink->tokens == 0 && (i == 0 || a.val_fraction != 0) && !stop_signal) {
-            die("%s: too short: none of its %" PRId64 " bytes are left for %s", a.files[0],
+            die("%s is too short: none of its %" PRId64 " bytes are left for %s", a.files[0],
                 texts[0].size + texts[1].size, i ? "validation; use --val-fraction 0 to skip it"
                                                  : "training");
         }

@@ -1,31 +1,31 @@
 // data/tokens.c -- tokenizer, token shards and multiple-choice files.
 //
-// Encodes and decodes text with GPT-2's byte-level BPE, and reads token shards and the files that
-// --eval scores. Independent of models, options and engines. train_gpt2.c and data/tokenize.c
-// include this file after data/files.c, as C11 or C++17. data/README.md documents the formats.
+// Encodes and decodes text with GPT-2's byte-level BPE; reads token shards and the files that
+// --eval scores. Nothing here depends on models, options or engines. train_gpt2.c and
+// data/tokenize.c include this file after data/files.c, as C11 or C++17. Formats: data/README.md.
 
 // -------------------------------------------------------------------------------------------------
 // 1. Tokenizer
 // The byte tokenizer maps byte b to token b, and token 256 is <|endoftext|>. Every other tokenizer
 // is a byte-level BPE: GPT-2's, one learned by `data/tokenize --train-bpe`, or one from Hugging
-// Face. For valid UTF-8, GPT-2's gives the same tokens as tiktoken's encode_ordinary.
+// Face. For valid UTF-8, GPT-2's gives the same tokens as encode_ordinary() of tiktoken.
 // 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). An invalid UTF-8 byte is treated
-//    as a character that is neither letter, number nor space.
+//    as a character that is not a letter, number or space.
 // 2. Within a pre-token, adjacent tokens are merged repeatedly (bpe_merge). Each step merges the
 //    leftmost pair with the lowest-ranked concatenation.
-// 3. Ranks number the bytes, in the order of their characters, then the merges, then the special
-//    tokens. Encoding never produces special tokens. Ids are the numbers in data and models. They
-//    equal the ranks unless a vocab.json or tokenizer.json assigns others.
-// 4. A Bpe is read-only once it is open, so threads share it. Each thread has a BpeEncoder.
+// 3. The ranks number first the bytes, in the order of their characters, then the merges, then the
+//    special tokens. Encoding never produces special tokens. Ids are the numbers used in data and
+//    models. They equal the ranks unless a vocab.json or tokenizer.json assigns others.
+// 4. Threads share a Bpe, which is read-only once it is open. Each thread has its own BpeEncoder.
 
 typedef int32_t Token;
 
 enum { BYTE_VOCABULARY = 257, GPT2_VOCABULARY = 50257, GPT2_END_OF_TEXT = GPT2_VOCABULARY - 1 };
 enum { GPT2_PADDED = 50304 };  // GPT-2's vocabulary rounded up to a multiple of 64 (nanoGPT)
-enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of a BPE; 257: no merges
+enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of a BPE; 257 means no merges
 
-// Identifies a tokenizer. Token files, weights and merges store its hash, which covers the bytes of
-// every id but no special tokens: a model with added tokens reads the same data.
+// Identifies a tokenizer. Token files, weights and merges store its hash. The hash covers the bytes
+// of every id but no special tokens, so a model with added tokens reads the same data.
 enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1, TOKENIZER_MERGES = 2 };
 typedef struct {
     int kind, vocabulary;  // vocabulary: the highest id, including `end`, plus 1; 0 if unknown
@@ -63,8 +63,8 @@ static void tokenizers_require(const char *option, const Tokenizer *a, const cha
     }
 }
 
-// Code points of Unicode's categories L and N as alternating lengths of gaps and runs, encoded as
-// class_runs() describes. Unicode 16.0, like tiktoken 0.14.0; from dev/tools/unicode_tables.py.
+// Code points of the Unicode categories L and N as alternating lengths of gaps and runs, encoded
+// for class_runs(). From dev/tools/unicode_tables.py, with Unicode 16.0 as in tiktoken 0.14.0.
 static const char letter_runs[] =
     "d=)=R$-$'$(:$B$t%'/1(*$$$oX($%%'$$)$$&$$$7$o*$ob+p1$I%$)Lj>''PNF%$o:$$2%*%-&%$3$$A@o0.$;D,%'"
     "$(9'$,$&$:<*.(;$)4M]Y&$5$*-23'+%%%9$*$$&'&$3$0%$&1%-$+)'%%9$*$%$%$%B'$$6&3,$&$9$*$%$(&$5$2%:"
@@ -93,8 +93,8 @@ enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
 enum { CLASSES = 0x32400 };  // higher code points are CLASS_OTHER
 
 // Sets the class of all code points in `runs`. Each character encodes a digit d, its distance from
-// '#'. A number ends with a digit below 76; the digits before it are at least 76. The value is 76 q
-// + d, where d is the last digit and q has the base-16 digits d - 75 (1 to 16).
+// '#'. The last digit of a number is below 76; the digits before it are at least 76. The value is
+// 76 q + d, where d is the last digit and q has the base-16 digits d - 75 (1 to 16) of the others.
 static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
     uint32_t code = 0;
     for (int inside = 0; *runs; inside = !inside) {
@@ -115,14 +115,14 @@ static int is_space(uint32_t c) {
 }
 
 // Returns the character for a byte in tokenizer files (bytes_to_unicode in GPT-2's encoder.py).
-// Printable Latin-1 characters represent themselves, U+0100 to U+0143 the other 68 bytes.
+// Printable Latin-1 characters represent themselves; U+0100 to U+0143 stand for the other 68 bytes.
 enum { BYTE_CHARACTERS = 256 + 68 };
 static int byte_character(int b) {
     return b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127 : b == 173 ? 323 : b;
 }
 
-// A vocabulary: maps between ids and bytes, and classifies characters. At 5 MiB, it is too large
-// for the stack. BPE_TEXT limits the total bytes of all tokens, BPE_LONGEST those of one token.
+// A vocabulary, which maps between ids and bytes and classifies characters. At 5 MiB, it is too
+// large for the stack. All tokens together have at most BPE_TEXT bytes, each at most BPE_LONGEST.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512, NO_ID = 65535 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
@@ -205,7 +205,7 @@ static int token_rank(const Bpe *bpe, const char *bytes, size_t n) {
     return rank;
 }
 
-// Assigns an id to a token. Returns 0 if one of them is already assigned differently.
+// Assigns an id to a token. Returns 0 if either one already has a different assignment.
 static int bpe_number(Bpe *bpe, int rank, int64_t id) {
     if (rank < 0 || id < 0 || id >= NO_ID || (bpe->ranks[id] && bpe->ranks[id] != rank + 1) ||
         (bpe->ids[rank] != NO_ID && bpe->ids[rank] != id)) {
@@ -248,8 +248,8 @@ static void bpe_begin(Bpe *bpe) {
     }
 }
 
-// Writes the path of GPT-2's merges: `asked` (--tokenizer) if it is not empty, else data/vocab.bpe.
-// Returns 0 if the default does not exist.
+// Writes the path of GPT-2's merges: `asked` (--tokenizer) if it is not empty, or data/vocab.bpe.
+// Returns 0 if the default path is used and does not exist.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
     path_print(path, "%s", asked[0] ? asked : "data/vocab.bpe");
     return asked[0] || access(path, F_OK) == 0;
@@ -296,9 +296,9 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
     return q == end || last == p ? q : last;
 }
 
-// Returns whether a text gives the same tokens if it is encoded in two parts, cut before the ASCII
-// whitespace at offset i > 0. This holds if the preceding character is not whitespace. No
-// alternative of the pattern continues from it to whitespace, and `\s+(?!\S)` cannot end there.
+// Returns whether a text gives the same tokens when encoded in two parts, split before the ASCII
+// whitespace at offset i > 0. This is so if the preceding character is not whitespace. In that
+// case, no alternative of the pattern matches across the split, and `\s+(?!\S)` cannot end there.
 __attribute__((unused)) static int bpe_cut_is_safe(const char *text, size_t i) {
     const unsigned char *t = (const unsigned char *)text;
     size_t start = i - 1;
@@ -342,8 +342,8 @@ static uint64_t heap_pop(Heap *h) {
     return top;
 }
 
-// Encoder state of one thread. A direct-mapped 2 MiB cache holds short pre-tokens ("words"). Nodes
-// and heap take 28 bytes per byte of the longest pre-token so far.
+// Encoder state of one thread. A direct-mapped 2 MiB cache holds short pre-tokens ("words"). The
+// nodes and the heap take 28 bytes per byte of the longest pre-token so far.
 enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
 typedef struct {
     uint64_t key[4];  // the word, zero padding, and its length in the last byte
@@ -375,7 +375,7 @@ static void bpe_encoder_close(BpeEncoder *e) {
     memset(e, 0, sizeof *e);
 }
 
-// Looks up the merge of the tokens at offset i and after it, and pushes it onto the heap.
+// Looks up the merge of the token at offset i with the next one and pushes it onto the heap.
 static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     uint32_t next = e->nodes[i].next;
     int rank = next < n ? bpe_rank(e->bpe, text + i, e->nodes[next].next - i) : -1;
@@ -387,7 +387,7 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
 }
 
 // Encodes one pre-token of n bytes, using only bytes and ranks below `limit`. Returns the number of
-// ranks written to `out`. Every merge removes one token and pushes at most two items: O(n log n).
+// ranks written to `out`. Takes O(n log n): a merge removes a token and pushes at most two items.
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, uint16_t *out) {
     check(n < UINT32_MAX, "a pre-token of %zu bytes", n);
     e->limit = limit;
@@ -450,7 +450,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
             const uint16_t rank = to[i];
             to[i] = e->bpe->ids[rank];
             if (to[i] == NO_ID) {  // only bytes may lack an id (bpe_identify)
-                die("the text contains byte %d, for which the tokenizer has no token",
+                die("the text contains byte value %d, for which the tokenizer has no token",
                     (unsigned char)e->bpe->text[e->bpe->start[rank]]);
             }
         }
@@ -477,12 +477,12 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
     return length;
 }
 
-// The files that store a tokenizer: merges.txt, vocab.json, tokenizer_config.json. A plain
-// tokenizer needs only the first.
+// The files that store a tokenizer: merges.txt, vocab.json and tokenizer_config.json. A plain
+// tokenizer needs only the first one.
 enum { FILE_OF_MERGES, FILE_OF_IDS, FILE_OF_ROLES, TOKENIZER_FILES };
 
-// Returns the contents of a tokenizer file and stores their size in *size. The caller frees them.
-// `length` is the maximum sequence length of the model, or 0.
+// Returns the contents of a tokenizer file, which the caller frees, and stores their size in *size.
+// `length` is the maximum sequence length of the model, or 0 if it is unknown.
 static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
@@ -523,8 +523,8 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
     return text;
 }
 
-// Sets bpe->tokenizer, except for the end of text. Hashes merges.txt, followed by the ids of bytes
-// and merges unless they equal the ranks.
+// Sets bpe->tokenizer, except for the end of text. The hash covers merges.txt and, unless all ids
+// equal the ranks, the ids of bytes and merges.
 static void bpe_identify(Bpe *bpe, const char *name) {
     size_t size;
     char digits[SHA256_TEXT];
@@ -552,7 +552,7 @@ static void bpe_identify(Bpe *bpe, const char *name) {
     t->kind = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_MERGES;
 }
 
-// State while the files of a tokenizer are read. Error messages contain the file's name.
+// The state of reading a tokenizer's files. Error messages contain the name of the current file.
 typedef struct {
     Bpe *bpe;
     BpeEncoder encoder;
@@ -570,8 +570,8 @@ static void reader_open(BpeReader *r, Bpe *bpe, const char *name) {
     bpe_encoder_open(&r->encoder, bpe);
 }
 
-// Decodes a token that is written as characters (byte_character). Returns its number of bytes, or
-// -1 if a character represents no byte or the token is longer than `most` bytes.
+// Decodes a token written as characters (byte_character). Returns its number of bytes, or -1 if a
+// character represents no byte or the token is longer than `most` bytes.
 static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, size_t length) {
     int n = 0;
     for (size_t i = 0; i < length; n++) {
@@ -585,8 +585,8 @@ static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, siz
     return n;
 }
 
-// Adds the merge "left right" at `line` of the file. Fails if earlier merges prevent it from ever
-// being applied: other programs would then produce different tokens.
+// Adds the merge "left right" on line `line` of the file. Fails if earlier merges prevent it from
+// ever being applied, in which case other programs would produce different tokens.
 static void merge_read(BpeReader *r, const char *text, size_t length, int line) {
     Bpe *bpe = r->bpe;
     char both[BPE_LONGEST];
@@ -597,7 +597,7 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     const int right = left < 0 ? -1 : word_bytes(bpe, both + left, BPE_LONGEST - left,
                                                  text + second, length - second);
     if (right < 0) {
-        die("%s:%d: expected two tokens in GPT-2's byte alphabet, at most %d bytes in total",
+        die("%s:%d: expected two tokens in GPT-2's byte alphabet with at most %d bytes in total",
             r->name, line, BPE_LONGEST);
     }
     const size_t n = (size_t)left + (size_t)right;
@@ -607,16 +607,16 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     }
     if (bpe_merge(&r->encoder, both, n, bpe->count, two) != 2 ||
         bpe_bytes(bpe, two[0], &bytes) != left) {
-        die("%s:%d: this merge can never apply: earlier merges take precedence", r->name, line);
+        die("%s:%d: this merge can never apply, as earlier merges take precedence", r->name, line);
     }
     bpe->splits[bpe->count] = (uint16_t)left;
     if (bpe->count == MAX_VOCABULARY - 1 || !bpe_add(bpe, both, n)) {
-        die("%s:%d: too many merges; at most %d, with %d bytes in total, are supported", r->name,
+        die("%s:%d: too many merges; expected at most %d merges and %d bytes in total", r->name,
             line, MAX_VOCABULARY - MIN_VOCABULARY, BPE_TEXT);
     }
 }
 
-// Reads a vocab.bpe or merges.txt: a `#version` line, absent in older files, then a merge per line.
+// Reads a vocab.bpe or merges.txt: a `#version` line (not in older files), then one merge per line.
 static void merges_read(BpeReader *r, Mapping map) {
     const char *text = (const char *)map.bytes, *end = text + map.size;
     text += map.size > 2 && memcmp(text, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;  // a byte order mark
@@ -659,7 +659,7 @@ static void tokens_read(const BpeReader *r, Json j) {
     json_check(&j, r->name);
 }
 
-// Writes the path of `name` next to a tokenizer file: FOLDER/name, or PREFIX_name for
+// Writes the path of `name` next to a tokenizer file: FOLDER/name, or PREFIX_name if the file is
 // PREFIX_merges.txt. Returns whether it exists.
 static int file_beside(char path[PATH_BYTES], const char *file, const char *name) {
     size_t n = strlen(file);
@@ -700,7 +700,7 @@ static void json_merges_read(BpeReader *r, Json j) {
     json_check(&j, r->name);
 }
 
-// Reads merges, ids and end of text from a tokenizer.json (`whole`), config.json or
+// Reads the merges, ids and end of text from a tokenizer.json (`whole`), config.json or
 // tokenizer_config.json. Fails if a setting would change how text is tokenized.
 static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
     static const char *const settings[][2] = {
@@ -762,7 +762,7 @@ static void bpe_set_end(Bpe *bpe, int64_t id, const char *eos) {
 
 // Reads a tokenizer from a folder with a tokenizer.json or merges.txt, or from one of these files
 // and those next to it. The end of text is eos_token_id of config.json, else eos_token, else
-// <|endoftext|>. Fails unless the tokenizer agrees with `want`, if not NULL, of the data file `of`.
+// <|endoftext|>. If `want`, the tokenizer of data file `of`, is not NULL, fails unless they agree.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     static const char *const names[] = {"", "vocab.json", "added_tokens.json", "config.json",
                                         "tokenizer_config.json"};
@@ -797,7 +797,7 @@ static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const ch
     bpe_encoder_close(&r.encoder);
     bpe_set_end(bpe, r.end, r.eos);
     if (bpe->plain && bpe->tokenizer.end < bpe->ordinary) {
-        die("%s: config.json says that the end of text is %d; without vocab.json it is %d", file,
+        die("%s: config.json sets the end of text to %d, but without vocab.json it is %d", file,
             bpe->tokenizer.end, bpe->ordinary);
     }
     bpe->plain &= bpe->count == bpe->ordinary + 1;
@@ -807,7 +807,7 @@ static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const ch
     }
 }
 
-// Returns the end of PREFIX in the name of a shard, PREFIX_train*.bin or PREFIX_val*.bin, or NULL.
+// Returns the end of PREFIX in the shard name PREFIX_train*.bin or PREFIX_val*.bin, or NULL.
 static const char *shard_prefix(const char *shard) {
     const char *slash = strrchr(shard, '/'), *end = NULL;
     for (const char *p = slash ? slash + 1 : shard; *p; p++) {
@@ -816,8 +816,8 @@ static const char *shard_prefix(const char *shard) {
     return end;
 }
 
-// Writes the path of a shard's merges: `asked` (--tokenizer) if it is not empty, else
-// PREFIX_merges.txt. Returns 0 if the name of the shard has no PREFIX.
+// Writes the path of a shard's merges: `asked` (--tokenizer) if it is not empty, or
+// PREFIX_merges.txt. Returns 0 if neither is available because the shard's name has no PREFIX.
 static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
     const char *end = shard_prefix(shard);
     path_print(path, "%s", asked);
@@ -827,7 +827,7 @@ static int merges_find(char path[PATH_BYTES], const char *asked, const char *sha
     return asked[0] || end;
 }
 
-// Writes the text of a token to `out`, or its number if bpe is NULL. Returns the bytes written.
+// Writes a token's text, or its number if bpe is NULL, to `out`. Returns the number of bytes.
 static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe, Token token) {
     if (t->kind == TOKENIZER_BYTES) {
         out[0] = (char)token;
@@ -844,8 +844,8 @@ static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe,
 
 // -------------------------------------------------------------------------------------------------
 // 2. Token shards
-// A shard consists of a header of 256 int32 words and uint16 tokens. The header identifies the
-// tokenizer. data/tokenize also stores a SHA-256 of the file there; other programs write zeros.
+// A shard consists of a header of 256 int32 words, followed by uint16 tokens. The header identifies
+// the tokenizer. data/tokenize also stores a SHA-256 of the file there; other programs write zeros.
 
 enum { SHARD_SHA256 = 8, SHARD_EDGE = 1 << 20 };  // first header word of the hash; bytes
 
@@ -877,8 +877,8 @@ static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, 
     return shard_bytes(shard, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
 }
 
-// Returns the tokenizer named in the header of a token or evaluation file. llm.c's files name none,
-// because their tokens are always GPT-2's.
+// Returns the tokenizer named in the header of a token or evaluation file. Files from llm.c do not
+// name one, because their tokens are always GPT-2's.
 static Tokenizer tokenizer_of_header(const LlmcHeader *h, int vocabulary) {
     const uint32_t first = (uint32_t)h->words[5], second = (uint32_t)h->words[6];
     Tokenizer t = h->words[4] == TOKENIZER_BYTES ? byte_tokenizer : gpt2_tokenizer;
@@ -914,7 +914,7 @@ static void shard_open(Shard *shard, const char *path) {
     shard->tokenizer = t;
     shard->count = count;
     if (count < 0 || size != shard_file_bytes(shard)) {
-        die("%s: expected %" PRId64 " bytes for the %d tokens in the header, found %" PRId64,
+        die("%s: expected %" PRId64 " bytes for the %d tokens given in the header, found %" PRId64,
             path, shard_file_bytes(shard), count, size);
     }
     if (kind < TOKENIZER_GPT2 || kind > TOKENIZER_MERGES || t.vocabulary < sizes[kind][0] ||
@@ -924,8 +924,8 @@ static void shard_open(Shard *shard, const char *path) {
     }
 }
 
-// Hashes the first and last MiB of a shard, or all of a smaller one, into shard->edges. Replaces
-// the hash in the header with zeros. Returns NULL on success, otherwise an error message.
+// Hashes the first and last MiB of a shard, or all of a smaller one, into shard->edges, with zeros
+// in place of the hash in the header. Returns NULL on success, otherwise an error message.
 static const char *shard_hash_edges(Shard *shard) {
     const int64_t size = shard_file_bytes(shard), first = min_i64(size, SHARD_EDGE);
     const int64_t last = max_i64(size - SHARD_EDGE, first);
@@ -946,12 +946,12 @@ static const char *shard_hash_edges(Shard *shard) {
 
 // -------------------------------------------------------------------------------------------------
 // 3. Evaluation files
-// Multiple choice: each example has a context and several completions, exactly one of them correct.
+// Each multiple-choice example has a context and several completions, exactly one of them correct.
 // The format is llm.c's (write_evalfile in dev/data/data_common.py). A header stores the number of
-// examples and the size in bytes of the largest. Each example consists of uint16 words: 65535; its
-// size in bytes, index, label (the correct completion) and number of completions; then the length
-// and the tokens of the context and of each completion. Tested only with synthetic files. llm.c's
-// files have four completions per example, other benchmarks two to five.
+// examples and the size of the largest one in bytes. Each example consists of uint16 words: 65535;
+// its size in bytes, index, label (the correct completion) and number of completions; then the
+// length and the tokens of the context and of each completion. llm.c's files have four completions
+// per example, and other benchmarks have two to five. Only synthetic files have been tested.
 
 enum { EVAL_START = 65535, EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
 
@@ -978,8 +978,8 @@ static int eval_word(const unsigned char *words, int64_t i) {
     return words[2 * i] | words[2 * i + 1] << 8;
 }
 
-// Parses example `number` at byte `offset` of the file. Returns its size in bytes. Fails if it
-// exceeds the file or contains an invalid word.
+// Parses example `number` at byte `offset` of the file. Returns its size in bytes. Fails if the
+// example extends past the end of the file or contains an invalid word.
 static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int number) {
     const unsigned char *p = f->bytes + offset;
     const size_t available = f->size - offset;
@@ -1019,14 +1019,14 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         x->longest = k && tokens->count > x->longest ? tokens->count : x->longest;
     }
     if (2 * position != bytes) {
-        die("%s: example %d: size is %d bytes, but its contents take only %d", f->name,
+        die("%s: example %d: the size is %d bytes, but the contents take only %d", f->name,
             number, bytes, 2 * position);
     }
     return (size_t)bytes;
 }
 
-// Parses an evaluation file and checks all examples for a model of `vocabulary` tokens. `f` keeps
-// pointers to `bytes` and `name`. Fails on the first error.
+// Parses an evaluation file and checks all examples for a model with a vocabulary of `vocabulary`
+// tokens. `f` keeps pointers to `bytes` and `name`. Fails on the first error.
 static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
                        int vocabulary) {
     LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);
@@ -1042,7 +1042,7 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
     static const Tokenizer unknown = {0, 0, 0, 0};
     *f = file;
     if (f->tokenizer.kind == TOKENIZER_GPT2 && vocabulary < GPT2_VOCABULARY) {
-        f->tokenizer = unknown;  // not llm.c's file: all ids are too low
+        f->tokenizer = unknown;  // not from llm.c: all ids are too low
     }
     size_t offset = LLMC_HEADER_BYTES;
     for (int i = 0; i < f->examples; i++) {

@@ -6,7 +6,7 @@
 // Hugging Face stores the weight matrices of a block as (in, out), the transpose of the layout in
 // memory, and stores wte without padding rows.
 
-// Tensors in Hugging Face's files besides those of tensor_table: causal mask (two) and tied head.
+// Tensors in Hugging Face's files that tensor_table lacks: the causal mask (two) and the tied head.
 enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
 static const struct {
     const char *hf_name;
@@ -36,7 +36,7 @@ typedef struct {
     Mapping maps[MODEL_FILES];
     int files;       // number of parts
     Model model;
-    Tokenizer tokenizer;  // from files beside the weights (weights_tokenizer), else config.json
+    Tokenizer tokenizer;  // from files next to the weights (weights_tokenizer), else config.json
     int transposed;  // 1 for Hugging Face's layout: matrices (in, out), wte without padding
     Span *spans;     // [layer][FILE_TENSORS]
 } ModelFile;
@@ -74,7 +74,7 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
 }
 
 // Finds a tensor by its Hugging Face name, with or without the prefix "transformer.". Returns its
-// index, or -1; TENSORS and above are rows of extra_table. Sets *layer to the block number, or 0.
+// index (TENSORS and above are rows of extra_table) or -1. Sets *layer to the block number, or 0.
 static int file_tensor_find(const char *name, int L, int *layer) {
     char same[80];  // differs from a name with signs or leading zeros
     *layer = 0;
@@ -89,25 +89,25 @@ static int file_tensor_find(const char *name, int L, int *layer) {
     return -1;
 }
 
-// Fails if a model exceeds the limits, which also apply to a shape given as an option.
+// Fails if a model exceeds the limits, which also apply to shapes specified by an option.
 static void model_require(const Model *m, const char *name) {
     if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
         die("%s: unsupported model: %d layers, %d heads, %d channels, %d positions, %d tokens; "
-            "expected 1-400 layers, 1-65536 channels divisible by the heads, 1-1048576 positions, "
-            "1-65536 tokens",
+            "expected 1-400 layers, 1-65536 channels (divisible by the number of heads), "
+            "1-1048576 positions, 1-65536 tokens",
             name, m->L, m->NH, m->C, m->maxT, m->V);
     }
 }
 
-// Locates the tensors of a safetensors file. spans: (L, FILE_TENSORS), zeroed before the first
-// file.
+// Locates the tensors of a safetensors file. `spans` has shape (L, FILE_TENSORS) and must be zero
+// before the first file.
 static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
     safetensors_start(&f, map->bytes, map->size, name);
     while (safetensors_next(&f, &t)) {
         int layer, i = file_tensor_find(t.name, m->L, &layer);
-        file_require(i >= 0, name, t.name, "not part of a GPT-2 model with this many layers");
+        file_require(i >= 0, name, t.name, "not part of a GPT-2 model with this number of layers");
         Span *s = file_span(spans, i, layer);
         file_require(!s->data, name, t.name, "appears twice");
         s->data = t.data;
@@ -127,7 +127,7 @@ static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, c
 }
 
 // Fails if a tensor is missing, or if lm_head.weight differs from wte.weight. These two are the
-// same tensor, so one of them may be absent.
+// same tensor, so either one may be absent.
 static void spans_complete(Span *spans, const Model *m, const char *name) {
     char tensor_name[80];
     spans[WTE] = spans[WTE].data ? spans[WTE] : spans[FILE_HEAD];
@@ -146,11 +146,11 @@ static void spans_complete(Span *spans, const Model *m, const char *name) {
         span_values(a, head, i, count);
         span_values(b, wte, i, count);
         file_require(memcmp(a, b, (size_t)count * sizeof *a) == 0, name, "lm_head.weight",
-                     "must equal wte.weight: GPT-2 ties its head to the embedding");
+                     "must equal wte.weight, because GPT-2 ties its head to the embedding");
     }
 }
 
-// Parses a Hugging Face config.json: the sizes, and the tokenizer written by config_save(). Rejects
+// Parses a Hugging Face config.json: the sizes and the tokenizer that config_save() wrote. Rejects
 // settings with which the same weights would compute a different function.
 static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, size_t size,
                          const char *name) {
@@ -198,8 +198,8 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
     }
 }
 
-// Parses the header of an llm.c model file. Returns the element type: fp32 for version 3, bf16 for
-// version 5. Tensors follow in the order of tensor_table, each with all its layers.
+// Parses the header of an llm.c model file. Returns the element type: fp32 for version 3 or bf16
+// for version 5. The tensors follow in the order of tensor_table, each with all of its layers.
 static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
     const int type = h.words[1] == 3 ? (int)FILE_F32 : (int)FILE_BF16;
@@ -213,8 +213,8 @@ static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const c
     model_set_vocabulary(m, m->V);
     int64_t want = LLMC_HEADER_BYTES + model_elements(m) * file_types[type].bytes;
     if (h.words[7] != m->Vp || (int64_t)size != want) {
-        die("%s: size is %zu bytes with %d padded rows; expected %" PRId64 " bytes with %d for "
-            "this shape", name, size, h.words[7], want, m->Vp);
+        die("%s: the size is %zu bytes with %d padded rows; this shape requires %" PRId64 " bytes "
+            "with %d padded rows", name, size, h.words[7], want, m->Vp);
     }
     return type;
 }
@@ -236,10 +236,10 @@ static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const c
     path_print(path, "%.*s%s", slash ? (int)(slash + 1 - f->name) : 0, f->name, name);
 }
 
-// Names of the weight files in their folder.
+// Names of the weight files within their folder.
 typedef char PartNames[MODEL_FILES][256];
 
-// Reads the names of the parts from model.safetensors.index.json. Returns their number.
+// Reads the part names from model.safetensors.index.json. Returns the number of parts.
 static int index_parse(PartNames names, const unsigned char *bytes, size_t size,
                        const char *path) {
     Json j = {bytes, 0, size, NULL};
@@ -263,7 +263,7 @@ static int index_parse(PartNames names, const unsigned char *bytes, size_t size,
 }
 
 // Lists the parts model-N-of-M.safetensors of a folder without an index. M is the lowest number for
-// which the first or last part exists. If there is none, fails and says what the folder has.
+// which the first or last part exists. If there is none, fails and says what the folder contains.
 static int parts_list(PartNames names, const char *folder) {
     static const char *const others[][2] = {
         {"adapter_config.json", ", only a LoRA adapter; merge it into its base model "
@@ -291,7 +291,7 @@ static int parts_list(PartNames names, const char *folder) {
     die("--model (-e): %s has no model.safetensors%s", folder, instead);
 }
 
-// Maps the weight files that `path` names (model_file_open).
+// Maps the weight files named by `path` (model_file_open).
 static void weights_map(ModelFile *f, const char *path) {
     static PartNames names;
     char whole[PATH_BYTES], index[PATH_BYTES];
@@ -317,8 +317,8 @@ static void weights_map(ModelFile *f, const char *path) {
     }
 }
 
-// Opens the weights that -e names: a folder with config.json and model.safetensors or its parts,
-// the path of such a model.safetensors, or an llm.c file. Fails on any error.
+// Opens the weights named by -e: a folder with config.json and model.safetensors or its parts, the
+// path of such a model.safetensors, or an llm.c file. Fails on any error.
 static void model_file_open(ModelFile *f, const char *path) {
     char config[PATH_BYTES];
     Mapping map;
@@ -379,9 +379,9 @@ static void columns_transpose(real *out, const real *in, int64_t rows, int64_t c
     }
 }
 
-// The split master copy of the weights. An fp32 weight with bits u is stored as the bf16 weight (u
-// + 0x8000) >> 16, which is u rounded half up, and its low half u & 0xffff. The two halves restore
-// every number exactly. A NaN remains a NaN.
+// The split master copy of the weights. An fp32 weight with bits u is stored as two halves: the
+// bf16 weight (u + 0x8000) >> 16, which is u rounded half up, and the low half u & 0xffff. Together
+// they restore every number exactly, and a NaN remains a NaN.
 enum { MASTER_NAN = 0x7fc0 };
 static uint16_t master_high(float value) {
     uint32_t u;
@@ -457,7 +457,7 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
 }
 
 // Writes one tensor in Hugging Face's layout, without padding. `strip` and `out` hold one strip,
-// `whole` holds a transposed tensor.
+// and `whole` holds a transposed tensor.
 static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *whole,
                         real *strip, unsigned char *out, Writer *w) {
     const int swap = tensor_table[tensor].transposed;

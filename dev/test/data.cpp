@@ -623,7 +623,7 @@ TEST(eval_fields) {
         {with_word(body + 32, 50257), "example 0: token 50257"},
         {with_word(second, 1), "example 1: start word 1, index 1, size 22"},
         {with_word(second + 2, 24), "size 24 bytes; expected 65535, 1 and at most 22"},
-        {with_word(second + 2, 24) + "ab", "size is 24 bytes, but its contents take only 22"},
+        {with_word(second + 2, 24) + "ab", "size is 24 bytes, but the contents take only 22"},
         {good + "x", "1 trailing bytes after the last of 2 examples"},
     };
     expect(good.size() == second + 22);

@@ -98,8 +98,8 @@ LLMC = [
     (1, 4, "bad.bin: an llm.c model with unsupported version 4"), (1, 1, "version 1"),
     (7, 257, "with 257 padded rows"), (7, -1, "padded"), (2, 0, "0 positions"), (3, 0, "0 tokens"),
     (3, 70000, "70000 tokens"), (3, INT32_MAX, "tokens"), (4, -2, "-2 layers"),
-    (4, 400, "for this shape"), (4, 401, "401 layers"), (5, 0, "0 heads"), (5, 3, "3 heads"),
-    (6, 65536, "for this shape"), (6, INT32_MIN, "channels")]
+    (4, 400, "this shape requires"), (4, 401, "401 layers"), (5, 0, "0 heads"), (5, 3, "3 heads"),
+    (6, 65536, "this shape requires"), (6, INT32_MIN, "channels")]
 
 
 @pytest.mark.parametrize("version", [3, 5])
@@ -110,8 +110,8 @@ def test_llmc(version):
     succeeds("--plan -e bad.bin", before=little_memory)
     loads("bad.bin", members)
     changes = [(with_ints(file, word, value), expected) for word, value, expected in LLMC]
-    changes += [(file + b"x", "bad.bin: "), (file[:-1], "for this shape"),
-                (with_ints(file, 1, 8 - version), "for this shape")]
+    changes += [(file + b"x", "bad.bin: "), (file[:-1], "this shape requires"),
+                (with_ints(file, 1, 8 - version), "this shape requires")]
     changes += [(file[:n], "cannot open config.json" if n < 4 else "too short for an llm.c model")
                 for n in (0, 3, 4, 12, 39, 1023)]
     for data, expected in changes:

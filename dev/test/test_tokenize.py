@@ -115,7 +115,7 @@ def test_threads():
 
 REFUSED = [
     ("absent", "cannot read absent: No such file"),
-    ("nothing", "nothing: too short: none of its 0 bytes are left for training"),
+    ("nothing", "nothing is too short: none of its 0 bytes are left for training"),
     (".", "cannot read .: Is a directory"),
     ("fifo", "cannot read fifo: not a regular file"),
     ("/dev/zero", "cannot read /dev/zero: not a regular file"),
@@ -136,8 +136,8 @@ REFUSED = [
 REFUSED_BPE = [
     ("text", "missing --bpe, --bytes, --tokens or --train-bpe; see --help"),
     ("--bpe text", "--bpe: data/vocab.bpe not found; run data/prepare.sh"),
-    ("--bpe --tokenizer never text", "never:4: this merge can never apply: earlier"),
-    ("--train-bpe 400 text", "--train-bpe 400: this text yields only 6 merges, a vocab"),
+    ("--bpe --tokenizer never text", "never:4: this merge can never apply, as earlier"),
+    ("--train-bpe 400 text", "--train-bpe 400: this text yields only 6 merges and thus a vo"),
     ("--train-bpe 256 text", "'256'; expected an integer between 257 and 65535"),
     ("--train-bpe 65536 text", "invalid value '65536'"),
     ("--train-bpe 300 --tokenizer never text", "--tokenizer requires --bpe or --tokens")]
@@ -160,9 +160,9 @@ def test_refused(arguments, expected):
     (b"PAR1\x15\x04", "is Parquet, not plain text"), (b"PK\3\4zip", "is zip, not plain text"),
     ("text".encode("utf-16"), "is UTF-16, not plain text; convert it first (UTF-16: iconv -f "),
     ("text".encode("utf-16-be"), "contains NUL bytes"),
-    (b"text" * 700000 + b"\0", "contains NUL bytes: it is UTF-16 or binary, not plain text"),
-    (b'{"text": "one"}\n{"text": "two"}\n', "is JSON, not plain text; extract the text first, such "
-                                            "as: jq -r .text bad | data/tokenize ... -"),
+    (b"text" * 700000 + b"\0", "contains NUL bytes, so it is UTF-16 or binary, not plain text"),
+    (b'{"text": "one"}\n{"text": "two"}\n', "is JSON, not plain text; extract the text first, for "
+                                            "example with jq -r .text bad | data/tokenize ... -"),
     (b'{"id": 7, "content": "one"}', "is JSON"), (b'[\n {"text": "one"},\n', "is JSON")],
     ids=range(11))
 def test_not_text(data, expected):

@@ -83,7 +83,7 @@ def test_ids(form, order):
     if order == "bytes":
         Path("text").write_text("Q")
         o = run([str(TOP / "data/tokenize"), *(options % "d" + "own").split()])
-        assert o.status == 1 and "byte 81, for which the tokenizer has no token" in o.err
+        assert o.status == 1 and "byte value 81, for which the tokenizer has no token" in o.err
 
 
 @pytest.mark.parametrize("form", ["files", "json"])
@@ -134,10 +134,10 @@ EVERY_PAIR = "\n".join(a + " " + b for a in WRITTEN.values() for b in WRITTEN.va
     ("ab c", ":2: a merge must join"), ("a a\naa aa\na aaa", ":4: a merge must join"),
     ("a b c", ":2: expected two tokens"), ("a \x7f", ":2: expected two tokens"),
     ("a b\r\r", ":2: expected two tokens"),
-    ("a " + "b" * 3000, "in GPT-2's byte alphabet, at most 512 bytes"),
+    ("a " + "b" * 3000, "in GPT-2's byte alphabet with at most 512"),
     ("a a\na aa", ":3: this merge can never apply"),
-    ("a b\nb c\na bc", ":4: this merge can never apply: earlier merges"),
-    (EVERY_PAIR, ":65280: too many merges; at most 65278")], ids=range(13))
+    ("a b\nb c\na bc", ":4: this merge can never apply, as earlier merges"),
+    (EVERY_PAIR, ":65280: too many merges; expected at most 65278")], ids=range(13))
 def test_bad_merges(merges, expected):
     Path("own").write_bytes(("#version: 0.2\n%s\n" % merges if merges else "#ver").encode())
     not_tokenized("own", "own" + expected if expected[0] == ":" else expected)
@@ -194,7 +194,7 @@ def test_refused_more():
         fails("own/tokenizer_config.json: unsupported " + found)
     Path("own/tokenizer_config.json").unlink()
     Path("own/vocab.json").unlink()
-    fails("config.json says that the end of text is 0; without vocab.json it is 264")
+    fails("config.json sets the end of text to 0, but without vocab.json it is 264")
     for cut in 1, 300, 2000:
         Path("own/tokenizer.json").write_text(tokenizer_json(IDS)[:-cut])
         fails("own/tokenizer.json: invalid JSON: ")
