@@ -29,7 +29,7 @@ BAD_OPTIONS = [
     ("--learning-rate 1", "unknown option '--learning-rate'; did you mean --lr?"),
     ("--batch_size 1", "unknown option '--batch_size'; did you mean --batch?"),
     ("--seq_len=1", "unknown option '--seq_len=1'; did you mean --seq-len?"),
-    ("-i train.bin -e gpt3", "expected a preset (gpt2 gpt2-medium gpt2-large gpt2-xl"),
+    ("-i train.bin -e gpt3", "expected a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
     ("--generate", "--generate: no checkpoint found in runs/; use --model (-e)"),
     ("--json", "--json requires --plan, --fit, --minimum, --largest, --compare"),
     ("--eval x.bin --plan", "are mutually exclusive"),
@@ -65,7 +65,7 @@ BAD_OPTIONS = [
     ("-i train.bin -e l2h2c16t16v1", "expected 1-400 layers"),
     ("-i train.bin -e l2h2c16t16v65536", "a vocabulary of 2-65535"),
     ("-i train.bin -e l2h2c16t16v1000",
-     "l2h2c16t16v1000 has a vocabulary of 1000 tokens, but the data train.bin has 257"),
+     "l2h2c16t16v1000 has a vocabulary of 1000 tokens, but the data in train.bin has 257"),
     ("-i train.bin -x 2 -b 2 --model=l\t2h2c16t16", "unknown model"),
     ("-i train.bin -x 2 -b 2 --model=l2h\n2c16t16", "unknown model"),
     ("-i train.bin -e l2h2c-16t16", "expected 1-400 layers"),
@@ -274,7 +274,7 @@ def test_advice():
     found = query("--fit -e gpt2-xl --gpu 4060ti")
     assert found["best"][0]["tokens_per_s"] >= 0.995 * max(w["tokens_per_s"] for w in found["ways"])
     succeeds("--largest batch -e gpt2-xl --gpu t4", "nothing fits without "
-             "offloading; the largest with --offload auto:\n",
+             "offloading; the largest that fits with --offload auto:\n",
              " --offload weights,gradients,moments,master,residuals\n")
 
 
