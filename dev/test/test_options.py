@@ -619,4 +619,4 @@ def test_drawn_planner_commands():
             card = "" if way["note"] == "CPU" else drawn[1] or "--gpu-mem 200G"
             same_plan(way, card, "fits" * (query == "--minimum"))
             count += 1
-    assert statuses == {0, 1, 3} and count > 200, (seed, count)
+    assert statuses == {0, 1, 3} and count > 100, (seed, count)
