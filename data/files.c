@@ -776,6 +776,9 @@ static int json_find(Json *j, size_t from, const char *path) {
     char key[64], names[64];
     const int length = (int)strcspn(path, ".");
     size_t found = 0;
+    if (j->fault) {
+        return 0;
+    }
     snprintf(names, sizeof names, "%.*s", length, path);
     j->offset = from;
     const int is_object = json_peek(j) == '{';
@@ -801,7 +804,6 @@ static int64_t json_get_count(Json *j, size_t from, const char *path, int64_t ot
     if (!json_find(j, from, path)) {
         return otherwise;
     }
-    json_take(j, '[');
     return json_peek(j) == 'n' ? otherwise : json_count(j);
 }
 
@@ -945,8 +947,10 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     while (found && json_next(j, &offsets, '[', NULL, 0)) {
         offset[offsets > 1] = (uint64_t)json_count(j);
     }
-    j->offset = from;
-    json_skip(j);
+    if (!j->fault) {
+        j->offset = from;
+        json_skip(j);
+    }
     if (j->fault) {
         die("%s: tensor %s: %s at byte %zu", f->name, t->name, j->fault, j->offset);
     }

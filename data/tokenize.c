@@ -190,7 +190,9 @@ static Part file_map(const char *name, const Arguments *a) {
         if (n < 0 && !stop_signal) {
             die("cannot read %s: %s", from ? name : "standard input", strerror(errno));
         }
-        close(from);
+        if (is_pipe) {
+            close(from);
+        }
         path_print(path, "/proc/self/fd/%d", fd);
     }
     if (mapping_open(&map, path) != 0) {

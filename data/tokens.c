@@ -662,13 +662,16 @@ static void tokens_read(const BpeReader *r, Json j) {
 // Writes the path of `name` next to a tokenizer file: FOLDER/name, or PREFIX_name if the file is
 // PREFIX_merges.txt. Returns whether it exists.
 static int file_beside(char path[PATH_BYTES], const char *file, const char *name) {
-    size_t n = strlen(file);
-    while (n && file[n - 1] != '/' && file[n - 1] != '_') {
-        n--;
+    static const char *const ends[] = {"merges.txt", "vocab.bpe", "tokenizer.json"};
+    const size_t n = strlen(file);
+    for (int i = 0; i < 3; i++) {
+        const size_t length = strlen(ends[i]);
+        if (n >= length && strcmp(file + n - length, ends[i]) == 0) {
+            path_print(path, "%.*s%s", (int)(n - length), file, name);
+            return access(path, F_OK) == 0;
+        }
     }
-    path_print(path, "%.*s%s", (int)n, file, name);
-    return choice_find("merges.txt|vocab.bpe|tokenizer.json", file + n, strlen(file + n)) &&
-           access(path, F_OK) == 0;
+    return 0;
 }
 
 // Finds the tokenizer file in the folder of FOLDER/merges.txt. Returns 0 if there is none.
@@ -704,19 +707,20 @@ static void json_merges_read(BpeReader *r, Json j) {
 // tokenizer_config.json. Fails if a setting would change how text is tokenized.
 static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
     static const char *const settings[][2] = {
-        {"special", "true"}, {"model.type", "BPE"}, {"model.dropout", "0|null"},
+        {"special", "true"}, {"add_prefix_space", "false"}, {"add_bos_token", "false"},
+        {"model.type", "BPE"}, {"model.dropout", "0|null"},
         {"model.byte_fallback", "false"}, {"model.continuing_subword_prefix", "|null"},
         {"model.end_of_word_suffix", "|null"}, {"model.ignore_merges", "false"},
         {"normalizer", "null"}, {"pre_tokenizer.type", "ByteLevel"},
         {"pre_tokenizer.add_prefix_space", "false"}, {"pre_tokenizer.use_regex", "true"},
         {"post_processor.special_tokens", "{}"},
-        {"post_processor.type", "ByteLevel|TemplateProcessing"},
-        {"add_prefix_space", "false"}, {"add_bos_token", "false"}};
+        {"post_processor.type", "ByteLevel|TemplateProcessing"}};
+    enum { SETTINGS = sizeof settings / sizeof *settings };
     static const char *const lists[] = {"added_tokens", "added_tokens_decoder"};
     char text[2 * BPE_LONGEST + 2], number[16] = "";
     json_skip(&j);
     json_end(&j, r->name);
-    json_require(j, 0, r->name, settings + 1, sizeof settings / sizeof *settings - 1);
+    json_require(j, 0, r->name, settings + 1, whole ? SETTINGS - 1 : 2);
     if (whole && (!json_find(&j, 0, "model.vocab") || !json_find(&j, 0, "model.merges") ||
                   !json_find(&j, 0, "pre_tokenizer.type"))) {
         die("%s: not the tokenizer.json of a byte-level BPE", r->name);
@@ -728,22 +732,27 @@ static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
         tokens_read(r, j);
     }
     for (int i = 0; i < 2; i++) {  // an array of objects with "id"; an object with ids as keys
-        const int found = json_find(&j, 0, lists[i]);
+        const int found = json_find(&j, 0, lists[i]) && json_peek(&j) == "[{"[i];
         for (int n = 0; found && json_next(&j, &n, "[{"[i], number, sizeof number); json_skip(&j)) {
             const size_t from = j.offset;
-            const int64_t id = json_get_count(&j, from, "id", strtoll(number, NULL, 10));
+            const int64_t id =
+                json_get_count(&j, from, "id", number[0] ? strtoll(number, NULL, 10) : -1);
             json_require(j, from, r->name, settings, 1);
-            if (json_get(&j, from, "content", text, sizeof text)) {
+            if (json_get(&j, from, "content", text, sizeof text) && id >= 0) {
                 token_read(r, text, id);
             }
-            j.offset = from;
+            j.offset = j.fault ? j.offset : from;
         }
     }
     if (!json_get(&j, 0, "eos_token.content", r->eos, sizeof r->eos)) {
         json_get(&j, 0, "eos_token", r->eos, sizeof r->eos);
     }
-    r->end = json_get_count(&j, 0, "eos_token_id", r->end);
     json_check(&j, r->name);
+    if (json_find(&j, 0, "eos_token_id")) {
+        json_take(&j, '[');  // the first of a list
+        const int64_t id = json_count(&j);
+        r->end = j.fault ? r->end : id;  // null and -1 are no token
+    }
 }
 
 static int token_exists(const Bpe *bpe, int64_t id) {

@@ -155,9 +155,10 @@ static void spans_complete(Span *spans, const Model *m, const char *name) {
 static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, size_t size,
                          const char *name) {
     enum { SIZES = 5, INNER = SIZES };
-    static const char *const sizes[INNER + 1] = {
-        "n_layer|num_hidden_layers", "n_head|num_attention_heads", "n_embd|hidden_size",
-        "n_positions|max_position_embeddings", "vocab_size", "n_inner"};
+    static const char *const sizes[INNER + 1][2] = {
+        {"n_layer", "num_hidden_layers"}, {"n_head", "num_attention_heads"},
+        {"n_embd", "hidden_size"}, {"n_positions", "max_position_embeddings"},
+        {"vocab_size", "vocab_size"}, {"n_inner", "n_inner"}};
     static const char *const facts[][2] = {
         {"model_type", "gpt2"}, {"activation_function", "gelu_new|gelu_pytorch_tanh"},
         {"layer_norm_epsilon", "1e-05"}, {"tie_word_embeddings", "true"},
@@ -172,11 +173,14 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
     json_end(&j, name);
     json_require(j, 0, name, facts, sizeof facts / sizeof *facts);
     for (int i = 0; i <= INNER; i++) {
-        value[i] = json_get_count(&j, 0, sizes[i], 0);
+        const int64_t first = json_get_count(&j, 0, sizes[i][0], 0);
+        value[i] = json_get_count(&j, 0, sizes[i][1], first);
         json_check(&j, name);
+        if (first && value[i] != first) {
+            die("%s: %s and %s have different values", name, sizes[i][0], sizes[i][1]);
+        }
         if (i < SIZES && (value[i] < 1 || value[i] > 1 << 20)) {
-            die("%s: %.*s is %s", name, (int)strcspn(sizes[i], "|"), sizes[i],
-                value[i] ? "too large" : "missing or zero");
+            die("%s: %s is %s", name, sizes[i][0], value[i] ? "too large" : "missing or zero");
         }
     }
     json_get(&j, 0, "train_gpt2_tokenizer", text, sizeof text);

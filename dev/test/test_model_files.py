@@ -370,7 +370,7 @@ def test_other_names():
     write_model("model", safetensors({}, members), config)
     loads("model", members)
     write_model("model", safetensors({}, members), config.replace('"n_layer": 2', '"n_layer": 3'))
-    loads("model", members)  # the last one counts
+    model_refused("model", "config.json: n_layer and num_hidden_layers have different values")
 
 
 def test_other_files():

@@ -76,6 +76,8 @@ def test_standard_input():
     assert list(files) == ["out_train_00000%d.bin" % i for i in range(3)] + ["out_val_000000.bin"]
     assert b"".join(bytes(shard) for shard in shards()) == b"abc\n" * 2500000
     assert [len(shard) for shard in shards()] == [4000000, 4000000, 1000000, 1000000]
+    tokenized("--bytes -o out --val-fraction 0 - -", stdin="abc\n")  # the second one is empty
+    assert shards() == [list(b"abc\n")]
 
 
 END = [256]

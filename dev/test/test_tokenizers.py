@@ -86,6 +86,28 @@ def test_ids(form, order):
         assert o.status == 1 and "byte value 81, for which the tokenizer has no token" in o.err
 
 
+def test_others_files():
+    """Files whose other settings are not a tokenizer's, and names with a prefix, as GPT-2's."""
+    ids = write_tokenizer("own", "files", "holes")
+    Path("text").write_text(TEXT)
+    want = [ids[END]] + [ids[piece] for piece in PIECES[:-13]]
+
+    def agrees(tokenizer):
+        tokenize("--bpe --val-fraction 0 --documents text -o a --tokenizer " + tokenizer)
+        assert tokens("a_train.bin") == want
+
+    for config in ('{"eos_token_id": -1}', '{"eos_token_id": []}', '{"eos_token_id": "x"}',
+                   '{"eos_token_id": null, "model": {"type": "GPT2"}, "normalizer": "x"}', "[]"):
+        Path("own", CONFIG).write_text(config)
+        agrees("own")
+    for name in "merges.txt", "vocab.json":
+        Path("own", name).rename("gpt2-" + name)
+    agrees("gpt2-merges.txt")
+    for added in None, {}, [{"content": END}, {"content": END, "id": ids[END]}]:
+        Path("own/tokenizer.json").write_text(tokenizer_json(ids, added_tokens=added))
+        agrees("own")
+
+
 @pytest.mark.parametrize("form", ["files", "json"])
 def test_round_trip(form):
     """A model trained on a folder's tokens keeps its numbering in the checkpoint, and prints the
