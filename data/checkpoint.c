@@ -29,12 +29,12 @@
 //    output folder removes it.
 // 2. A run resumes from the newest checkpoint in which every file matches the manifest.
 // 3. The engine copies states in chunks. Saving needs extra memory for only one tensor per rank.
-// 4. Chapter Sharding and offload defines the ranges of a state. The model and the number of ranks
-//    that save a checkpoint determine the ranges in each file and their order. Any number of ranks
-//    can load them.
-// 5. All N ranks write at the same time, each one 1/N of every bucket. Only rank 0 creates, renames
-//    and removes folders and writes the other files. After each phase, the ranks exchange their
-//    status. If one has failed, all ranks exit and the previous checkpoint is kept.
+// 4. Chapter Sharding and offload defines the ranges of a state. The ranges in each file and their
+//    order are determined by the model and by the number of ranks that save the checkpoint. Any
+//    number of ranks can load it.
+// 5. All N ranks write at the same time; each writes 1/N of every bucket. Only rank 0 creates,
+//    renames and removes folders and writes the other files. After each phase, the ranks exchange
+//    their status. If one has failed, all ranks exit and the previous checkpoint is kept.
 
 // The files of a checkpoint. Each rank of the run that saved it has one state file.
 enum {
@@ -75,8 +75,8 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint folder, manifest first: if the process is killed midway, the folder does not
-// look complete. If the user has put a symbolic link there, removes only the link.
+// Removes a checkpoint folder, starting with the manifest so that the folder does not look complete
+// if the process is killed midway. If the folder is a symbolic link, removes only the link.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {
@@ -128,8 +128,8 @@ static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// Writes the identity of a run, which a resumed run must match. It consists of properties of the
-// model and data and the options marked SAME in option_rows.
+// Writes the identity of a run, which a resumed run must match. It consists of the options marked
+// SAME in option_rows and of properties of the model and data.
 enum { IDENTITY_BYTES = 512 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
                          const Dataset *d) {
@@ -665,7 +665,7 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
     return found;
 }
 
-// Removes checkpoints up to step `newest`, except for the newest `keep` and the best one. Later
+// Removes checkpoints up to step `newest`, except for the newest `keep` and the best one. Any later
 // checkpoints were damaged and skipped when the run resumed; they do not count as kept. The newest
 // checkpoint records the lowest loss, and the best checkpoint is the oldest one with this loss. The
 // link `best` is not consulted, because some file systems do not support links. Checkpoints are
@@ -784,8 +784,8 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
 }
 
 // Loads this rank's part of a range into the engine. Without a split master, joins the low halves
-// with the weights. All ranks then load unsharded weights whole and with the same calls, because in
-// fp16 read() gathers them from their sharded master. Other loads are local.
+// with the weights. In this case, every rank loads all unsharded weights with the same calls,
+// because read() gathers them from the sharded master in fp16. Other loads are local.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     const int bucket = r->range.bucket, in_weights = r->state == BUF_WEIGHTS && !s->split_master;
     const int whole =

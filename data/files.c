@@ -34,8 +34,8 @@
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
 
-// Counts completed units of work; several threads may increment it. The watchdog (chapter Starting
-// and watching the ranks) uses it to distinguish a long phase from a hang.
+// The number of completed units of work. Several threads may increment it. The watchdog (chapter
+// Starting and watching the ranks) uses it to distinguish a long phase from a hang.
 static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
@@ -209,8 +209,8 @@ static ShortText duration_text(double seconds) {
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
 // Only regular files are opened for reading, because opening a FIFO may block and a device may have
-// no end. Files that are parsed once are mapped. Files that are needed throughout a run are read by
-// pread(), which reports truncation as an error. A truncated mapping raises SIGBUS (on_bus_error).
+// no end. Files that are parsed once are mapped. Files needed throughout a run are read by pread(),
+// which reports truncation as an error. Accessing a truncated mapping raises SIGBUS (on_bus_error).
 
 // Formats a path into a buffer of PATH_BYTES bytes. Fails if the path does not fit.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
@@ -345,8 +345,8 @@ typedef struct {
     size_t size;
 } Mapping;
 
-// Handles SIGBUS by failing with the name of the file mapped at the faulting address. The file was
-// truncated, or its disk has failed. Several threads may receive the signal at once.
+// Handles SIGBUS by failing with the name of the file mapped at the faulting address. Either the
+// file was truncated or its disk failed. Several threads may receive the signal at once.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
     static int once;
     char line[2 * PATH_BYTES] = "";
@@ -970,9 +970,9 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
 }
 
 // Reads the next tensor. Returns 0 after the last one. Fails unless the tensors cover the data
-// without gaps or overlaps. To check this, sums hash(end) - hash(begin) over all tensors. In any
-// order, the sum telescopes to hash(size) - hash(0), so no sorting is needed. A forged file can
-// pass this check, but each range is also checked against the file size.
+// without gaps or overlaps. To check this, sums hash(end) - hash(begin) over all tensors. The sum
+// telescopes to hash(size) - hash(0) for any order of tensors, so no sorting is needed. A forged
+// file can pass this check, but each range is also checked against the file size.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {

@@ -14,8 +14,8 @@
 //     {he}             the same as {hero.he}; likewise {him}, {his} and {child}
 //     '                a quotation mark
 //
-// A list marked KEPT uses the same word throughout a story. Lists that share their words (hero and
-// friend, place and place2) use different ones.
+// A list marked KEPT uses the same word throughout a story. Within a story, two lists that contain
+// the same words (hero and friend, place and place2) never use the same word.
 
 #include <stdint.h>
 #include <stdio.h>

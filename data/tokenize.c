@@ -120,7 +120,7 @@ static void on_signal(int number) { stop_signal = number; }
 
 // -------------------------------------------------------------------------------------------------
 // Text
-// A text is a list of parts. A part is a file, or one side of the file in which validation begins.
+// A text is a list of parts. A part is a file, or a piece of the file that is split for validation.
 
 typedef struct {
     const char *name, *bytes;    // name of the file
@@ -347,8 +347,8 @@ static void words_merge(WordTable *t, WordTable *more) {
 // -------------------------------------------------------------------------------------------------
 // Learning merges
 // Byte-pair encoding repeatedly merges the most frequent pair of adjacent tokens into a new token.
-// Ties go to the pair with the lowest ids, comparing left tokens first. Hugging Face's BpeTrainer
-// follows the same rule and learns the same merges.
+// Ties go to the pair with the lowest left id and, among these, the lowest right id. Hugging Face's
+// BpeTrainer follows the same rule and learns the same merges.
 // 1. A pair stores the number of its occurrences, including overlapping ones (aa in aaa), and a
 //    list of the words that may contain it.
 // 2. Only pairs that contain the newest token gain occurrences, so a count in the heap is never too
@@ -469,7 +469,7 @@ static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
 }
 
 // Learns `merges` merges from words and adds them to `bpe`, which contains the 256 bytes. Returns
-// the number learned, which is lower if no pairs are left or a signal arrives.
+// the number learned, which is less than `merges` if no pairs are left or a signal arrives.
 static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
     Learner *l = (Learner *)alloc_zero(1, sizeof *l);
     int done = 0;

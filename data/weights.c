@@ -1,6 +1,6 @@
 // data/weights.c -- GPT-2 weights in the file formats of Hugging Face and llm.c.
 //
-// Reads Hugging Face's config.json and model.safetensors, whole or in parts, and llm.c's .bin
+// Reads Hugging Face's config.json and model.safetensors (whole or in parts) and llm.c's .bin
 // files. Writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
 //
 // Hugging Face stores the weight matrices of a block as (in, out), the transpose of the layout in
@@ -99,8 +99,8 @@ static void model_require(const Model *m, const char *name) {
     }
 }
 
-// Locates the tensors of a safetensors file. `spans` has shape (L, FILE_TENSORS) and must be zero
-// before the first file.
+// Locates the tensors of a safetensors file. `spans` has shape (L, FILE_TENSORS) and must be zeroed
+// before the call for the first file.
 static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
@@ -126,8 +126,8 @@ static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, c
     }
 }
 
-// Fails if a tensor is missing, or if lm_head.weight differs from wte.weight. These two are the
-// same tensor, so either one may be absent.
+// Fails if a tensor is missing, or if lm_head.weight differs from wte.weight. GPT-2 uses one tensor
+// for both, so either one may be absent.
 static void spans_complete(Span *spans, const Model *m, const char *name) {
     char tensor_name[80];
     spans[WTE] = spans[WTE].data ? spans[WTE] : spans[FILE_HEAD];
