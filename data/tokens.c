@@ -769,7 +769,7 @@ static void bpe_set_end(Bpe *bpe, int64_t id, const char *eos) {
     bpe->tokenizer.end = (Token)id;
 }
 
-// Reads a tokenizer from a folder with a tokenizer.json or merges.txt, or from one of these files
+// Reads a tokenizer from a folder with tokenizer.json, merges.txt or vocab.bpe, or from one of them
 // and the files next to it. The end of text is eos_token_id of config.json, else eos_token, else
 // <|endoftext|>. If `want`, the tokenizer of data file `of`, is not NULL, fails unless both agree.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
