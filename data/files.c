@@ -769,21 +769,19 @@ static void json_skip_to(Json *j, int depth) {
 
 static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
-// Moves to the value at a path of keys, such as "model.vocab", in the object at offset `from`. A
-// key may have alternatives: "n_embd|hidden_size". If several members match, the last one is used,
-// as in Python. Returns 0 if none matches.
+// Moves to the value at a path of keys, such as "model.vocab", in the object at offset `from`. If a
+// key is repeated, the last member is used, as in Python. Returns 0 if there is none.
 static int json_find(Json *j, size_t from, const char *path) {
-    char key[64], names[64];
-    const int length = (int)strcspn(path, ".");
+    char key[64];
+    const size_t length = strcspn(path, ".");
     size_t found = 0;
     if (j->fault) {
         return 0;
     }
-    snprintf(names, sizeof names, "%.*s", length, path);
     j->offset = from;
     const int is_object = json_peek(j) == '{';
     for (int n = 0; is_object && json_next(j, &n, '{', key, sizeof key); json_skip(j)) {
-        found = choice_find(names, key, strlen(key)) ? j->offset : found;
+        found = strlen(key) == length && memcmp(key, path, length) == 0 ? j->offset : found;
     }
     j->offset = found && !j->fault ? found : j->offset;
     return found && !j->fault && (!path[length] || json_find(j, found, path + length + 1));
