@@ -74,22 +74,22 @@ static void mark_and_round(void *memory, size_t bytes, int alive) {
 }
 
 // Runs a reference stage; the head takes all rows at once and rounds logits and their gradients.
-static void naive_stage(void *self, int stage, int layer) {
+static void naive_stage(void *self, const Instr *i) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
     const Model *m = &p->settings.model;
     const int N = pass->B * pass->T;
-    if (stage != HEAD) {
-        network_stage(self, stage, layer);
+    if (i->op != RUN || i->stage != HEAD) {
+        network_execute(self, i);
         return;
     }
-    real *logits = buffer(p, BUF_LOGITS), *lnf = buffer(p, BUF_LNF), *wte = weight(p, WTE, 0);
+    real *logits = buffer(p, BUF_LOGITS), *lnf = buffer(p, BUF_LNF), *wte = weight(p, i, WTE);
     matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
     round_all(logits, (int64_t)N * m->Vp);
     classifier_forward_backward(buffer(p, BUF_LOSSES), logits, pass->targets, pass->dloss, N, m->V,
                                 m->Vp, 1);
     round_all(logits, (int64_t)N * m->Vp);
-    matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, N, m->C, m->Vp);
+    matmul_backward(lnf, dweight(p, i, WTE), NULL, logits, lnf, wte, N, m->C, m->Vp);
 }
 
 // Runs a micro-step of the reference in which every tensor that would be stored in E is rounded
@@ -103,12 +103,14 @@ static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, 
     Pass pass = {p, inputs, targets, B, T, scale / (real)(B * T), 0, 0};
     naive_round = rounded_to<E>;
     p->mark = mark_and_round;
-    memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
-    run_stages(p, tick_embed_backward(m), 0, naive_stage, &pass);
+    instr_pass(p, p->at[D_EMBED], 0, 1);
+    instr_execute(p, naive_stage, &pass);
     p->mark = plan_mark;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            real *grads = dweight(p, tensor, l);
+            Instr i = {};
+            i.layer = l;
+            real *grads = dweight(p, &i, tensor);
             for (int64_t i = 0; i < tensor_size(m, tensor); i++) {
                 grads[i] /= scale;
             }
@@ -477,10 +479,16 @@ TEST(gpu_offload_later_wait, EMULATED_ALL) {
             emu::set.order = order;
             Net n(m, options + " --offload weights,residuals");
             int later = 0;
-            for (int i = 0; i < n.plan.transfer_count; i++) {
-                const Transfer &v = n.plan.transfers[i];
-                const Tick first = tick_at(&n.s, v.first);
-                later |= (v.in && !first.repeated && first.stage > F_STAGES - 1) << v.kind;
+            Plan *p = &n.plan;
+            instr_pass(p, p->at[UPDATE] - 1, 0, 1);
+            slots_forget_weights(p);
+            for (int i = 0; i < p->instrs.count; i++) {
+                const Instr &wait = p->instrs.list[i];
+                const Tick &t = p->order[wait.tick];
+                if (wait.op == WAIT && wait.event < EVENT_BUCKET && t.back &&
+                    t.stage >= F_STAGES && t.stage < BLOCK_STAGES) {
+                    later |= 1 << wait.event / SLOTS;
+                }
             }
             const int repeats = Text(level) == "norm";  // its first stage, ln1, reads the residual
             expect(later == (1 << KIND_WEIGHTS | !repeats << KIND_RESIDUALS), "-r %s: kinds %d",
@@ -503,8 +511,8 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
     auto *net = (GpuNetwork *)n.e.self;
     Plan *p = net->plan;
     plan_tick(p, 0);
-    plan_tick(p, tick_head(&m));
-    const Buffer &row = p->buffers[p->single[BUF_LOGITS]];
+    plan_tick(p, p->at[HEAD]);
+    const Buffer &row = p->buffers[p->index[BUF_LOGITS]];
     float *logits = gpu_buffer<float>(net, BUF_LOGITS);
     Reals fresh(8);
     copy_sync(fresh.data(), logits, 8 * sizeof(float), net->stream);
@@ -518,7 +526,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
     };
     expect(launch_on(logits).status == 0, "alive");
     Outcome past = launch_on(logits + row.bytes / 4);
-    plan_tick(p, tick_update(&p->settings));
+    plan_tick(p, p->at[UPDATE]);
     expect_death(gpu_buffer<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
     Outcome dead = launch_on(logits);
     if (TEST_ASAN) {

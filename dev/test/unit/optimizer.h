@@ -50,6 +50,16 @@ TEST(norm_limit, HOST) {
     expect(norm_limit(&w, 3) == 9 && norm_limit(&w, 0) == HUGE_VAL, "%g", norm_limit(&w, 3));
 }
 
+// Executes an update on the CPU and returns the gradient norm.
+static double network_update(Plan *p, const Options *o, double lr, double limit, int64_t updates,
+                             int *skipped) {
+    Update u = {.plan = p, .options = o, .lr = lr, .limit = limit, .updates = updates};
+    instr_update(p);
+    instr_execute(p, update_execute, &u);
+    *skipped = u.skipped;
+    return u.norm;
+}
+
 // The update decays only matrices, clips by the norm of all gradients, and changes nothing if that
 // norm is not finite or is above the limit.
 TEST(update, ALL) {
@@ -176,7 +186,7 @@ TEST(muon_update, ALL) {
     o.weight_decay = 0.5;
     o.momentum = 0.9;
     o.clip = 1;
-    auto second = [](Net &n) { return n.plan.buffers[n.plan.single[BUF_V]].bytes; };
+    auto second = [](Net &n) { return n.plan.buffers[n.plan.index[BUF_V]].bytes; };
     expect(second(adamw) - second(muon) == 2 * 12 * 16 * 16 * sizeof(real), "blocks have no v");
     const Reals start = muon.state(BUF_WEIGHTS);
     Doubles w(start.begin(), start.end()), moment(w.size());

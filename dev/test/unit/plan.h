@@ -171,7 +171,7 @@ TEST(plan_layout, ALL) {
         expect(end[0] == p.device_bytes && end[1] == p.host_bytes, "%s", who.c_str());
         expect(p.device_bytes >= most, "%s", who.c_str());
         for (const int state : {BUF_M, BUF_V, BUF_MASTER}) {
-            const int id = p.single[state];
+            const int id = p.index[state];
             const int64_t least = model_parameters(&s.model) / s.ranks;
             expect((state == BUF_MASTER && !settings_has_master(&s)) || n % 2 ||
                        (id >= 0 && p.buffers[id].count >= least),
@@ -285,113 +285,94 @@ TEST(places, HOST) {
     detail = "63 settings";
 }
 
-// Returns the ticks that use block l's streamed tensors of a kind: weights in matmuls, gradients
-// where they are computed, and the residual where it is computed or read.
-static std::vector<int> transfer_uses(const Settings *s, Kind kind, int l) {
-    const Model *m = &s->model;
-    std::vector<int> uses;
-    for (int stage : {F_LN1, F_QKV, F_ATTPROJ, F_FC, F_FCPROJ}) {
-        const int matrix = stage != F_LN1, x = stage == F_LN1 || stage == F_ATTPROJ;
-        if (kind == KIND_WEIGHTS ? matrix : kind == KIND_RESIDUALS && x) {
-            uses.push_back(tick_forward(l, stage));
-            if (plan_recomputes(s, stage, l)) {
-                uses.push_back(tick_backward(m, l, stage));
-            }
-        }
-    }
-    for (int stage : {B_FCPROJ, B_FC, B_ATTPROJ, B_QKV}) {
-        if (kind != KIND_RESIDUALS) {
-            uses.push_back(tick_backward(m, l, stage));
-        }
-    }
-    if (kind == KIND_RESIDUALS) {
-        uses.push_back(tick_forward(l - 1, F_FCPROJ));
-        uses.push_back(tick_backward(m, l, B_LN1));
-    }
-    return uses;
-}
-
-// Returns the first fault in a table of transfers, or an empty text. Within a slot, the intervals
-// from fetch to store_wait must not overlap, each fetch must start after the last use of the
-// previous block, every use must be covered by exactly one transfer, and the slot's buffer must be
-// alive throughout. Each copy must have a block's computation to overlap with, except the first two
-// copies of a pass and the last one at its end.
-static Text transfers_fault(const Settings *s, const std::vector<Transfer> &transfers) {
-    BufferEntry rows[SINGLES];
-    single_buffers(rows, s);
-    const Transfer *occupant[KINDS][SLOTS] = {};
-    for (size_t i = 0; i < transfers.size(); i++) {
-        const Transfer &v = transfers[i];
-        const Text who = text("state %d block %d at tick %d: ", v.kind, v.block, v.fetch);
-        const Transfer *before = occupant[v.kind][v.slot];
-        const BufferEntry &slot = rows[BUF_SLOT + v.kind * SLOTS + v.slot];
-        const int in = v.in != 0, out = v.out != 0, sorted = !i || (&v)[-1].fetch <= v.fetch;
-        if (!sorted || v.fetch + in > v.first || v.first > v.last || v.last + out > v.store_wait) {
-            return who + "not in order";
-        }
-        if (before && (v.fetch < before->store_wait || v.fetch <= before->last)) {
-            return who + text("the slot is in use until tick %d", before->store_wait);
-        }
-        if (!slot.count || v.fetch < slot.first || v.store_wait > slot.last) {
-            return who + "outside the slot's lifetime";
-        }
-        const int block = v.fetch <= tick_lnf(&s->model) ? (int)F_STAGES : (int)BACK_TICKS;
-        const int fetches = in && v.fetch && v.kind != KIND_GRADIENTS;
-        const int takes = out && v.store_wait < tick_join(s);
-        if ((fetches && v.first < v.fetch + block) || (takes && v.store_wait < v.last + F_STAGES)) {
-            return who + "no time for the copy";
-        }
-        occupant[v.kind][v.slot] = &v;
-    }
-    for (Kind kind : {KIND_WEIGHTS, KIND_GRADIENTS, KIND_RESIDUALS}) {
-        for (int l = 0; s->placement[kind] && l < s->model.L; l++) {
-            for (int tick : transfer_uses(s, kind, l)) {
-                auto covers = [&](const Transfer &v) {
-                    return v.kind == kind && v.block == l && v.first <= tick && tick <= v.last;
-                };
-                if (std::count_if(transfers.begin(), transfers.end(), covers) != 1) {
-                    return text("state %d block %d: missing at tick %d", kind, l, tick);
+// Returns the first fault in the instruction lists of a step, or an empty text. Every wait is needed
+// and enough: a slot is used, acquired, stored or fetched only when no copy or exchange of it is in
+// flight, and every wait ends one. Every fetch follows the slot's ACQUIRE and precedes its use. A
+// copy has a block's computation to overlap with, except at the beginning and the end of a pass, and
+// gradients that a pass adds to, which are needed at once.
+static Text list_fault(const Settings *s, int micros) {
+    Plan p;
+    memset(&p, 0, sizeof p);
+    plan_stages(&p, s);
+    int flies[EVENTS] = {}, taken[EVENTS] = {}, since[EVENTS] = {};
+    Text fault;
+    auto slot_of = [](int buffer) {
+        return buffer >= BUF_SLOT && buffer < STATE_BUFFERS ? buffer - BUF_SLOT : -1;
+    };
+    for (int micro = 0; micro <= micros; micro++) {
+        micro < micros ? instr_pass(&p, p.at[UPDATE] - 1, micro > 0, micro == micros - 1)
+                       : instr_update(&p);
+        for (int n = 0; n < p.instrs.count && fault.empty(); n++) {
+            const Instr &i = p.instrs.list[n];
+            const Text who = text("micro-step %d, tick %d: ", micro, i.tick);
+            const int to = i.op == RUN ? -1 : slot_of(i.to.buffer), from = slot_of(i.from.buffer);
+            if (i.op == WAIT && i.event < EVENT_BUCKET) {
+                const int late = i.tick - since[i.event] < F_STAGES - 4;
+                const int grads = i.event / SLOTS == KIND_GRADIENTS;
+                const int ends = p.order[i.tick].stage == JOIN || since[i.event] == 0;
+                fault = !flies[i.event] ? who + "a wait for nothing"
+                        : late && !grads && !ends ? who + "no time for the copy" : "";
+                flies[i.event] = 0;
+            } else if (i.op == RUN) {
+                for (int item : i.items) {
+                    const int slot = item < SINGLES ? slot_of(item) : -1;
+                    if (slot >= 0 && (flies[slot] || !taken[slot])) {
+                        fault = who + "a slot is used too early";
+                    }
+                }
+            } else if (to >= 0 && i.stream == COMPUTE) {  // ACQUIRE or CLEAR
+                fault = flies[to] ? who + "a slot is taken too early" : "";
+                taken[to] = 1;
+            } else if (i.stream != COMPUTE) {
+                for (int slot : {to, i.op == GATHER || i.op == COPY || i.op == ADD || i.op == REDUCE
+                                         ? from : -1}) {
+                    if (slot >= 0) {
+                        fault = slot != i.event ? who + "another event" : fault;
+                        since[slot] = flies[slot] ? since[slot] : i.tick;
+                        flies[slot] = 1;
+                    }
                 }
             }
         }
+        for (int slot = 0; slot < EVENT_BUCKET && micro < micros; slot++) {
+            fault = flies[slot] ? text("slot %d is in flight after micro-step %d", slot, micro) : fault;
+        }
     }
-    return "";
+    plan_free(&p);
+    return fault;
 }
 
-static std::vector<Transfer> transfers_of(const Settings *s) {
-    std::vector<Transfer> transfers(BLOCK_TRANSFERS * (size_t)s->model.L);
-    transfers.resize((size_t)transfers_build(transfers.data(), s));
-    return transfers;
-}
-
-// For 5,000 random settings, the table of transfers has no fault.
-TEST(transfers, HOST) {
-    for (int n = 0; n < 5000; n++) {
+// For 1,000 random settings, the lists have no fault.
+TEST(instructions, HOST) {
+    for (int n = 0; n < 1000; n++) {
         Settings s = draw_placements();
-        std::vector<Transfer> transfers = transfers_of(&s);
-        const Text fault = transfers_fault(&s, transfers);
-        expect(fault.empty(), "%s: %s", settings_text(s).c_str(), fault.c_str());
+        const Text fault = list_fault(&s, draw(1, 4));
+        expect(fault.empty(), "%s ranks %d: %s", settings_text(s).c_str(), s.ranks, fault.c_str());
     }
-    detail = "5,000 random settings";
+    detail = "1,000 random settings";
 }
 
 // Simulates `micros` micro-steps and counts the copies to the device (up) and to the host (down).
 static void play(const Settings *s, int micros, double up[KINDS], double down[KINDS]) {
-    const std::vector<Transfer> transfers = transfers_of(s);
-    int occupant[KINDS][SLOTS];
-    memset(occupant, -1, sizeof occupant);
+    Plan p;
+    memset(&p, 0, sizeof p);
+    plan_stages(&p, s);
     for (int micro = 0; micro < micros; micro++) {
-        for (int tick = 0; tick <= tick_join(s); tick++) {
-            for (const Transfer &v : transfers) {
-                int *here = &occupant[v.kind][v.slot];
-                const int there = *here == v.block && v.kind == KIND_WEIGHTS;
-                const int anew = v.kind == KIND_GRADIENTS && micro == 0;
-                up[v.kind] += v.fetch == tick && v.in && !there && !anew;
-                *here = v.fetch == tick ? v.block : *here;
-                down[v.kind] += v.last == tick && v.out;
+        instr_pass(&p, p.at[UPDATE] - 1, micro > 0, micro == micros - 1);
+        for (int n = 0; n < p.instrs.count; n++) {
+            const Instr &i = p.instrs.list[n];
+            const int to = i.to.buffer - BUF_SLOT, from = i.from.buffer - BUF_SLOT;
+            if (i.op == COPY || i.op == GATHER || i.op == REDUCE) {
+                const int hosted_gather = i.op == GATHER && from >= 0 && from < KINDS * SLOTS;
+                if (to >= 0 && to < KINDS * SLOTS && i.op != REDUCE && !hosted_gather) {
+                    up[to / SLOTS]++;
+                } else if (from >= 0 && from < KINDS * SLOTS && !hosted_gather) {
+                    down[from / SLOTS]++;
+                }
             }
         }
     }
+    plan_free(&p);
 }
 
 // The bytes copied and exchanged in a step match closed-form formulas. P, E and V count elements in
@@ -482,31 +463,35 @@ TEST(plan_ranks, FLOAT) {
     detail = text("layout %.2f %% above the live bytes", 100 * (worst_layout - 1));
 }
 
+// Returns whether a block keeps an activation for backward at a recomputation level.
+static bool kept_at(int level, int item) {
+    Settings s = {};
+    Plan p = {};
+    s.model.L = s.ranks = 1;
+    s.level[0] = (uint8_t)level;
+    plan_stages(&p, &s);
+    const bool kept = lifetime_spans(&p.lives[block_buffer(&s.model, item, 0, 0)], p.at[HEAD]);
+    plan_free(&p);
+    return kept;
+}
+
 // The number and order of ticks are correct; every level keeps its documented number of channels.
 TEST(stages, HOST) {
     Settings s = planned("-e l3h1c8t4 --gpus 2");
+    Tick ticks[128];
     // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, join, update.
-    expect(tick_update(&s) == 1 + 24 + 3 + 45 + 2);
-    for (int l = 0; l < 3; l++) {  // tick_at inverts both functions
-        for (int stage = 0; stage < BLOCK_STAGES; stage++) {
-            const Tick there = tick_at(&s, tick_forward(l, stage % F_STAGES)),
-                       back = tick_at(&s, tick_backward(&s.model, l, stage));
-            expect(there.layer == l && there.stage == stage % F_STAGES && !there.repeated);
-            expect(stage == F_FCPROJ || (back.layer == l && back.stage == stage &&
-                                         back.repeated == (stage < F_FCPROJ)),
-                   "%d of %d", stage, l);
-        }
-    }
-    expect(tick_at(&s, 74).stage == JOIN && tick_at(&s, 75).stage == UPDATE);
+    expect(ticks_list(ticks, &s) == 1 + 24 + 3 + 45 + 3);
+    expect(ticks[74].stage == JOIN && ticks[75].stage == UPDATE);
+    expect(ticks[1 + 8 + 3].stage == F_ATTPROJ && ticks[1 + 8 + 3].layer == 1);
+    expect(ticks[28 + 15 + 9].stage == B_FC && ticks[28 + 15 + 9].layer == 1);
     s.ranks = 1;  // a single rank has no join tick
-    expect(tick_update(&s) == 74);
+    expect(ticks_list(ticks, &s) == 75);
     // Channels kept per token and block at each level.
     static const int kept[RECOMPUTE_LEVELS] = {16, 12, 10, 6, 3, 1};
     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
         int channels = 0;
         for (int i = ACT_X; i < BLOCK_BUFFERS; i++) {
-            const Uses f = block_uses(i, level, 0), b = block_uses(i, level, 1);
-            channels += uses_keep(f, b) * std::max(act_table[i].channels, 0);
+            channels += kept_at(level, i) * std::max(act_table[i].channels, 0);
         }
         expect(channels == kept[level], "%s keeps %d", level_name(level).s, channels);
     }
@@ -523,7 +508,7 @@ static Text graph_fault(int level) {
         const int back = step >= F_STAGES, stage = back ? step - F_STAGES : step;
         const StageEntry &e = stage_table[stage];
         for (int i = 1; i < BLOCK_BUFFERS && step == F_STAGES; i++) {
-            there[i] = uses_keep(block_uses(i, level, 0), block_uses(i, level, 1));
+            there[i] = kept_at(level, i);
         }
         if (back && stage < F_STAGES && e.level > level) {
             continue;
@@ -565,7 +550,8 @@ TEST(graph, HOST) {
         expect(stages[0] == 1 && stages[1] == 1, "%s", tensor_table[tensor].name);
     }
     for (int stage = 0; stage < STAGES; stage++) {
-        expect(stage_uses(stage, ACT_NEXT) == (stage == REPEATABLE), "%s", stage_table[stage].name);
+        expect((stage_table[stage].makes[0] == ACT_NEXT) == (stage == F_FCPROJ || stage == EMBED),
+               "%s", stage_table[stage].name);
     }
     int turns = 0;
     for (const StateEntry &state : state_table) {
@@ -689,14 +675,14 @@ TEST(arena, ALL) {
     Model m = shape("l2h2c26t8", 257);
     Net n(m, 1, 7, RECOMPUTE_BLOCK);
     Plan *p = &n.plan;
-    plan_tick(p, tick_update(&p->settings));
+    plan_tick(p, p->at[UPDATE]);
     expect_death(buffer(&n.plan, BUF_LOGITS),
                  "buffer logits lives from tick 18 to 18 but is used at");
-    expect_death(act(&n.plan, GRAD_QKV, 1), "buffer 1.d_qkv lives from");
+    expect_death(buffer(&n.plan, block_buffer(&m, GRAD_QKV, 1, 1)), "buffer 1.d_qkv lives from");
     expect_death(buffer_pointer(p, -1), "no such buffer");
     expect_death(buffer_pointer(p, p->buffer_count), "no such buffer");
-    plan_tick(p, tick_head(&m));
-    const Buffer &row = p->buffers[p->single[BUF_LNF]];
+    plan_tick(p, p->at[HEAD]);
+    const Buffer &row = p->buffers[p->index[BUF_LNF]];
     char *lnf = (char *)buffer(&n.plan, BUF_LNF);
     const real *values = (const real *)lnf;
     expect(isnan((double)values[0]) && isnan((double)values[row.count - 1]), "fresh rows are NaN");
@@ -710,7 +696,7 @@ TEST(arena, ALL) {
         Outcome past = outcome(spawn([&] { touch(byte); }));
         expect(has(past.err, "use-after-poison"), "past the row");
     }
-    plan_tick(p, tick_update(&p->settings));
+    plan_tick(p, p->at[UPDATE]);
     Outcome dead = outcome(spawn([&] { touch(0); }));
     expect(has(dead.err, "use-after-poison"), "a dead row");
 #endif
