@@ -285,11 +285,11 @@ TEST(places, HOST) {
     detail = "63 settings";
 }
 
-// Returns the first fault in the instruction lists of a step, or an empty text. Every wait is needed
+// Returns the first fault in the instruction lists of a step, or "". Every wait is needed
 // and enough: a slot is used, acquired, stored or fetched only when no copy or exchange of it is in
 // flight, and every wait ends one. Every fetch follows the slot's ACQUIRE and precedes its use. A
-// copy has a block's computation to overlap with, except at the beginning and the end of a pass, and
-// gradients that a pass adds to, which are needed at once.
+// copy has a block's computation to overlap with, except at the ends of a pass, and for gradients
+// that a pass adds to, which are needed at once.
 static Text list_fault(const Settings *s, int micros) {
     Plan p;
     memset(&p, 0, sizeof p);
@@ -335,7 +335,7 @@ static Text list_fault(const Settings *s, int micros) {
             }
         }
         for (int slot = 0; slot < EVENT_BUCKET && micro < micros; slot++) {
-            fault = flies[slot] ? text("slot %d is in flight after micro-step %d", slot, micro) : fault;
+            fault = flies[slot] ? text("slot %d in flight after micro-step %d", slot, micro) : fault;
         }
     }
     plan_free(&p);
