@@ -117,6 +117,15 @@ static Settings draw_placements() {
     return s;
 }
 
+// A step's time and traffic by the forecast.
+static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
+    return forecast_run(v, s, micros, nullptr, 0).seconds;
+}
+static Traffic step_traffic(const Settings *s, int64_t micros) {
+    const Speed v = default_speed(s);
+    return forecast_run(&v, s, micros, nullptr, 0).traffic;
+}
+
 static Settings planned(const Text &options) {
     Options o;
     Settings s;
@@ -285,71 +294,213 @@ TEST(places, HOST) {
     detail = "63 settings";
 }
 
-// Returns the first fault in the instruction lists of a step, or "". Every wait is needed
-// and enough: a slot is used, acquired, stored or fetched only when no copy or exchange of it is in
-// flight, and every wait ends one. Every fetch follows the slot's ACQUIRE and precedes its use. A
-// copy has a block's computation to overlap with, except at the ends of a pass, and for gradients
-// that a pass adds to, which are needed at once.
-static Text list_fault(const Settings *s, int micros) {
-    Plan p;
-    memset(&p, 0, sizeof p);
-    plan_stages(&p, s);
-    int flies[EVENTS] = {}, taken[EVENTS] = {}, since[EVENTS] = {};
-    Text fault;
-    auto slot_of = [](int buffer) {
-        return buffer >= BUF_SLOT && buffer < STATE_BUFFERS ? buffer - BUF_SLOT : -1;
-    };
-    for (int micro = 0; micro <= micros; micro++) {
-        micro < micros ? instr_pass(&p, p.at[UPDATE] - 1, micro > 0, micro == micros - 1)
-                       : instr_update(&p);
-        for (int n = 0; n < p.instrs.count && fault.empty(); n++) {
-            const Instr &i = p.instrs.list[n];
-            const Text who = text("micro-step %d, tick %d: ", micro, i.tick);
-            const int to = i.op == RUN ? -1 : slot_of(i.to.buffer), from = slot_of(i.from.buffer);
-            if (i.op == WAIT && i.event < EVENT_BUCKET) {
-                const int late = i.tick - since[i.event] < F_STAGES - 4;
-                const int grads = i.event / SLOTS == KIND_GRADIENTS;
-                const int ends = p.order[i.tick].stage == JOIN || since[i.event] == 0;
-                fault = !flies[i.event] ? who + "a wait for nothing"
-                        : late && !grads && !ends ? who + "no time for the copy" : "";
-                flies[i.event] = 0;
-            } else if (i.op == RUN) {
-                for (int item : i.items) {
-                    const int slot = item < SINGLES ? slot_of(item) : -1;
-                    if (slot >= 0 && (flies[slot] || !taken[slot])) {
-                        fault = who + "a slot is used too early";
-                    }
-                }
-            } else if (to >= 0 && i.stream == COMPUTE) {  // ACQUIRE or CLEAR
-                fault = flies[to] ? who + "a slot is taken too early" : "";
-                taken[to] = 1;
-            } else if (i.stream != COMPUTE) {
-                for (int slot : {to, i.op == GATHER || i.op == COPY || i.op == ADD || i.op == REDUCE
-                                         ? from : -1}) {
-                    if (slot >= 0) {
-                        fault = slot != i.event ? who + "another event" : fault;
-                        since[slot] = flies[slot] ? since[slot] : i.tick;
-                        flies[slot] = 1;
-                    }
-                }
-            }
-        }
-        for (int slot = 0; slot < EVENT_BUCKET && micro < micros; slot++) {
-            fault = flies[slot] ? text("slot %d in flight after micro-step %d", slot, micro) : fault;
-        }
-    }
-    plan_free(&p);
-    return fault;
+// Where an instruction reads or writes: a buffer and, in weights, gradients and backing stores, a
+// bucket or a block.
+struct Access {
+    int buffer, part;
+    bool writes;
+};
+
+// The location of a bucket of the weights or gradients.
+static Access state_access(const Settings &s, Kind kind, int bucket, bool writes) {
+    return bucket >= BUCKET_BLOCKS && s.placement[kind]
+               ? Access{BUF_STORE + kind, bucket - BUCKET_BLOCKS, writes}
+               : Access{state_table[kind].buffer, bucket, writes};
 }
 
-// For 1,000 random settings, the lists have no fault.
-TEST(instructions, HOST) {
-    for (int n = 0; n < 1000; n++) {
-        Settings s = draw_placements();
-        const Text fault = list_fault(&s, draw(1, 4));
-        expect(fault.empty(), "%s ranks %d: %s", settings_text(s).c_str(), s.ranks, fault.c_str());
+// What an instruction accesses, by the definition of its operation.
+static std::vector<Access> accesses_of(const Plan &p, const Instr &i, const MuonGroup &g) {
+    const Settings &s = p.settings;
+    const Op stage = stage_table[i.stage].op;
+    std::vector<Access> all;
+    auto weights = [&](int b, bool writes) { return state_access(s, KIND_WEIGHTS, b, writes); };
+    auto grads = [&](int b, bool writes) { return state_access(s, KIND_GRADIENTS, b, writes); };
+    auto muon = [&](int group) { return Access{BUF_MUON, group % g.buffers, true}; };
+    auto memory = [&](Address a, bool writes) {
+        const bool store = a.buffer >= BUF_STORE && a.buffer < BUF_SLOT;
+        const Kind kind = (Kind)(a.buffer - BUF_STORE);
+        const int64_t shards = store && s.placement[kind] & PLACE_SHARD ? s.ranks : 1;
+        return Access{a.buffer, store ? (int)(a.offset * shards / state_block_bytes(&s, kind)) : 0,
+                      writes};
+    };
+    const int bucket = i.event - EVENT_BUCKET;
+    if (i.op == RUN) {
+        for (int k = 0; k < STAGE_ITEMS; k++) {
+            const bool writes = (k >= READS && k < READS + MAKES) || k == STAGE_ITEMS - 1;
+            const bool matrix = k >= READS + MAKES && i.items[k] >= SINGLES;
+            if (i.items[k] >= 0) {
+                all.push_back(!matrix ? Access{i.items[k], 0, writes}
+                              : writes ? grads(BUCKET_BLOCKS + i.layer, true)
+                                       : weights(BUCKET_BLOCKS + i.layer, false));
+            }
+        }
+        if (stage == OP_EMBED || stage == OP_HEAD || stage == OP_EMBED_BACK) {
+            all.push_back(stage == OP_EMBED_BACK ? grads(BUCKET_WPE, true) : weights(BUCKET_WTE, 0));
+            all.push_back(stage == OP_EMBED ? weights(BUCKET_WPE, 0) : grads(BUCKET_WTE, true));
+        }
+        if (stage >= OP_BACK) {
+            all.push_back(grads(BUCKET_VECTORS, true));
+        }
+    } else if (i.op < WAIT && (bucket < 0 || i.to.buffer == BUF_RANK_STATUS)) {
+        all.push_back(memory(i.to, true));
+        all.push_back(memory(i.bytes ? i.from : i.to, false));
+    } else if (i.op < WAIT && i.to.buffer == BUF_MUON) {
+        all.push_back(muon((bucket - BUCKET_BLOCKS) / g.blocks));
+    } else if (i.op < WAIT) {
+        const bool w = i.to.buffer == BUF_WEIGHTS || i.to.buffer == BUF_STORE + KIND_WEIGHTS;
+        all.push_back(w ? weights(bucket, true) : grads(bucket, true));
+    } else if (i.op == NORM) {
+        for (int b = 0; b < model_buckets(&s.model); b++) {
+            all.push_back(grads(b, false));
+        }
+        all.push_back({BUF_RANK_STATUS, 0, true});
+    } else if (i.op == DECIDE) {
+        all.push_back({BUF_RANK_STATUS, 0, false});
+    } else if (i.op > DECIDE) {
+        const int group = i.op == ORTHO ? i.bucket : (i.bucket - BUCKET_BLOCKS) / g.blocks;
+        if (i.op != ADAMW) {
+            all.push_back(muon(group));
+        }
+        if (i.op == ADAMW || i.op == MOMENT) {
+            all.push_back(grads(i.bucket, false));
+        }
+        if (i.op == ADAMW || i.op == APPLY) {
+            all.push_back(weights(i.bucket, true));
+        }
     }
-    detail = "1,000 random settings";
+    return all;
+}
+
+// The instructions of two steps.
+struct TwoSteps {
+    std::vector<Instr> list;
+    std::vector<std::vector<Access>> accesses;
+    std::vector<bool> adds;  // in a pass that adds to gradients
+    size_t step = 0;         // instructions of the first step
+};
+static TwoSteps two_steps(const Settings &s, int micros) {
+    Plan p;
+    memset(&p, 0, sizeof p);
+    plan_stages(&p, &s);
+    TwoSteps all;
+    const MuonGroup group = s.muon ? muon_group(&s) : MuonGroup();
+    for (int part = 0; part < 2 * (micros + 1); part++) {
+        const int micro = part % (micros + 1);
+        micro < micros ? instr_pass(&p, p.at[UPDATE] - 1, micro > 0, micro == micros - 1)
+                       : instr_update(&p);
+        for (const Instr *i = p.instrs.list; i < p.instrs.list + p.instrs.count; i++) {
+            all.list.push_back(*i);
+            all.accesses.push_back(accesses_of(p, *i, group));
+            all.adds.push_back(micro > 0 && micro < micros &&
+                               s.placement[KIND_GRADIENTS] & PLACE_HOST);
+        }
+        all.step = part < micros + 1 ? all.list.size() : all.step;
+    }
+    plan_free(&p);
+    return all;
+}
+
+// Returns the first fault in two steps without instruction `without`, or "". Instructions of
+// different streams that access the same memory, one of them writing, must be ordered: by their
+// stream, by beginning after all earlier work of COMPUTE, or by waiting for an event (vector
+// clocks). Faults are also a wait for something that is ordered already, the wrong block in a slot,
+// and a copy between slot and store without a block's computation to overlap with, except at the
+// ends of a pass.
+static Text list_fault(const TwoSteps &all, size_t without) {
+    typedef std::array<int, STREAMS> Clock;
+    Clock now[STREAMS] = {}, recorded[EVENTS] = {};
+    int since[EVENTS] = {};
+    std::map<std::pair<int, int>, std::pair<Clock, Clock>> last;  // reads and writes, by memory
+    int holds[KINDS * SLOTS] = {};  // 1 + the block
+    auto join = [](Clock &a, const Clock &b) {
+        const Clock before = a;
+        for (int i = 0; i < STREAMS; i++) {
+            a[i] = std::max(a[i], b[i]);
+        }
+        return a != before;
+    };
+    for (size_t n = 0; n < all.list.size(); n++) {
+        const Instr &i = all.list[n];
+        const Text who = text("instruction %d, tick %d: ", (int)n, i.tick);
+        Clock &clock = now[i.stream];
+        if (i.op == WAIT) {
+            if (n != without && !join(clock, recorded[i.event])) {
+                return who + "a wait for nothing";
+            }
+            if (i.event < EVENT_BUCKET && i.stream == COMPUTE && i.stage != JOIN &&
+                since[i.event] > 0 && i.tick - since[i.event] < F_STAGES - 4) {
+                return who + "no time for the copy";
+            }
+            continue;
+        }
+        join(clock, now[COMPUTE]);
+        clock[i.stream]++;
+        for (const Access &a : all.accesses[n]) {
+            auto &[read, written] = last[{a.buffer, a.part}];
+            Clock copy = clock;
+            if (join(copy, written) || (a.writes && join(copy, read))) {
+                return who + text("buffer %d, part %d is in flight", a.buffer, a.part);
+            }
+            (a.writes ? written : read)[i.stream] = clock[i.stream];
+        }
+        auto slot = [&](int b) { return b < BUF_SLOT || b >= STATE_BUFFERS ? -1 : b - BUF_SLOT; };
+        for (int k = 0; k < STAGE_ITEMS && i.op == RUN; k++) {
+            const int at = slot(i.items[k]), block = i.layer + (stage_item(i.stage, k) == ACT_NEXT);
+            const bool makes = k >= READS && (k < READS + MAKES || (k == STAGE_ITEMS - 1 && !all.adds[n]));
+            if (at >= 0 && holds[at] != block + 1 && !(makes && !holds[at])) {
+                return who + text("slot %d holds block %d", at, holds[at] - 1);
+            }
+            holds[at < 0 ? 0 : at] = at < 0 ? holds[0] : block + 1;
+        }
+        if (i.op >= ACQUIRE && i.op < WAIT) {
+            const int to = slot(i.to.buffer), from = i.bytes ? slot(i.from.buffer) : -1;
+            const bool stores = from >= 0 && to < 0;
+            if (stores && holds[from] != all.accesses[n][0].part + 1) {
+                return who + text("slot %d stores block %d", from, holds[from] - 1);
+            }
+            if (to >= 0 && from < 0) {
+                holds[to] = i.op == ACQUIRE ? 0 : i.bytes ? all.accesses[n][1].part + 1 : holds[to];
+            }
+        }
+        if (i.event >= 0) {
+            recorded[i.event] = clock;
+            since[i.event] = i.tick;
+        }
+    }
+    return "";
+}
+
+// For 1,000 random settings, the lists of two steps have no fault, and all ranks exchange the same
+// in the same order. In a sample, a step without any one of its waits has a fault, except those of
+// join, after which other buffers may reuse the slots' memory.
+TEST(instructions, HOST) {
+    int waits = 0;
+    for (int n = 0; n < 1000; n++) {
+        const Settings s = draw_placements();
+        const int micros = draw(1, 4);
+        const TwoSteps all = two_steps(s, micros);
+        const Text who = settings_text(s) + text(" ranks %d, %d micro-steps: ", s.ranks, micros);
+        const Text fault = list_fault(all, SIZE_MAX);
+        expect(fault.empty(), "%s%s", who.c_str(), fault.c_str());
+        this_rank.rank = draw(0, s.ranks - 1);
+        const TwoSteps other = two_steps(s, micros);
+        this_rank.rank = 0;
+        bool same = all.list.size() == other.list.size();
+        for (size_t i = 0; i < all.list.size() && same; i++) {
+            const Instr &a = all.list[i], &b = other.list[i];
+            same = a.op == b.op && a.stream == b.stream && a.event == b.event &&
+                   a.bytes == b.bytes && a.type == b.type;
+        }
+        expect(same, "%sthe ranks differ", who.c_str());
+        for (size_t i = 0; i < all.step && n % 50 == 0; i++) {
+            if (all.list[i].op == WAIT && all.list[i].stage != JOIN) {
+                expect(!list_fault(all, i).empty(), "%swait %d is not needed", who.c_str(), (int)i);
+                waits++;
+            }
+        }
+    }
+    expect(waits > 100);
+    detail = text("1,000 random settings, %d waits", waits);
 }
 
 // Simulates `micros` micro-steps and counts the copies to the device (up) and to the host (down).
@@ -394,7 +545,8 @@ TEST(traffic, FLOAT) {
         const double transfers_w = in[KIND_WEIGHTS] / L;
         const double reduced = f * ((z >= 2 ? k : 1) * P * g + E * g + V * 4);
         const double gathered =
-            f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (transfers_w - 1) * P : 0) + 4 * V);
+            f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (transfers_w - 1) * P : 0) + 4 * V +
+                 64 * N);  // and statuses
         auto hosted = [&](int state) { return s.placement[state] & PLACE_HOST ? 1.0 : 0.0; };
         const double share = z >= 1 ? 1.0 / N : 1, own = V + (E + P) * share;
         const double moments = hosted(KIND_MOMENTS) * 2 * (double)type_bytes(s.moment_dtype);
