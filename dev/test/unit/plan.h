@@ -476,7 +476,8 @@ static Text list_fault(const TwoSteps &all, size_t without) {
 TEST(instructions, HOST) {
     int waits = 0;
     for (int n = 0; n < 1000; n++) {
-        const Settings s = draw_placements();
+        Settings s = draw_placements();
+        s.muon = draw(0, 1);
         const int micros = draw(1, 4);
         const TwoSteps all = two_steps(s, micros);
         const Text who = settings_text(s) + text(" ranks %d, %d micro-steps: ", s.ranks, micros);
