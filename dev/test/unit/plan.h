@@ -117,13 +117,23 @@ static Settings draw_placements() {
     return s;
 }
 
-// A step's time and traffic by the forecast.
+// The forecast of settings without a plan.
+static Forecast forecast_of(const Speed *v, const Settings *s, int64_t micros) {
+    Plan p;
+    plan_stages(&p, s);
+    const Forecast f = forecast_run(v, &p, micros, SHOW_NONE);
+    plan_free(&p);
+    return f;
+}
 static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
-    return forecast_run(v, s, micros, nullptr, 0).seconds;
+    return forecast_of(v, s, micros).seconds;
+}
+static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t micros) {
+    return (double)micros * s->ranks * s->B * s->T / forecast_step(v, s, micros);
 }
 static Traffic step_traffic(const Settings *s, int64_t micros) {
     const Speed v = default_speed(s);
-    return forecast_run(&v, s, micros, nullptr, 0).traffic;
+    return forecast_of(&v, s, micros).traffic;
 }
 
 static Settings planned(const Text &options) {
@@ -380,7 +390,6 @@ struct TwoSteps {
 };
 static TwoSteps two_steps(const Settings &s, int micros) {
     Plan p;
-    memset(&p, 0, sizeof p);
     plan_stages(&p, &s);
     TwoSteps all;
     const MuonGroup group = s.muon ? muon_group(&s) : MuonGroup();
@@ -507,7 +516,6 @@ TEST(instructions, HOST) {
 // Simulates `micros` micro-steps and counts the copies to the device (up) and to the host (down).
 static void play(const Settings *s, int micros, double up[KINDS], double down[KINDS]) {
     Plan p;
-    memset(&p, 0, sizeof p);
     plan_stages(&p, s);
     for (int micro = 0; micro < micros; micro++) {
         instr_pass(&p, p.at[UPDATE] - 1, micro > 0, micro == micros - 1);
