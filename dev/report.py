@@ -4,7 +4,7 @@
     dev/report.py runs/one                        writes runs/one/report.html
     dev/report.py runs/one runs/two               compares them in compare.html
     dev/report.py runs/one --svg run.svg          only the charts; also with --plan and --fit
-    ./train_gpt2 --plan -e d12 --json | dev/report.py --plan - -o plan.html
+    ./train_gpt2 --plan steps -e d12 --json | dev/report.py --plan - -o plan.html
     ./train_gpt2 --fit all -e gpt2-xl --gpu 4090 --json | dev/report.py --fit - -o fit.html
     dev/report.py --fit fit.json cards.json       adds the cards, from --plan --gpu all --json
 
@@ -192,10 +192,26 @@ def bytes_alive(rows, ticks):
             for tick in range(ticks)]
 
 
+def streams_svg(at, instructions):
+    """What each stream does over time: the parts of a step side by side, each part once."""
+    start, streams = 0, ["exchange", "down", "up", "compute"]
+    for _, group in itertools.groupby(instructions, lambda row: row["part"]):
+        rows = [row for row in group if row["end_ms"] > row["begin_ms"]]
+        for y, stream in enumerate(streams):
+            at.broken_barh([(start + row["begin_ms"], row["end_ms"] - row["begin_ms"])
+                            for row in rows if row["stream"] == stream], (y - 0.4, 0.8),
+                           facecolors=["#4477aa", "#ccbb44"])
+        start += max((row["end_ms"] for row in rows), default=0)
+        at.axvline(start, color="#1b1f24", linewidth=0.8)
+    at.set_yticks(range(len(streams)), streams)
+    at.set(xlim=(0, start), ylim=(-0.6, 3.6), xlabel="forecast in ms: first micro-step, later ones, update")
+    at.set_title("Streams", loc="left", fontweight="bold", fontsize=10)
+
+
 def plan_svg(plan):
     """Memory (y) over a step (x): each buffer from its first to its last use, at its offset. The
     buffers that live for the whole step are drawn separately, because most settings change only the
-    others, which are often a small part of the memory."""
+    others, which are often a small part of the memory. With --plan steps, also the streams."""
     plt, ticks, parts = pyplot(), plan["ticks"], []
     from matplotlib.patches import Path, PathPatch
     for row in plan["buffers"]:
@@ -209,9 +225,14 @@ def plan_svg(plan):
             (f"{name} over a step: {size}", whole),
             (f"{name} used by some stages only", [row for row in rows if row not in whole]))
             if drawn]
+    timed = plan.get("instructions", [])
+    count = len(parts) + bool(timed)
     figure, axes = plt.subplots(
-        len(parts), 1, squeeze=False, figsize=(12, 1.2 + 2.7 * len(parts)),
-        height_ratios=[1 if "over a step" in title else 1.8 for title, _, _ in parts])
+        count, 1, squeeze=False, figsize=(12, 1.2 + 2.7 * count),
+        height_ratios=[1 if "over a step" in title else 1.8 for title, _, _ in parts] +
+        [1] * bool(timed))
+    if timed:
+        streams_svg(axes.flat[-1], timed)
     for at, (title, drawn, rows) in zip(axes.flat, parts):
         for group in sorted({row["group"] for row in drawn},
                             key=lambda name: (*GROUPS, name).index(name)):

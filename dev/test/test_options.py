@@ -251,6 +251,22 @@ def test_plan(options, status, texts):
         assert tokens / rate == pytest.approx(3600 * h + 60 * m + s, rel=1e-3, abs=1)
 
 
+def test_plan_steps():
+    """dev/reading.md's excerpt is the output. Lines follow the streams' order, and the JSON has the
+    same instructions."""
+    text = (TOP / "dev/reading.md").read_text().split("$ ./train_gpt2 ", 1)[1].split("\n\n")[0]
+    command, *shown = [line.strip() for line in text.split("\n")]
+    printed = iter([line.strip() for line in succeeds(command).split("\n")])
+    assert len(shown) > 20 and all(line == "..." or line in printed for line in shown)
+    rows = json.loads(succeeds(command + " --json"))["instructions"]
+    lines = re.findall(r"^ +([\d.]+) +([\d.]+)  (\w+) +(\w+) +(.*)$", succeeds(command), re.M)
+    assert lines == [("%.3f" % row["begin_ms"], "%.3f" % row["end_ms"], row["stream"], row["op"],
+                      row["text"]) for row in rows]
+    for stream in "compute", "up", "down":
+        own = [row for row in rows if row["stream"] == stream and row["part"] == 0]
+        assert own and all(a["end_ms"] <= b["begin_ms"] + 1e-9 for a, b in zip(own, own[1:]))
+
+
 def test_first_page():
     """A plan suggests at most five changes; --plan all shows all of them. Lines are wrapped only on
     a terminal, never between a number and its unit."""

@@ -114,7 +114,7 @@ def test_report_compare(reported):
 def test_report_plans(reported):
     """Pictures of plans and of fitting settings are valid SVG; the tables list all settings."""
     ways = {name: succeeds(query + " --json") for name, query in {
-        "plan": "--plan -e d12 -b 4 -r block:5 --offload moments,master --gpu-mem 16GiB",
+        "plan": "--plan steps -e d12 -b 4 -r block:5 --offload moments,master --gpu-mem 16GiB",
         "fit": "--fit all -e d12 --gpu 3070",
         "none": "--minimum -e d12",
         "cards": "--plan --gpu all -e d36 -b 8 -r none --offload none"}.items()}
