@@ -494,23 +494,18 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
     for (int rank = 0, some = 0; file == FILE_OF_IDS && rank < bpe->count; rank++) {
         const int n = bpe_bytes(bpe, rank, &bytes), special = rank >= bpe->ordinary;
         if (bpe->ids[rank] != NO_ID) {
-            fputs(some++ ? ", \"" : "\"", f);
-            json_text(f, special ? bytes : word,
-                      special ? (size_t)n : token_characters(word, bytes, n));
-            fprintf(f, "\": %d", bpe->ids[rank]);
+            json_print(f, "%s'%.*s': %d", some++ ? ", " : "",
+                       special ? n : (int)token_characters(word, bytes, n),
+                       special ? bytes : word, bpe->ids[rank]);
         }
     }
     if (file == FILE_OF_ROLES) {
-        fputs("\"tokenizer_class\": \"GPT2Tokenizer\", \"add_prefix_space\": false", f);
-        if (length) {
-            fprintf(f, ", \"model_max_length\": %d", length);
-        }
+        json_print(f, "'tokenizer_class': 'GPT2Tokenizer', 'add_prefix_space': false");
+        json_print(f, length ? ", 'model_max_length': %d" : "", length);
         for (int i = 0; bpe->tokenizer.end >= 0 && i < 3; i++) {
             static const char *const roles[] = {"bos", "eos", "unk"};
             const int n = bpe_bytes(bpe, bpe->ranks[bpe->tokenizer.end] - 1, &bytes);
-            fprintf(f, ",%s\"%s_token\": \"", i ? " " : "\n", roles[i]);
-            json_text(f, bytes, (size_t)n);
-            fputc('"', f);
+            json_print(f, i ? ", '%s_token': '%.*s'" : ",\n'%s_token': '%.*s'", roles[i], n, bytes);
         }
     }
     fputs(file == FILE_OF_MERGES ? "" : "}\n", f);
