@@ -269,25 +269,20 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
         state_ranges(&s->model, this_rank.rank, s->ranks, s->split_master, s->muon, &count);
     HeaderText header;
     header_start(&header);
-    fprintf(header.file, ",\"run\":\"%s\",\"matmul\":\"", snapshot->identity);
-    json_text(header.file, choices, strlen(choices));
+    json_print(header.file, ",'run':'%s','matmul':'%s'", snapshot->identity, choices);
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
-        const char *value = option_text(text, snapshot->options, &option_rows[i]);
-        fprintf(header.file, "\",\"--%s\":\"", option_rows[i].name);
-        json_text(header.file, value, strlen(value));
+        json_print(header.file, ",'--%s':'%s'", option_rows[i].name,
+                   option_text(text, snapshot->options, &option_rows[i]));
     }
-    fputs("\"", header.file);
     for (int k = 0; k < 2; k++) {
-        if (snapshot->data[k]->hash) {
-            fprintf(header.file, ",\"%s\":\"%016" PRIx64 "\"", hash_keys[k],
-                    snapshot->data[k]->hash);
-        }
+        const uint64_t hash = snapshot->data[k]->hash;
+        json_print(header.file, hash ? ",'%s':'%016" PRIx64 "'" : "", hash_keys[k], hash);
     }
     RunState counters = *snapshot->state;
     for (int i = 0; i < COUNTERS; i++) {
-        fprintf(header.file, ",\"%s\":\"%" PRId64 "\"", counter_rows[i].name,
-                *counter(&counters, i));
+        json_print(header.file, ",'%s':'%" PRId64 "'", counter_rows[i].name,
+                   *counter(&counters, i));
     }
     header_tensor(&header, "norms", FILE_F64, 0, NORM_WINDOW);
     for (int i = 0; i < count; i++) {

@@ -592,7 +592,7 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. UTF-8 and JSON
-// This chapter reads JSON and writes JSON strings (RFC 8259). The reader validates neither literals
+// This chapter reads and writes JSON (RFC 8259). The reader validates neither literals
 // nor number syntax. It stores the first error in `fault` and then reads nothing more. Loops over
 // elements therefore terminate, and callers need to check for errors only once, at the end.
 
@@ -860,6 +860,34 @@ static void json_text(FILE *f, const char *text, size_t length) {
     }
 }
 
+// Writes JSON. `format` is a format of printf() in which ' stands for ". Strings are escaped, and
+// numbers that are not finite become null.
+__attribute__((format(printf, 2, 3))) static void json_print(FILE *f, const char *format, ...) {
+    char spec[16];
+    va_list args;
+    va_start(args, format);
+    for (const char *c = format; *c; c++) {
+        const size_t n = *c == '%' ? strcspn(c, "cdufgsx") + 1 : 1;
+        snprintf(spec, sizeof spec, "%.*s", (int)n, *c == '\'' ? "\"" : c);
+        c += n - 1;
+        if (n == 1) {
+            fputs(spec, f);
+        } else if (*c == 's') {
+            const int bytes = spec[1] == '.' ? va_arg(args, int) : -1;
+            const char *text = va_arg(args, const char *);
+            json_text(f, text, bytes < 0 ? strlen(text) : (size_t)bytes);
+        } else if (strchr("fg", *c)) {
+            const double value = va_arg(args, double);
+            fprintf(f, isfinite(value) ? spec : "null", value);
+        } else if (strchr(spec, 'l')) {
+            fprintf(f, spec, va_arg(args, int64_t));
+        } else {
+            fprintf(f, spec, va_arg(args, int));
+        }
+    }
+    va_end(args);
+}
+
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
 // Weights and training states are stored in this format. Writer hashes a file as it is written.
@@ -1049,19 +1077,17 @@ static void header_start(HeaderText *h) {
     h->offset = 0;
     h->file = open_memstream(&h->text, &h->bytes);
     check(h->file, "out of memory for a header");
-    fputs("{\"__metadata__\":{\"format\":\"pt\"", h->file);
+    json_print(h->file, "{'__metadata__':{'format':'pt'");
 }
 
 // Adds a tensor of shape (rows,cols), or (cols) if rows is 0, to the header.
 static void header_tensor(HeaderText *h, const char *name, int type, int64_t rows, int64_t cols) {
     int64_t bytes = max_i64(rows, 1) * cols * file_types[type].bytes;
-    fprintf(h->file, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[", h->offset ? "," : "},", name,
-            file_types[type].name);
-    if (rows) {
-        fprintf(h->file, "%" PRId64 ",", rows);
-    }
-    fprintf(h->file, "%" PRId64 "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", cols, h->offset,
-            h->offset + bytes);
+    json_print(h->file, "%s'%s':{'dtype':'%s','shape':[", h->offset ? "," : "},", name,
+               file_types[type].name);
+    json_print(h->file, rows ? "%" PRId64 "," : "", rows);
+    json_print(h->file, "%" PRId64 "],'data_offsets':[%" PRId64 ",%" PRId64 "]}", cols, h->offset,
+               h->offset + bytes);
     h->offset += bytes;
 }
 

@@ -858,7 +858,7 @@ static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train
     if (a->train_bpe) {
         learn_vocabulary(coder, a, train);
     } else if (a->bpe || (a->tokens && a->tokenizer)) {
-        if (!bpe_find(path, a->tokenizer ? a->tokenizer : "")) {
+        if (!bpe_find(path, a->tokenizer ? a->tokenizer : "", NULL)) {
             die("--bpe: data/vocab.bpe not found; run data/prepare.sh or use --tokenizer FILE");
         }
         bpe_open(&coder->bpe, path, a->tokenizer ? NULL : &gpt2_tokenizer, "--bpe");

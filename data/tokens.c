@@ -21,7 +21,9 @@
 typedef int32_t Token;
 
 enum { BYTE_VOCABULARY = 257, GPT2_VOCABULARY = 50257, GPT2_END_OF_TEXT = GPT2_VOCABULARY - 1 };
-enum { GPT2_PADDED = 50304 };  // GPT-2's vocabulary rounded up to a multiple of 64 (nanoGPT)
+static int vocabulary_is_gpt2(int V) {
+    return V >= GPT2_VOCABULARY && V <= 50304;  // or padded to a multiple of 64, as by nanoGPT
+}
 enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of a BPE; 257 means no merges
 
 // Identifies a tokenizer. Token files, weights and merges store its hash. The hash covers the bytes
@@ -246,13 +248,6 @@ static void bpe_begin(Bpe *bpe) {
             bpe_add(bpe, &byte, 1);
         }
     }
-}
-
-// Writes the path of GPT-2's merges: `asked` (--tokenizer) if it is not empty, or data/vocab.bpe.
-// Returns 0 if the default path is used and does not exist.
-static int bpe_find(char path[PATH_BYTES], const char *asked) {
-    path_print(path, "%s", asked[0] ? asked : "data/vocab.bpe");
-    return asked[0] || access(path, F_OK) == 0;
 }
 
 // Returns the class (CLASS_*) of the character at p and sets *length to its length in bytes.
@@ -499,23 +494,18 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
     for (int rank = 0, some = 0; file == FILE_OF_IDS && rank < bpe->count; rank++) {
         const int n = bpe_bytes(bpe, rank, &bytes), special = rank >= bpe->ordinary;
         if (bpe->ids[rank] != NO_ID) {
-            fputs(some++ ? ", \"" : "\"", f);
-            json_text(f, special ? bytes : word,
-                      special ? (size_t)n : token_characters(word, bytes, n));
-            fprintf(f, "\": %d", bpe->ids[rank]);
+            json_print(f, "%s'%.*s': %d", some++ ? ", " : "",
+                       special ? n : (int)token_characters(word, bytes, n),
+                       special ? bytes : word, bpe->ids[rank]);
         }
     }
     if (file == FILE_OF_ROLES) {
-        fputs("\"tokenizer_class\": \"GPT2Tokenizer\", \"add_prefix_space\": false", f);
-        if (length) {
-            fprintf(f, ", \"model_max_length\": %d", length);
-        }
+        json_print(f, "'tokenizer_class': 'GPT2Tokenizer', 'add_prefix_space': false");
+        json_print(f, length ? ", 'model_max_length': %d" : "", length);
         for (int i = 0; bpe->tokenizer.end >= 0 && i < 3; i++) {
             static const char *const roles[] = {"bos", "eos", "unk"};
             const int n = bpe_bytes(bpe, bpe->ranks[bpe->tokenizer.end] - 1, &bytes);
-            fprintf(f, ",%s\"%s_token\": \"", i ? " " : "\n", roles[i]);
-            json_text(f, bytes, (size_t)n);
-            fputc('"', f);
+            json_print(f, i ? ", '%s_token': '%.*s'" : ",\n'%s_token': '%.*s'", roles[i], n, bytes);
         }
     }
     fputs(file == FILE_OF_MERGES ? "" : "}\n", f);
@@ -825,15 +815,16 @@ static const char *shard_prefix(const char *shard) {
     return end;
 }
 
-// Writes the path of a shard's merges: `asked` (--tokenizer) if it is not empty, or
-// PREFIX_merges.txt. Returns 0 if neither is available because the shard's name has no PREFIX.
-static int merges_find(char path[PATH_BYTES], const char *asked, const char *shard) {
-    const char *end = shard_prefix(shard);
-    path_print(path, "%s", asked);
+// Writes the path of the tokenizer: `asked` (--tokenizer) if it is not empty, PREFIX_merges.txt for
+// a shard named PREFIX_train... or PREFIX_val..., or, if `shard` is NULL, data/vocab.bpe. Returns 0
+// if none was asked for and the file does not exist. If the shard has no PREFIX, the path is empty.
+static int bpe_find(char path[PATH_BYTES], const char *asked, const char *shard) {
+    const char *end = shard ? shard_prefix(shard) : NULL;
+    path_print(path, "%s", asked[0] ? asked : shard ? "" : "data/vocab.bpe");
     if (end && !asked[0]) {
         path_print(path, "%.*s_merges.txt", (int)(end - shard), shard);
     }
-    return asked[0] || end;
+    return asked[0] || (path[0] && access(path, F_OK) == 0);
 }
 
 // Writes a token's text, or its number if bpe is NULL, to `out`. Returns the number of bytes.

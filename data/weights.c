@@ -89,16 +89,6 @@ static int file_tensor_find(const char *name, int L, int *layer) {
     return -1;
 }
 
-// Fails if a model exceeds the limits, which also apply to shapes specified by an option.
-static void model_require(const Model *m, const char *name) {
-    if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
-        die("%s: unsupported model: %d layers, %d heads, %d channels, %d positions, %d tokens; "
-            "expected 1-400 layers, 1-65536 channels (divisible by the number of heads), "
-            "1-1048576 positions, 1-65536 tokens",
-            name, m->L, m->NH, m->C, m->maxT, m->V);
-    }
-}
-
 // Locates the tensors of a safetensors file. `spans` has shape (L, FILE_TENSORS) and must be zeroed
 // before the call for the first file.
 static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
@@ -193,7 +183,7 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
     m->C = (int)value[2];
     m->maxT = (int)value[3];
     model_set_vocabulary(m, (int)value[4]);
-    model_require(m, name);
+    model_require(m, name, 1, 65536);
     if (t->hash) {
         const Tokenizer custom = {TOKENIZER_MERGES, 0, -1, t->hash};
         *t = t->hash == byte_tokenizer.hash   ? byte_tokenizer
@@ -213,7 +203,7 @@ static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const c
     m->L = h.words[4];
     m->NH = h.words[5];
     m->C = h.words[6];
-    model_require(m, name);
+    model_require(m, name, 1, 65536);
     model_set_vocabulary(m, m->V);
     int64_t want = LLMC_HEADER_BYTES + model_elements(m) * file_types[type].bytes;
     if (h.words[7] != m->Vp || (int64_t)size != want) {
@@ -381,30 +371,6 @@ static void columns_transpose(real *out, const real *in, int64_t rows, int64_t c
             }
         }
     }
-}
-
-// The split master copy of the weights. An fp32 weight with bits u is stored as two halves: the
-// bf16 weight (u + 0x8000) >> 16, which is u rounded half up, and the low half u & 0xffff. Together
-// they restore every number exactly, and a NaN remains a NaN.
-enum { MASTER_NAN = 0x7fc0 };
-static uint16_t master_high(float value) {
-    uint32_t u;
-    memcpy(&u, &value, 4);
-    return value != value ? (uint16_t)MASTER_NAN : (uint16_t)((u + 0x8000) >> 16);
-}
-
-static uint16_t master_low(float value) {
-    uint32_t u;
-    memcpy(&u, &value, 4);
-    return (uint16_t)u;
-}
-
-static float master_join(float high, uint16_t low) {
-    uint32_t u;
-    memcpy(&u, &high, 4);
-    u = (u - ((uint32_t)(low >> 15) << 16)) | low;
-    memcpy(&high, &u, 4);
-    return high;
 }
 
 static void model_file_load(Engine *e, const ModelFile *f) {

@@ -481,7 +481,7 @@ static void target_options(const unsigned char *bytes, size_t size) {
     }
     Model m;
     if (o.model && model_parse(&m, o.model) != MODEL_FILE) {
-        FACT(model_is_allowed(&m));
+        FACT(m.L <= MAX_LAYERS && m.C % m.NH == 0 && m.C <= 65536 && m.maxT <= 1 << 20);
     }
     Settings s;
     memset(&s, 0, sizeof s);

@@ -16,17 +16,9 @@ int sync_file_range(int fd, off_t at, off_t bytes, unsigned flags) {
     return 0;
 }
 
-static void print_string(const char *before, const char *text) {
-    printf("%s\"", before);
-    json_text(stdout, text, strlen(text));
-    printf("\"");
-}
-
 // Prints a name and its meaning as an array of two strings.
 static void print_pair(int first, const char *name, const char *meaning) {
-    print_string(first ? "[" : ",\n[", name);
-    print_string(",", meaning);
-    printf("]");
+    json_print(stdout, first ? "['%s','%s']" : ",\n['%s','%s']", name, meaning);
 }
 
 // Prints the options, and the models, cards, recompute and offload levels that the form offers.
@@ -42,13 +34,9 @@ static void tables_print(void) {
     for (int i = 0; i < OPTION_ROWS; i++) {
         const OptionRow *row = &option_rows[i];
         const char letter[2] = {row->letter, 0};
-        print_string(i ? ",\n{\"name\":" : "{\"name\":", row->name);
-        print_string(",\"letter\":", letter);
-        print_string(",\"type\":", types[row->type]);
-        print_string(",\"value\":", row->value ? row->value : "");
-        print_string(",\"choices\":", row->choices ? row->choices : "");
-        print_string(",\"help\":", row->help);
-        printf("}");
+        json_print(stdout, "%s{'name':'%s','letter':'%s','type':'%s','value':'%s','choices':'%s',"
+                   "'help':'%s'}", i ? ",\n" : "", row->name, letter, types[row->type],
+                   row->value ? row->value : "", row->choices ? row->choices : "", row->help);
     }
     printf("],\n\"models\":[");
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
@@ -72,7 +60,7 @@ static void tables_print(void) {
     printf("],\n\"minimum\":[");  // options that --minimum chooses
     for (int i = 0; i < OPTION_ROWS; i++) {
         if (option_rows[i].commands & CHOSEN) {
-            print_string(separator, option_rows[i].name);
+            json_print(stdout, "%s'%s'", separator, option_rows[i].name);
             separator = ",";
         }
     }

@@ -556,18 +556,18 @@ TEST(bpe_word_table) {
     words_free(&all);
 }
 
-// The merges file that belongs to a shard, derived from the shard's name.
-TEST(merges_find) {
+// The tokenizer's file that belongs to a shard, derived from the shard's name.
+TEST(bpe_find) {
     static const char *const table[][3] = {
         {"", "data/mine_train.bin", "data/mine_merges.txt"},
         {"", "mine_val_000001.bin", "mine_merges.txt"},
         {"", "a_train/b_train_val_000001.bin", "a_train/b_train_merges.txt"},
-        {"", "a_train/b.bin", NULL}, {"", "train.bin", NULL},
+        {"", "a_train/b.bin", ""}, {"", "train.bin", ""}, {"", NULL, "data/vocab.bpe"},
         {"other", "train.bin", "other"}, {"other", "data/mine_train.bin", "other"}};
     char path[PATH_BYTES];
     for (auto &row : table) {
-        expect(merges_find(path, row[0], row[1]) == (row[2] != NULL), "%s", row[1]);
-        expect(!row[2] || strcmp(path, row[2]) == 0, "%s: %s", row[1], path);
+        expect(bpe_find(path, row[0], row[1]) == (row[0][0] != 0), "%s", row[2]);
+        expect(strcmp(path, row[2]) == 0, "%s: %s", row[2], path);
     }
 }
 

@@ -95,7 +95,7 @@ def test_end():
         "--generate -e l1h1c8t16 -g 3").err
     odd = 1, 1, 8, 16, 300
     write_model("odd", safetensors({}, hugging_face(odd)), config_text(odd))
-    refused("--generate -e odd", "--generate: odd has a vocabulary of 300 and no merges.txt; use")
+    refused("--generate -e odd", "odd: cannot find its merges; use --tokenizer FILE")
 
 
 def test_gpt2():
@@ -131,7 +131,7 @@ def test_own():
     generate = "--generate --temperature 0 --quiet -e "
     assert made(generate + str(folder)) == line + "\n"
     write_model("copy", (folder / MODEL).read_bytes(), (folder / CONFIG).read_text())
-    refused(generate + "copy", "copy has a vocabulary of 1000 and no merges.txt")
+    refused(generate + "copy", "copy: cannot find its merges; use")
     assert made(generate + "copy --tokenizer mine_merges.txt") == line + "\n"
     Path("copy/merges.txt").write_text(stories_merges())
     assert made(generate + "copy/" + MODEL) == line + "\n"

@@ -56,7 +56,7 @@ BAD_OPTIONS = [
     ("--plan --gpu t5", "--gpu: unknown GPU 't5'"),
     ("--plan --gpu-mem 5XB", "--gpu-mem: invalid value '5XB'; expected a size"),
     ("-i train.bin -e d13", "--model (-e): unknown model 'd13'"),
-    ("-i train.bin -e l2h3c16t8", "--model (-e): unsupported shape 'l2h3c16t8'; expected"),
+    ("-i train.bin -e l2h3c16t8", "--model (-e): unsupported model: 2 layers, 3 heads, 16"),
     ("-i train.bin -e l0h1c16t8", "expected 1-400 layers"),
     ("-i train.bin -e l2h2c16t0", "expected 1-400 layers"),
     ("-i train.bin -e l2h0c16t8", "expected 1-400 layers"),

@@ -130,7 +130,7 @@ template <class E> static void check_gradients() {
             continue;
         }
         Model m = shape(row.e, row.V);
-        Net n(m, Text(row.options) + " --dtype " + traits<E>.name);
+        Net n(m, Text(row.options) + " --dtype " + type_names[traits<E>.type]);
         if (traits<E>.small_range) {
             n.e.scale_loss(&n.e, log2, 0);
         }
@@ -143,7 +143,7 @@ template <class E> static void check_gradients() {
         for (int tensor = 0; tensor < TENSORS; tensor++) {
             double error = gradient_error(&n.e, &exact.e, &m, tensor);
             double loss = gradient_error(&naive.e, &exact.e, &m, tensor);
-            expect_near((wide)error, 0, 2 * loss, "%s: d%s of %s", traits<E>.name,
+            expect_near((wide)error, 0, 2 * loss, "%s: d%s of %s", type_names[traits<E>.type],
                         tensor_table[tensor].name, row.e);
         }
     }
@@ -174,7 +174,7 @@ static double distance(const Reals &a, const Reals &b) {
 // applied to the device's gradients gives exactly the device's weights and moments.
 template <class E> static void check_steps() {
     enum { B = 2, ROWS = 33 * B, MICROS = 2 };
-    const char *dtype = traits<E>.name;
+    const char *dtype = type_names[traits<E>.type];
     Model m = shape("l2h2c64t33", 257);
     Net n(m, text("-b %d -t 33 -r block --dtype %s", (int)B, dtype));
     Reference exact(&n, ROWS), naive(&n, ROWS), follows(&n, ROWS);

@@ -105,7 +105,7 @@ template <class Run> static Outputs every_order(Run run, const Text &who) {
 // Compares device values of type E with the reference, within its error bound in fp32. In 16 bits,
 // each error and the norm of all errors may be up to twice that of rounding the exact result.
 template <class E> static void compare_in(int line, const Reals &got, Nums want, const Text &who) {
-    const Text name = who + " " + traits<E>.name;
+    const Text name = who + " " + type_names[traits<E>.type];
     if (!is_fp32<E>) {
         double error = 0, loss = 0, e = 0;
         for (size_t i = 0; i < want.size(); i++) {
@@ -480,7 +480,7 @@ template <class E> static Outputs check_attention(int B, int T, int HS, int NH, 
         compare_as(E, got[0], want[0][0], who + " out");
         compare_as(E, got[2], want[0][2], who + " dqkv");
     } else {
-        const Text name = traits<E>.name;
+        const Text name = type_names[traits<E>.type];
         expect_naive_at(__LINE__, got[0], want[0][0], want[1][0], who + " out " + name);
         expect_naive_at(__LINE__, got[2], want[0][2], want[1][2], who + " dqkv " + name);
     }
