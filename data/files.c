@@ -258,7 +258,7 @@ static void make_folders(const char *path) {
     for (size_t n = 1; n <= strlen(path); n++) {
         if (path[n] == '/' || path[n] == 0) {
             path_print(part, "%.*s", (int)n, path);
-            if (mkdir(part, 0755) == 0) {
+            if (mkdir(part, 0777) == 0) {
                 fsync_folder(parent);
             } else if (errno != EEXIST) {
                 die("cannot create folder %s: %s", part, strerror(errno));
@@ -281,7 +281,7 @@ static void folder_lock(const char *folder) {
     memset(&all, 0, sizeof all);
     all.l_type = F_WRLCK;
     path_print(path, "%s/lock", folder);
-    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) {
         die("--output (-o): cannot open %s: %s", path, strerror(errno));
     }
@@ -364,6 +364,14 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
     die("%s was truncated or became unreadable while in use", line + name);
 }
 
+// Fails if the `size` first bytes of a file show that Git LFS has not replaced it by its contents.
+static void lfs_refuse(const unsigned char *bytes, size_t size, const char *name) {
+    static const char begin[] = "version https://git-lfs.";
+    if (size >= sizeof begin - 1 && memcmp(bytes, begin, sizeof begin - 1) == 0) {
+        die("%s: this is a Git LFS pointer, not the file itself; run git lfs pull", name);
+    }
+}
+
 static int mapping_open(Mapping *m, const char *path) {
     int64_t size;
     struct sigaction action;
@@ -380,7 +388,11 @@ static int mapping_open(Mapping *m, const char *path) {
     const void *map = m->size ? mmap(NULL, m->size, PROT_READ, MAP_PRIVATE, fd, 0) : "";
     close(fd);
     m->bytes = (const unsigned char *)map;
-    return map == MAP_FAILED ? -1 : 0;
+    if (map == MAP_FAILED) {
+        return -1;
+    }
+    lfs_refuse(m->bytes, m->size, path);
+    return 0;
 }
 
 static void mapping_close(Mapping *m) {
@@ -902,9 +914,6 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
     memset(f, 0, sizeof *f);
     f->name = name;
     memcpy(&length, bytes, size < 8 ? 0 : 8);
-    if (size > 15 && memcmp(bytes, "version https://", 16) == 0) {
-        die("%s: this is a Git LFS pointer, not the file itself; run git lfs pull", name);
-    }
     if (length < 2 || length > 100000000 || length > size - 8) {
         die("%s: not a safetensors file: invalid header length of %" PRIu64 " bytes in a file of "
             "%zu bytes", name, length, size);
@@ -1014,7 +1023,7 @@ static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
     w->bytes = 0;
     sha256_start(&w->sha);
-    w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0666);
     w->error = w->fd < 0 ? errno : 0;
 }
 
