@@ -306,6 +306,7 @@ static void folder_lock(const char *folder) {
 // or -1 on failure; file_error() then returns the reason.
 static int file_open(const char *path, int64_t *size) {
     struct stat status;
+    char begin[25] = "";
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
     if (fd < 0) {
         return -1;
@@ -316,6 +317,9 @@ static int file_open(const char *path, int64_t *size) {
         return -1;
     }
     *size = (int64_t)status.st_size;
+    if (pread(fd, begin, 24, 0) == 24 && strcmp(begin, "version https://git-lfs.") == 0) {
+        die("%s: this is a Git LFS pointer, not the file itself; run git lfs pull", path);
+    }
     return fd;
 }
 
@@ -364,14 +368,6 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
     die("%s was truncated or became unreadable while in use", line + name);
 }
 
-// Fails if the `size` first bytes of a file show that Git LFS has not replaced it by its contents.
-static void lfs_refuse(const unsigned char *bytes, size_t size, const char *name) {
-    static const char begin[] = "version https://git-lfs.";
-    if (size >= sizeof begin - 1 && memcmp(bytes, begin, sizeof begin - 1) == 0) {
-        die("%s: this is a Git LFS pointer, not the file itself; run git lfs pull", name);
-    }
-}
-
 static int mapping_open(Mapping *m, const char *path) {
     int64_t size;
     struct sigaction action;
@@ -388,11 +384,7 @@ static int mapping_open(Mapping *m, const char *path) {
     const void *map = m->size ? mmap(NULL, m->size, PROT_READ, MAP_PRIVATE, fd, 0) : "";
     close(fd);
     m->bytes = (const unsigned char *)map;
-    if (map == MAP_FAILED) {
-        return -1;
-    }
-    lfs_refuse(m->bytes, m->size, path);
-    return 0;
+    return map == MAP_FAILED ? -1 : 0;
 }
 
 static void mapping_close(Mapping *m) {

@@ -29,8 +29,7 @@ static const char *const usage_text =
     "  --tokens            read headerless uint16 tokens, as written by nanoGPT, from GPT-2's\n"
     "                      tokenizer or the one given by --tokenizer\n"
     "  --train-bpe N       learn a vocabulary of N tokens (257 to 65535) from the training text:\n"
-    "                      256 bytes, N - 257 merges (fewer if the text yields fewer) and end of\n"
-    "                      text; writes PREFIX_merges.txt\n"
+    "                      256 bytes, up to N - 257 merges, end of text; writes PREFIX_merges.txt\n"
     "  -o PREFIX           path prefix of the output files, such as data/mine\n"
     "  --documents         split each FILE into documents at <|endoftext|>, strip surrounding\n"
     "                      whitespace and start each document with an end-of-text token;\n"
@@ -263,10 +262,9 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
         }
         if (same > i && same < a->file_count) {
             die("%s is given twice, also as %s", name, a->files[same]);
-        } else if (same == i) {
-            files[i] = file_map(name, a);
-            size += (int64_t)files[i].size;
         }
+        files[i] = same > i ? files[i] : file_map(name, a);
+        size += (int64_t)files[i].size;
     }
     free(ids);
     int64_t train = (int64_t)((double)size * (1 - (a->val_fraction >= 0 ? a->val_fraction : 0.1)));
@@ -714,17 +712,16 @@ static const char *block_problem(const Coder *coder, const Part *part, size_t be
     if (!coder->tokens && memchr(text, 0, end - begin)) {
         return "contains NUL bytes, so it is UTF-16 or binary, not plain text";
     }
-    for (int rank = coder->bpe.count - 1;  // the last stands for <|endoftext|>
-         !coder->tokens && !coder->special && rank >= coder->bpe.ordinary - 1; rank--) {
+    const Bpe *bpe = &coder->bpe;
+    for (int rank = bpe->count - 1;  // ordinary - 1 stands for <|endoftext|>
+         !coder->tokens && !coder->special && rank >= bpe->ordinary - 1; rank--) {
         const char *token = marker;
-        const int special = rank >= coder->bpe.ordinary;
-        const int n = special ? bpe_bytes(&coder->bpe, rank, &token) : (int)MARKER_BYTES;
-        const int is_marker = n == MARKER_BYTES && memcmp(token, marker, MARKER_BYTES) == 0;
-        if (is_marker != special && !(is_marker && coder->documents) &&
-            memmem(text, end - begin, token, (size_t)n) &&
+        const int n = rank < bpe->ordinary ? (int)MARKER_BYTES : bpe_bytes(bpe, rank, &token);
+        const int ends = n == MARKER_BYTES && memcmp(token, marker, MARKER_BYTES) == 0;
+        if (!(ends && coder->documents) && memmem(text, end - begin, token, (size_t)n) &&
             !__atomic_exchange_n(&noted, 1, __ATOMIC_RELAXED)) {
             printf("note: %s contains %.*s, which is ordinary text without --%s\n", part->name, n,
-                   token, is_marker ? "documents" : "special");
+                   token, ends ? "documents" : "special");
         }
     }
     return NULL;
@@ -842,8 +839,8 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
 // -------------------------------------------------------------------------------------------------
 // Main
 
-// Writes the tokenizer to PREFIX_merges.txt and, unless it is plain, to two more files. Those that
-// an earlier run wrote and this one does not are removed, except with --tokenizer, which may be one.
+// Writes the tokenizer to PREFIX_merges.txt and, unless it is plain, to two more files. Those of an
+// earlier run that this one does not write are removed, unless --tokenizer may have named them.
 static void tokenizer_write(const Coder *coder, const Arguments *a) {
     static const char *const names[TOKENIZER_FILES] = {"merges.txt", "vocab.json",
                                                        "tokenizer_config.json"};
@@ -879,16 +876,12 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
     if (stop_signal) {
         return;
     }
-    if (merges < wanted) {
-        printf("note: this text yields only %s and thus a vocabulary of %d, not %d\n",
-               count_of(merges, "merge").s, merges + MIN_VOCABULARY, a->train_bpe);
-    }
     if (!bpe_number_plainly(&coder->bpe)) {
         die("--train-bpe %d: the tokens exceed %d bytes in total", a->train_bpe, BPE_TEXT);
     }
     bpe_identify(&coder->bpe, "--train-bpe");
-    printf("%s_merges.txt  %s from %s\n", a->prefix, count_of(merges, "merge").s,
-           count_of(count, "distinct pre-token").s);
+    printf("%s_merges.txt  %s from %s%s\n", a->prefix, count_of(merges, "merge").s,
+           count_of(count, "distinct pre-token").s, merges < wanted ? ", which yield no more" : "");
 }
 
 // Opens the tokenizer: bytes, one learned by --train-bpe, one given by --tokenizer, or GPT-2's.

@@ -467,24 +467,18 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
 // Encodes as bpe_encode() does, but each special token, the longest where several begin, as one id.
 static int64_t bpe_encode_special(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
     const Bpe *bpe = e->bpe;
-    char begins[256] = {0};  // the first bytes of special tokens
     const char *bytes, *end = text + n;
     int64_t count = 0;
-    for (int rank = bpe->ordinary; rank < bpe->count; rank++) {
-        begins[(unsigned char)bpe->text[bpe->start[rank]]] = 1;
-    }
     for (const char *p = text; p < end; p++) {
-        int found = -1, longest = 0;
-        for (int rank = begins[(unsigned char)*p] ? bpe->ordinary : bpe->count;
-             rank < bpe->count; rank++) {
+        int found = 0, longest = 0;
+        for (int rank = bpe->ordinary; rank < bpe->count; rank++) {
             const int length = bpe_bytes(bpe, rank, &bytes);
-            if (length > longest && length <= end - p && bpe->ids[rank] != NO_ID &&
-                memcmp(p, bytes, (size_t)length) == 0) {
+            if (length > longest && length <= end - p && memcmp(p, bytes, (size_t)length) == 0) {
                 found = rank;
                 longest = length;
             }
         }
-        if (found >= 0) {
+        if (longest) {
             count += bpe_encode(e, text, (size_t)(p - text), out + count);
             out[count++] = bpe->ids[found];
             text = p + longest;
@@ -549,10 +543,10 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
         }
         for (int rank = bpe->ordinary; !bpe->plain && rank < bpe->count; rank++) {
             const int n = bpe_bytes(bpe, rank, &bytes);
-            fprintf(f, "%s\"%d\": {\"content\": \"", rank > bpe->ordinary ? ", " :
-                    ",\n\"added_tokens_decoder\": {", bpe->ids[rank]);
+            fprintf(f, ",%s\"%d\": {\"special\": true, \"content\": \"",
+                    rank > bpe->ordinary ? " " : "\n\"added_tokens_decoder\": {", bpe->ids[rank]);
             json_text(f, bytes, (size_t)n);
-            fputs(rank < bpe->count - 1 ? "\", \"special\": true}" : "\", \"special\": true}}", f);
+            fputs(rank < bpe->count - 1 ? "\"}" : "\"}}", f);
         }
     }
     fputs(file == FILE_OF_MERGES ? "" : "}\n", f);
@@ -950,7 +944,6 @@ static void shard_open(Shard *shard, const char *path) {
     if (fault) {
         die("cannot read token file %s: %s", path, fault);
     }
-    lfs_refuse(header, (size_t)first, path);
     if (first > 0 && !memchr(header, 0, (size_t)first)) {  // a header contains zeros
         die("%s is a text file, not token data; to tokenize it, run data/tokenize --train-bpe 8192 "
             "-o PREFIX %s", path, path);

@@ -164,17 +164,18 @@ def test_refused(arguments, expected):
     (bz2.compress(b"text"), "is bzip2, not plain text"), (lzma.compress(b"text"), "is xz, not"),
     (b"PAR1\x15\x04", "is Parquet, not plain text"), (b"PK\3\4zip", "is zip, not plain text"),
     ("text".encode("utf-16"), "is UTF-16, not plain text; convert it first (UTF-16: iconv -f "),
+    (b"version https://git-lfs.github.com/spec/v1\n", ": this is a Git LFS pointer, not the file"),
     ("text".encode("utf-16-be"), "contains NUL bytes"),
     (b"text" * 700000 + b"\0", "contains NUL bytes, so it is UTF-16 or binary, not plain text"),
     (b'{"text": "one"}\n{"text": "two"}\n', "is JSON, not plain text; extract the text first, for "
                                             "example with jq -r .text bad | data/tokenize ... -"),
     (b'{"id": 7, "content": "one"}', "is JSON"), (b'[\n {"text": "one"},\n', "is JSON")],
-    ids=range(11))
+    ids=range(12))
 def test_not_text(data, expected):
     """Compressed, binary and structured files do not become tokens."""
     Path("bad").write_bytes(data)
     for mode in "--bytes", "--train-bpe 257":
-        assert "tokenize: bad " + expected in refused(mode + " --val-fraction 0 -o new bad", "")
+        assert ("tokenize: bad " + expected).replace("d :", "d:") in refused(mode + " --val-fraction 0 -o new bad", "")
     assert names(".", "new") == []
     Path("bad").write_bytes(b"\n" + data if b"{" in data else b"{one} {two}")
     succeeds("--bytes --val-fraction 0 -o new bad")
@@ -251,8 +252,7 @@ def test_replaced():
                                ("--train-bpe 400", others[:1]), ("--bytes", [])):
         succeeds(arguments + " -o out --val-fraction 0 text")
         assert names(".", "out") == sorted([*written, "out_train.bin"])
-    note = "note: this text yields only 6 merges and thus a vocabulary of 263, not 400\n"
-    assert succeeds("--train-bpe 400 -o out text").startswith(note)
+    succeeds("--train-bpe 400 -o out text", "6 merges from 3 distinct pre-tokens, which yield no")
     assert len(Path("out_merges.txt").read_text().splitlines()) == 7
     assert header("out_train.bin")[3] == 263
 
