@@ -516,14 +516,14 @@ static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     snapshot.engine = e;
     save.snapshot = &snapshot;
     path_print(save.folder, "%s/step-%08" PRId64 ".tmp", output, word);
-    if (this_rank.rank == 0 && mkdir(save.folder, 0755) != 0) {
+    if (this_rank.rank == 0 && mkdir(save.folder, 0777) != 0) {
         save_problem(&save, "cannot create %s: %s", save.folder, strerror(errno));
     }
     save_agree(&save);
     file_name(name, FILE_STATE + this_rank.rank, this_rank.ranks);
     path_print(path, "%s/%s", save.folder, name);
     const double end = now_ms() + fmin(10e3, rank_timeout_ms);  // network disks may lag
-    while ((fd = open(path, O_WRONLY | O_CREAT, 0644)) < 0 && now_ms() < end) {
+    while ((fd = open(path, O_WRONLY | O_CREAT, 0666)) < 0 && now_ms() < end) {
         usleep(50000);
     }
     if (fd < 0) {
@@ -570,7 +570,7 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
     save.manifest.ranks = snapshot->settings->ranks;
     path_print(path, "%s/step-%08" PRId64, output, snapshot->state->step);
     path_print(save.folder, "%s.tmp", path);
-    if (this_rank.rank == 0 && mkdir(save.folder, 0755) != 0 && errno != EEXIST) {
+    if (this_rank.rank == 0 && mkdir(save.folder, 0777) != 0 && errno != EEXIST) {
         save_problem(&save, "cannot create checkpoint %s: %s", save.folder, strerror(errno));
     }
     save_agree(&save);

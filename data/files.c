@@ -258,7 +258,7 @@ static void make_folders(const char *path) {
     for (size_t n = 1; n <= strlen(path); n++) {
         if (path[n] == '/' || path[n] == 0) {
             path_print(part, "%.*s", (int)n, path);
-            if (mkdir(part, 0755) == 0) {
+            if (mkdir(part, 0777) == 0) {
                 fsync_folder(parent);
             } else if (errno != EEXIST) {
                 die("cannot create folder %s: %s", part, strerror(errno));
@@ -281,7 +281,7 @@ static void folder_lock(const char *folder) {
     memset(&all, 0, sizeof all);
     all.l_type = F_WRLCK;
     path_print(path, "%s/lock", folder);
-    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) {
         die("--output (-o): cannot open %s: %s", path, strerror(errno));
     }
@@ -306,6 +306,7 @@ static void folder_lock(const char *folder) {
 // or -1 on failure; file_error() then returns the reason.
 static int file_open(const char *path, int64_t *size) {
     struct stat status;
+    char begin[25] = "";
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
     if (fd < 0) {
         return -1;
@@ -316,6 +317,9 @@ static int file_open(const char *path, int64_t *size) {
         return -1;
     }
     *size = (int64_t)status.st_size;
+    if (pread(fd, begin, 24, 0) == 24 && strcmp(begin, "version https://git-lfs.") == 0) {
+        die("%s: this is a Git LFS pointer, not the file itself; run git lfs pull", path);
+    }
     return fd;
 }
 
@@ -930,9 +934,6 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
     memset(f, 0, sizeof *f);
     f->name = name;
     memcpy(&length, bytes, size < 8 ? 0 : 8);
-    if (size > 15 && memcmp(bytes, "version https://", 16) == 0) {
-        die("%s: this is a Git LFS pointer, not the file itself; run git lfs pull", name);
-    }
     if (length < 2 || length > 100000000 || length > size - 8) {
         die("%s: not a safetensors file: invalid header length of %" PRIu64 " bytes in a file of "
             "%zu bytes", name, length, size);
@@ -1042,7 +1043,7 @@ static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
     w->bytes = 0;
     sha256_start(&w->sha);
-    w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0666);
     w->error = w->fd < 0 ? errno : 0;
 }
 

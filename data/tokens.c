@@ -14,7 +14,7 @@
 // 2. Within a pre-token, adjacent tokens are merged repeatedly (bpe_merge). Each step merges the
 //    leftmost pair with the lowest-ranked concatenation.
 // 3. Ranks are assigned to the bytes, in the order of their characters, then to the merges, then to
-//    the special tokens. Encoding never produces special tokens. Ids are the numbers used in data
+//    the special tokens, which only bpe_encode_special() produces. Ids are the numbers used in data
 //    and models. They equal the ranks unless a vocab.json or tokenizer.json assigns other ids.
 // 4. Threads share a Bpe, which is read-only once it is open. Each thread has its own BpeEncoder.
 
@@ -459,6 +459,30 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     return to - out;
 }
 
+// Encodes as bpe_encode() does, but each special token, the longest where several begin, as one id.
+static int64_t bpe_encode_special(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
+    const Bpe *bpe = e->bpe;
+    const char *bytes, *end = text + n;
+    int64_t count = 0;
+    for (const char *p = text; p < end; p++) {
+        int found = 0, longest = 0;
+        for (int rank = bpe->ordinary; rank < bpe->count; rank++) {
+            const int length = bpe_bytes(bpe, rank, &bytes);
+            if (length > longest && length <= end - p && memcmp(p, bytes, (size_t)length) == 0) {
+                found = rank;
+                longest = length;
+            }
+        }
+        if (longest) {
+            count += bpe_encode(e, text, (size_t)(p - text), out + count);
+            out[count++] = bpe->ids[found];
+            text = p + longest;
+            p = text - 1;
+        }
+    }
+    return count + bpe_encode(e, text, (size_t)(end - text), out + count);
+}
+
 // Writes a token as UTF-8 characters (byte_character). Returns the number of bytes written.
 static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int n) {
     size_t length = 0;
@@ -506,6 +530,13 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
             static const char *const roles[] = {"bos", "eos", "unk"};
             const int n = bpe_bytes(bpe, bpe->ranks[bpe->tokenizer.end] - 1, &bytes);
             json_print(f, i ? ", '%s_token': '%.*s'" : ",\n'%s_token': '%.*s'", roles[i], n, bytes);
+        }
+        for (int rank = bpe->ordinary; !bpe->plain && rank < bpe->count; rank++) {
+            const int n = bpe_bytes(bpe, rank, &bytes);
+            fprintf(f, ",%s\"%d\": {\"special\": true, \"content\": \"",
+                    rank > bpe->ordinary ? " " : "\n\"added_tokens_decoder\": {", bpe->ids[rank]);
+            json_text(f, bytes, (size_t)n);
+            fputs(rank < bpe->count - 1 ? "\"}" : "\"}}", f);
         }
     }
     fputs(file == FILE_OF_MERGES ? "" : "}\n", f);

@@ -3,22 +3,22 @@
 #
 #   dev/recipes/own_text.sh FILE [train] [OPTION...]
 #
-# Learns a tokenizer of 4,096 tokens from FILE (plain text: a novel, a few MB of mail or chats) and
-# trains a model of 3.5 million parameters. With less than a megabyte of text, the validation loss
-# may rise again: then use an earlier one of the run's four checkpoints, or fewer steps (-x). A text
-# with too few distinct words for 4,096 tokens is refused: put VOCABULARY=1000 before the command.
+# Learns a tokenizer of 4,096 tokens from FILE (plain text: a novel, a few MB of mail or chats), or of
+# as many as a small text yields, and trains a model of 3.5 million parameters. Shards and run have
+# names of their own for each path, contents and VOCABULARY=N. With less than a megabyte of text, the
+# validation loss may rise again: then use runs/NAME/best, or fewer steps (-x).
 set -eu
 file=$(realpath "${1:?usage: dev/recipes/own_text.sh FILE [train] [OPTION...]}")
 shift
 cd "$(dirname "$0")/../.."
-vocabulary=${VOCABULARY:-4096}
-name=$(basename "${file%.*}" | tr -c 'A-Za-z0-9\n' _) data=data/${name}_$vocabulary
-if ! compgen -G "${data}_train*.bin" > /dev/null; then
+vocabulary=${VOCABULARY:-4096} name=${file##*/} id=$(sha256sum "$file")
+id=$(sha256sum <<< "$id $vocabulary") name=$(tr -c 'A-Za-z0-9\n' _ <<< "${name%.*}")_${id:0:8}
+if [ ! -f "data/${name}_val.bin" ]; then
     make -s data/tokenize
-    data/tokenize --train-bpe "$vocabulary" -o "$data" "$file"
+    data/tokenize --train-bpe "$vocabulary" -o "data/$name" "$file"
 fi
 card=
-options=(-e l6h6c192t128 -i "${data}_train*.bin" -j "${data}_val*.bin"
+options=(-e l6h6c192t128 -i "data/${name}_train.bin" -j "data/${name}_val.bin"
          -b 16 -x 1000 -l 3e-3 -u 100 -q 0.1 -c 0.1 --beta2 0.99 -v 250 -s 500 -g 60
          --temperature 0.8 --top-p 0.95 -n 250 --keep 4 -o "runs/$name" -y 1)
 says="Expect sentences in your text's style after five to ten minutes on two cores. Schedule, warmup

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GPT-2 124M on two machines with eight GPUs each: sbatch dev/slurm/train.sh [OPTION...], from the
-# top of the repository. Submit it again to resume from the newest checkpoint. Not tried on Slurm.
+# top of the repository. Submit it again to resume from the newest checkpoint.
 #
 # srun starts one process per GPU. They connect by TCP: rank 0 listens on MASTER_PORT of the job's
 # first machine. This needs neither MPI nor PMIx (which Debian's and Ubuntu's Slurm lacks), only a
@@ -19,9 +19,6 @@
 #SBATCH --signal=USR1@120
 
 set -eu
-# sbatch runs a copy of this script, stored elsewhere, in the folder where sbatch was called.
-[ -x ./train_gpt2cu ] || { echo "$0: no ./train_gpt2cu in $PWD: make train_gpt2cu" >&2; exit 1; }
-
 # The port depends on the job, so that two jobs on one machine do not conflict.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
@@ -29,6 +26,8 @@ export MASTER_ADDR MASTER_PORT
 # All processes of a machine see all of its GPUs, and each uses the one with its local rank. With
 # --gpus-per-task each would see only one, and some versions of NCCL cannot connect such processes.
 # --kill-on-bad-exit ends all processes if one fails. Since Slurm 22.05, srun does not inherit
-# --cpus-per-task (sbatch(1)). Options given to this script override the earlier ones.
-exec srun --kill-on-bad-exit=1 --gpu-bind=none --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    ./train_gpt2cu -e d12 -z 1 -o runs/slurm -y 1 -n 500 "$@"
+# --cpus-per-task (sbatch(1)).
+launch="srun --kill-on-bad-exit=1 --gpu-bind=none --cpus-per-task=$SLURM_CPUS_PER_TASK" card=h100
+options=(-e d12 -z 1 -o runs/slurm -y 1 -n 500)
+set -- train "$@"    # options that are given replace these
+. dev/recipes/start.sh    # in the folder where sbatch was called; Slurm stores this script elsewhere

@@ -80,6 +80,16 @@ def test_ids(form, order):
     tokenize("--bpe --val-fraction 0 text -o c --tokenizer own/" +
              ("tokenizer.json" if form == "json" else "merges.txt"))
     assert tokens("c_train.bin") == [ids[piece] for piece in PIECES]
+    Path("text").write_text("<s>the</s>the" + TEXT)
+    said = tokenize("--bpe --special --val-fraction 0 text -o s --tokenizer own")
+    if order == "others":    # the library's tokens
+        assert tokens("s_train.bin") == [ids[t] for t in ["<s>", "the", "</s>", "the", *PIECES]]
+    else:
+        assert tokens("s_train.bin")[-1] == ids[END]
+    note = re.search("note: text contains (.*), which is ordinary text without --(.*)\n", tokenize(
+        "--bpe --val-fraction 0 text -o s --tokenizer own"))
+    assert "note" not in said and note.groups() in ((END, "documents"), ("</s>", "special"))
+    assert (note[1] == END) == (order != "others")
     if order == "bytes":
         Path("text").write_text("Q")
         o = run([str(TOP / "data/tokenize"), *(options % "d" + "own").split()])

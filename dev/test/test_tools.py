@@ -243,13 +243,39 @@ def test_bare_machine(tmp_path):
 
 
 def test_recipes():
-    """Recipes print a plan that fits, a forecast and, if they take long, hours and cost."""
+    """Recipes print a command that gives their plan, which fits, a forecast and, if they take long,
+    hours and cost. An option replaces the recipe's under each of its names."""
     for name, tokens in ("gpt2_4090", "6.4"), ("gpt2_muon", "4.2"), ("gpt2_8gpus", "10.0"):
-        said = shell("PRICE=2 %s/dev/recipes/%s.sh --gpu a100 -x 9" % (TOP, name))
+        said = shell("PRICE=2 %s/dev/recipes/%s.sh --gpu=a100 --steps 9 --quiet" % (TOP, name))
         speed = re.search(r"\nforecast: ([\d,]+) tokens/s", said)[1].replace(",", "")
         hours = float(tokens) * 1e9 / int(speed) / 3600
         assert "%.1f hours for %s billion tokens: $%.0f at $2" % (
             hours, tokens, 2 * hours * (8 if "8gpus" in name else 1)) in said and "; fits" in said
+        command = re.search(r"\n\$ (\./.*) --gpu=a100 --steps 9 --quiet\n", said)
+        assert shell(command[0].strip()[2:], cwd=TOP) in said and " -x " not in command[1]
+
+
+def test_own_text():
+    """Each path and each contents of a text has shards and a run of its own. A small text has as
+    many tokens as it yields; a second call resumes."""
+    for folder in "data", "dev", "a", "b":
+        Path(folder).mkdir()
+    shutil.copy(words("")[0], "train_gpt2")
+    shutil.copy(TOP / "data/tokenize", "data/tokenize")
+    shutil.copytree(TOP / "dev/recipes", "dev/recipes")
+    train = lambda path: shell(["dev/recipes/own_text.sh", path, "train", "-e", "l1h1c16t16",
+                                "--steps=2", "-u", "0", "-b", "1", "-v", "0",
+                                "--sample-every", "0"])
+    lines = stories_text().splitlines()
+    for i, path in enumerate(("a/my book.txt", "b/my book.txt", "b/my-book.md", "ä.txt", "ö.txt")):
+        Path(path).write_text("\n".join(lines[9 * i:9 * i + 3]) * 3)
+        said = train(path)
+        assert "pre-tokens, which yield no more\n" in said and "resumed from" not in said
+        assert "nothing to do" in train(path)
+    with open("a/my book.txt", "a") as file:
+        file.write(lines[100])
+    assert "finished after step 2" in train("a/my book.txt")
+    assert len(names("runs")) == len(names("data")) // 3 == 6
 
 
 @pytest.mark.full
@@ -266,5 +292,5 @@ def test_own_text_recipe(tmp_path):
     shutil.copy(text, "play.txt")
     said = shell("dev/recipes/own_text.sh play.txt train")
     loss = float(re.findall(r"validation loss ([\d.]+)", said)[-1])
-    tokens, = struct.unpack_from("<i", Path("data/play_4096_val.bin").read_bytes(), 8)
+    tokens, = struct.unpack_from("<i", next(Path("data").glob("play_*_val.bin")).read_bytes(), 8)
     assert loss * tokens / (text.stat().st_size // 10) <= 1.6
