@@ -204,7 +204,8 @@ def streams_svg(at, instructions):
         start += max((row["end_ms"] for row in rows), default=0)
         at.axvline(start, color="#1b1f24", linewidth=0.8)
     at.set_yticks(range(len(streams)), streams)
-    at.set(xlim=(0, start), ylim=(-0.6, 3.6), xlabel="forecast in ms: first micro-step, later ones, update")
+    at.set(xlim=(0, start), ylim=(-0.6, 3.6),
+           xlabel="forecast in ms: first micro-step, later ones, update")
     at.set_title("Streams", loc="left", fontweight="bold", fontsize=10)
 
 

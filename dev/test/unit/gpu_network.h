@@ -469,7 +469,8 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
 }
 
 // Backward waits for fetched weights at the first stage that uses them, after those that backward
-// repeats, which also covers the residuals fetched before them. In every order of streams, the stages before it and the wait change no bit.
+// repeats, which also covers the residuals fetched before them. In every order of streams, the
+// stages before it and the wait change no bit.
 TEST(gpu_offload_later_wait, EMULATED_ALL) {
     const Model m = shape("l5h1c16t8", 257);
     for (const char *level : {"none", "norm"}) {

@@ -345,7 +345,7 @@ static std::vector<Access> accesses_of(const Plan &p, const Instr &i, const Muon
             }
         }
         if (stage == OP_EMBED || stage == OP_HEAD || stage == OP_EMBED_BACK) {
-            all.push_back(stage == OP_EMBED_BACK ? grads(BUCKET_WPE, true) : weights(BUCKET_WTE, 0));
+            all.push_back(stage == OP_EMBED_BACK ? grads(BUCKET_WPE, 1) : weights(BUCKET_WTE, 0));
             all.push_back(stage == OP_EMBED ? weights(BUCKET_WPE, 0) : grads(BUCKET_WTE, true));
         }
         if (stage >= OP_BACK) {
@@ -455,7 +455,8 @@ static Text list_fault(const TwoSteps &all, size_t without) {
         auto slot = [&](int b) { return b < BUF_SLOT || b >= STATE_BUFFERS ? -1 : b - BUF_SLOT; };
         for (int k = 0; k < STAGE_ITEMS && i.op == RUN; k++) {
             const int at = slot(i.items[k]), block = i.layer + (stage_item(i.stage, k) == ACT_NEXT);
-            const bool makes = k >= READS && (k < READS + MAKES || (k == STAGE_ITEMS - 1 && !all.adds[n]));
+            const bool makes = k >= READS && (k < READS + MAKES ||
+                                              (k == STAGE_ITEMS - 1 && !all.adds[n]));
             if (at >= 0 && holds[at] != block + 1 && !(makes && !holds[at])) {
                 return who + text("slot %d holds block %d", at, holds[at] - 1);
             }
