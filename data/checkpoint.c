@@ -277,7 +277,9 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     }
     for (int k = 0; k < 2; k++) {
         const uint64_t hash = snapshot->data[k]->hash;
-        json_print(header.file, hash ? ",'%s':'%016" PRIx64 "'" : "", hash_keys[k], hash);
+        if (hash) {
+            json_print(header.file, ",'%s':'%016" PRIx64 "'", hash_keys[k], hash);
+        }
     }
     RunState counters = *snapshot->state;
     for (int i = 0; i < COUNTERS; i++) {

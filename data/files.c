@@ -1086,7 +1086,9 @@ static void header_tensor(HeaderText *h, const char *name, int type, int64_t row
     int64_t bytes = max_i64(rows, 1) * cols * file_types[type].bytes;
     json_print(h->file, "%s'%s':{'dtype':'%s','shape':[", h->offset ? "," : "},", name,
                file_types[type].name);
-    json_print(h->file, rows ? "%" PRId64 "," : "", rows);
+    if (rows) {
+        json_print(h->file, "%" PRId64 ",", rows);
+    }
     json_print(h->file, "%" PRId64 "],'data_offsets':[%" PRId64 ",%" PRId64 "]}", cols, h->offset,
                h->offset + bytes);
     h->offset += bytes;

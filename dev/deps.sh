@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Lists the packages that targets need but this machine lacks; installs them if run as root on
 # Debian or Ubuntu.
-#   dev/deps.sh build|test|lint|cuda...  CC and NVCC override the compilers cc and nvcc
+#   dev/deps.sh build|test|ci|lint|cuda...  CC and NVCC override the compilers cc and nvcc
 # Prints nothing if everything is installed. Status 1 only if a target would fail without a package.
 set -u
 
 have() { command -v "$1" > /dev/null 2>&1; }
-has_pytest() {
+# has_module NAMES: whether a Python that can run the tests has these modules.
+has_module() {
     for python in ${PYTHON:-python3 /usr/bin/python3}; do
-        ! "$python" -c "import pytest, xdist" 2> /dev/null || return 0
+        ! "$python" -c "import pytest, xdist, $1" 2> /dev/null || return 0
     done
     return 1
 }
@@ -31,17 +32,23 @@ look() {
         build) ;;
         test)
             have mpirun || want "the runs that mpirun starts" openmpi-bin
-            has_pytest || want "most tests" python3-pytest python3-pytest-xdist
+            has_module sys || want "most tests" python3-pytest python3-pytest-xdist
             have xz || want "the inputs of the fuzz targets" xz-utils
             have shellcheck || want "the check of shell scripts" shellcheck
             have strace || want "runs with power losses and failing calls" strace ;;
+        ci)  # what few users have, and tests without it are skipped
+            have emcc || want "the web page" emscripten
+            have chromedriver || want "its test" chromium chromium-driver
+            echo 'int main(void) { return 0; }' | ${CC:-gcc} -m32 -x c -o /dev/null - 2> /dev/null ||
+                want "plans of a 32-bit build" gcc-multilib
+            has_module matplotlib || want "the pictures of dev/report.py" python3-matplotlib ;;
         lint)
             have clang || want "the check that clang builds the programs" clang
             have clang-tidy || want "the clang-tidy check" clang-tidy
             have cppcheck || want "the cppcheck check" cppcheck ;;
         cuda) have "${NVCC:-nvcc}" || no_nvcc=1 ;;
         *)
-            echo "deps.sh: unknown target '$target'; known: build test lint cuda" >&2
+            echo "deps.sh: unknown target '$target'; known: build test ci lint cuda" >&2
             exit 1 ;;
         esac
     done
@@ -60,7 +67,7 @@ install() {
     done
 }
 
-[ $# -gt 0 ] || { echo "usage: dev/deps.sh build|test|lint|cuda..." >&2; exit 1; }
+[ $# -gt 0 ] || { echo "usage: dev/deps.sh build|test|ci|lint|cuda..." >&2; exit 1; }
 no_nvcc=0
 look "$@"
 if [ ${#needed[@]} -gt 0 ] || [ ${#wanted[@]} -gt 0 ]; then

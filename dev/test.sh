@@ -68,7 +68,7 @@ for name in ${PYTHON:-python3 /usr/bin/python3}; do
     ! "$name" -c "import pytest, xdist" 2> /dev/null || python=${python:-$name}
 done
 tests() { run "$python" -m pytest -q -n "$(nproc)" -rfEs --durations=10 "$@"; }
-programs() { run env ALL=main "$python" -m pytest -q -n "$(nproc)" -rfE "$@"; }
+programs() { run env ALL=main "$python" -m pytest -q -n "$(nproc)" -rfEs "$@"; }
 
 if [ -n "${BUILD_ONLY-}" ]; then
     :

@@ -34,8 +34,9 @@ static void tables_print(void) {
     for (int i = 0; i < OPTION_ROWS; i++) {
         const OptionRow *row = &option_rows[i];
         const char letter[2] = {row->letter, 0};
-        json_print(stdout, "%s{'name':'%s','letter':'%s','type':'%s','value':'%s','choices':'%s',"
-                   "'help':'%s'}", i ? ",\n" : "", row->name, letter, types[row->type],
+        printf("%s", i ? ",\n" : "");
+        json_print(stdout, "{'name':'%s','letter':'%s','type':'%s','value':'%s','choices':'%s',"
+                   "'help':'%s'}", row->name, letter, types[row->type],
                    row->value ? row->value : "", row->choices ? row->choices : "", row->help);
     }
     printf("],\n\"models\":[");
