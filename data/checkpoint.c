@@ -262,9 +262,11 @@ static void range_save(Engine *e, const Model *m, const StateRange *r, real *val
 // matmul algorithms because they affect results.
 static void state_save(const Snapshot *snapshot, Writer *w) {
     const Settings *s = snapshot->settings;
+    const Options *options = snapshot->options;
     const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
     const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
-    int count;
+    char given[PATH_BYTES] = "";
+    int count, n = 0;
     StateRange *ranges =
         state_ranges(&s->model, this_rank.rank, s->ranks, s->split_master, s->muon, &count);
     HeaderText header;
@@ -272,14 +274,14 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     json_print(header.file, ",'run':'%s','matmul':'%s'", snapshot->identity, choices);
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
-        json_print(header.file, ",'--%s':'%s'", option_rows[i].name,
-                   option_text(text, snapshot->options, &option_rows[i]));
+        const char *name = option_rows[i].name;
+        json_print(header.file, ",'--%s':'%s'", name,
+                   option_text(text, options, &option_rows[i]));
+        n = text_add(given, sizeof given, n, options->given[i] % NOT_GIVEN ? "%s|" : "%.0s", name);
     }
-    for (int k = 0; k < 2; k++) {
-        const uint64_t hash = snapshot->data[k]->hash;
-        if (hash) {
-            json_print(header.file, ",'%s':'%016" PRIx64 "'", hash_keys[k], hash);
-        }
+    json_print(header.file, ",'given':'%s'", given);
+    for (int k = 0; k < 2 && snapshot->data[k]->hash; k++) {
+        json_print(header.file, ",'%s':'%016" PRIx64 "'", hash_keys[k], snapshot->data[k]->hash);
     }
     RunState counters = *snapshot->state;
     for (int i = 0; i < COUNTERS; i++) {

@@ -1084,11 +1084,9 @@ static void header_start(HeaderText *h) {
 // Adds a tensor of shape (rows,cols), or (cols) if rows is 0, to the header.
 static void header_tensor(HeaderText *h, const char *name, int type, int64_t rows, int64_t cols) {
     int64_t bytes = max_i64(rows, 1) * cols * file_types[type].bytes;
-    json_print(h->file, "%s'%s':{'dtype':'%s','shape':[", h->offset ? "," : "},", name,
-               file_types[type].name);
-    if (rows) {
-        json_print(h->file, "%" PRId64 ",", rows);
-    }
+    json_print(h->file, rows ? "%s'%s':{'dtype':'%s','shape':[%" PRId64 ","
+                             : "%s'%s':{'dtype':'%s','shape':[",
+               h->offset ? "," : "},", name, file_types[type].name, rows);
     json_print(h->file, "%" PRId64 "],'data_offsets':[%" PRId64 ",%" PRId64 "]}", cols, h->offset,
                h->offset + bytes);
     h->offset += bytes;

@@ -524,10 +524,10 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
         }
     }
     if (file == FILE_OF_ROLES) {
-        json_print(f, "'tokenizer_class': 'GPT2Tokenizer', 'add_prefix_space': false");
-        if (length) {
-            json_print(f, ", 'model_max_length': %d", length);
-        }
+        json_print(f, length ? "'tokenizer_class': 'GPT2Tokenizer', 'add_prefix_space': false, "
+                               "'model_max_length': %d"
+                             : "'tokenizer_class': 'GPT2Tokenizer', 'add_prefix_space': false",
+                   length);
         for (int i = 0; bpe->tokenizer.end >= 0 && i < 3; i++) {
             static const char *const roles[] = {"bos", "eos", "unk"};
             const int n = bpe_bytes(bpe, bpe->ranks[bpe->tokenizer.end] - 1, &bytes);

@@ -223,8 +223,7 @@ def test_resume_types():
     out = succeeds(on_cpu("-o cpu -y -x 6"))
     assert lacks(out)[-3:] == [("dtype", "fp32", "bf16"), ("grad-dtype", "fp32", "bf16"),
                                ("moments", "fp32", "bf16")]
-    command = re.search(r"\ncommand  (.*)\n", out)[1]
-    assert log_steps("cpu") == [1, 2, 3, 4, 5, 6] and "--dtype fp32" in command
+    assert log_steps("cpu") == [1, 2, 3, 4, 5, 6]
     refused("-o bf16 -y -x 8 --dtype bf16", "--dtype bf16 is not supported on", env=t4)
 
 

@@ -277,14 +277,18 @@ TEST(preset_options, HOST) {
     for (auto &row : rows) {
         Run run;
         memset(&run, 0, sizeof run);
-        parse(&run.o, (Text("-x 500 ") + row.options).c_str());
+        Options o;
+        parse(&o, (Text("-x 500 ") + row.options).c_str());
+        run.o = &o;
         run.s.B = run.s.T = run.s.ranks = 1;
         run.train.windows = 1000;
         run.resume.step = row.step;
+        options_preset(&o, &run, "d24");
+        snprintf(run.model, sizeof run.model, "%s", o.model);
         run_size(&run);
-        expect(fabs(run.o.lr - row.lr) < 1e-12 && run.o.warmup == row.warmup &&
-                   fabs(run.o.weight_decay - row.decay) < 1e-12,
-               "%s: %g %d %g", row.options, run.o.lr, (int)run.o.warmup, run.o.weight_decay);
+        expect(fabs(o.lr - row.lr) < 1e-12 && run.warmup == row.warmup &&
+                   fabs(o.weight_decay - row.decay) < 1e-12,
+               "%s: %g %d %g", row.options, o.lr, (int)run.warmup, o.weight_decay);
     }
 }
 
@@ -308,8 +312,8 @@ TEST(schedules, HOST) {
     o.warmup = 10;
     for (auto &k : known) {  // 0.868.. = 0.1 + 0.45 (1 + sqrt(1/2)), 0.363.. = 1 - 0.9 sqrt(1/2)
         o.schedule = choice_find(schedules, k.schedule, strlen(k.schedule));
-        expect_near((wide)learning_rate(&o, k.step, 110), (wide)k.rate, 1e-11, "%s step %d",
-                    k.schedule, k.step);
+        expect_near((wide)learning_rate(&o, o.warmup, k.step, 110), (wide)k.rate, 1e-11,
+                    "%s step %d", k.schedule, k.step);
     }
 }
 

@@ -84,8 +84,8 @@ static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
     Options none = {};
     std::vector<Token> batch((size_t)(2 * B * T), V - 1);
     memset(&score, 0, sizeof score);
-    run.o = none;
-    run.o.quiet = 1;
+    none.quiet = 1;
+    run.o = &none;
     run.s.B = B;
     run.s.T = T;
     run.s.ranks = 1;
