@@ -123,7 +123,7 @@ REPLAY := fuzz_replay fuzz_tokenize_replay
 $(addprefix build/,$(FUZZ) $(REPLAY)): FUZZ_PROGRAM = \
     -DFUZZ_PROGRAM=$(if $(findstring tokenize,$@),1,0)
 $(REPLAY:%=build/%): VARIANT = -DFUZZ_REPLAY=1 $(if $(SAN),$(ASAN)) $(FUZZ_PROGRAM)
-$(addprefix build/,$(FUZZ) $(REPLAY)): dev/fuzz/fuzz.c build/flags
+$(addprefix build/,$(FUZZ) $(REPLAY)): dev/test/fuzz.c build/flags
 $(addprefix build/,train_gpt2_asan train_gpt2_double fuzz_replay fuzz_tokenize_replay):
 	$(C) $(AROUND) $(DEPEND) -pthread $< $(VARIANT) -o $@ -lm
 build/fuzz build/fuzz_tokenize: FUZZ_CC += -std=c11
@@ -139,7 +139,7 @@ build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan: test_gpt2.cu build/
 	$(CPP) $(VARIANT) $(DEPEND) $< -o $@ -lm
 train_gpt2cu: train_gpt2.cu build/gpu | $(EMPTY_DATA) ## the GPU program (for ARCH="80 90a")
 build/test_gpt2cu: test_gpt2.cu build/flags build/gpu
-build/bench: dev/bench/bench.cu build/gpu
+build/bench: dev/check/bench.cu build/gpu
 train_gpt2cu build/test_gpt2cu build/bench:
 	@NVCC='$(NVCC)' dev/deps.sh cuda
 	$(if $(ARCH),,@echo 'No GPU found: $@ is built for sm_80 and newer;' \
@@ -151,12 +151,12 @@ build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
 build/test_gpt2cu_cpu build/test_gpt2cu_cpu_asan: test_gpt2.cu build/flags
 build/test_cuda_cpu build/test_cuda_cpu_asan: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
 build/cuda_example: dev/cuda_cpu/example.cu build/flags
-build/bench_cuda_cpu: dev/bench/bench.cu build/flags
+build/bench_cuda_cpu: dev/check/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
 # ThreadSanitizer's calls count accesses (emu_count.h); its library is not linked.
-build/kernels: dev/kernels/ladder.cu build/flags
+build/kernels: dev/cuda_cpu/ladder.cu build/flags
 	$(CUDA_ON_CPU) -O1 -fsanitize=thread $(if $(findstring clang,$(CXX)),,-fwhole-program) \
 	$(DEPEND) -c $< -o $@.o && $(CXX) $(OMP) -pthread $@.o -o $@ -lm
 kernels: build/kernels ## two kernels in five versions each, with their traffic, on the CPU
@@ -202,7 +202,7 @@ test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compiler
 	@dev/deps.sh test $(if $(filter-out 0 main,$(ALL)$(FULL)),lint)
 	$(SHARED)@WERROR='$(or $(WERROR),-Werror)' $(FOUND) dev/test.sh
 fuzz: $(FUZZ:%=build/%) ## fuzz each reader, FUZZ_SECONDS=60
-	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
+	@dev/test/fuzz.sh $(or $(FUZZ_SECONDS),60)
 check_torch: train_gpt2 ## compare with transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources
@@ -211,7 +211,7 @@ PREFIX ?= /usr/local
 INSTALL_TO := $(DESTDIR)$(PREFIX)
 from_help = @mkdir -p '$(INSTALL_TO)/$(dir $2)' && ./$(PROGRAM) --help all | \
             awk -v to=$1 -v name=$(PROGRAM) -v version="$$(./$(PROGRAM) --version | head -n 1)" \
-            -f dev/tools/help.awk > '$(INSTALL_TO)/$2'
+            -f dev/page/help.awk > '$(INSTALL_TO)/$2'
 install: $(PROGRAM) data/tokenize ## programs, manual page and bash completion, in PREFIX=/usr/local
 	install -D $(PROGRAM) '$(INSTALL_TO)/bin/$(PROGRAM)'
 	install data/tokenize '$(INSTALL_TO)/bin/train_gpt2_tokenize'

@@ -39,7 +39,7 @@ look() {
         ci)  # what few users have, and tests without it are skipped
             have emcc || want "the web page" emscripten
             have chromedriver || want "its test" chromium chromium-driver
-            echo 'int main(void) { return 0; }' | ${CC:-gcc} -m32 -x c -o /dev/null - 2> /dev/null ||
+            echo 'int main(void) {}' | "${CC:-gcc}" -m32 -x c -o /dev/null - 2> /dev/null ||
                 want "plans of a 32-bit build" gcc-multilib
             has_module matplotlib || want "the pictures of dev/report.py" python3-matplotlib ;;
         lint)

@@ -451,7 +451,7 @@ stage_torch() {
     for model in $MODELS; do
         batch_0=$(found rows | awk -v m="$model" '$2 == m && $3 == 0 && !/^torch/ { print $4 }')
         batch_1=$(found rows | awk -v m="$model" '$2 == m && $3 == 1 && !/^torch/ { print $4 }')
-        PYTHONUNBUFFERED=1 logged "$PYTHON" dev/bench/against_torch.py --model "$model" \
+        PYTHONUNBUFFERED=1 logged "$PYTHON" dev/check/bench_torch.py --model "$model" \
             --batch "${batch_0:-1}" --batch-recompute "${batch_1:-1}" ||
             report "$model" skipped "$(why $?)"
         # torch eager d48 -r 0 B 16 T 1024 ms 330.1 tokens/s 49636 MiB 71234

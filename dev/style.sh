@@ -104,7 +104,7 @@ if [[ $part = *rest* ]]; then
     [ -z "${CUDA_HEADERS:-}" ] || check "one file: CUDA" "$CXX" $as_cpp $MARCH $OMP $warnings \
         -Idev/cuda_cpu $CUDA_INCLUDE -fsyntax-only build/train_gpt2_one.cu
     # Each of these is a program; those of dev/ include train_gpt2.c.
-    for file in data/{stories,tokenize}.c dev/fuzz/fuzz.c; do
+    for file in data/{stories,tokenize}.c dev/test/fuzz.c; do
         check "$file" "$CC" $as_c $MARCH $OMP $warnings -Wno-unused-function -fsyntax-only "$file"
     done
     check "cppcheck" cppcheck --quiet --std=c11 --language=c --enable=warning,portability \

@@ -153,7 +153,7 @@ def test_notebook():
     for was, now in (("--fit bits", "--fitt bits"), ('"import array', '"import (array'),
                      ("-g 60 ", "--sampels "), ("-e d24 -b", "-e d24 -B"),
                      ("make -s", "make -s al"), ("--train-bpe", "--train-bp"),
-                     ("against_torch.py`", "against.py`"),
+                     ("bench_torch.py`", "bench.py`"),
                      ('"outputs": []', '"outputs": [1]'),
                      ('"source": [', '"source": ["","","","",')):
         assert was in wrong, was
@@ -161,7 +161,7 @@ def test_notebook():
     Path("wrong.ipynb").write_text(wrong)
     said = shell([*check, "wrong.ipynb"], 1)
     for fault in ("option --fitt", "option --sampels", "option -B", "option --train-bp ",
-                  "target al", r"line \d+: ", r"no file dev/\w+/against.py", "has outputs",
+                  "target al", r"line \d+: ", r"no file dev/\w+/bench.py", "has outputs",
                   "lines, more than 200"):
         assert re.search(fault, said), fault
 

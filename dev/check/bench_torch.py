@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Times GPT-2's training step in PyTorch, for comparison with train_gpt2cu:
-    dev/bench/against_torch.py --model d12
+    dev/check/bench_torch.py --model d12
 
 Does the same work as a step of train_gpt2cu, with the same shapes, in PyTorch's usual setup: fp32
 weights and moments with bf16 autocast, SDPA, fused AdamW. There are four variants: eager and

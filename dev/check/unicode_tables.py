@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Prints the tokenizer's Unicode tables, using the character classes of tiktoken's regex engine.
 
-    dev/tools/unicode_tables.py            the C lines
-    dev/tools/unicode_tables.py --check    exit status 1 if data/tokens.c does not contain them
+    dev/check/unicode_tables.py            the C lines
+    dev/check/unicode_tables.py --check    exit status 1 if data/tokens.c does not contain them
 
 Needs tiktoken. A table lists the runs of a class in order of code points: gap, length, gap, length,
 ..., each number written with 92 digits, from '#' on. The last digit of a number is below 76, and
@@ -59,4 +59,4 @@ text = table("letter_runs", r"\p{L}") + table("number_runs", r"\p{N}")
 if sys.argv[1:] != ["--check"]:
     print(text, end="")
 elif text not in open(SOURCE, encoding="utf-8").read():
-    sys.exit("the tables in data/tokens.c differ from those of dev/tools/unicode_tables.py")
+    sys.exit("the tables in data/tokens.c differ from those of dev/check/unicode_tables.py")

@@ -10,7 +10,7 @@ set -u
 cd "$(dirname "$0")/../.." || exit 1
 export OMP_NUM_THREADS=1
 mkdir -p build/found build/logs build/corpus
-tar -C build/corpus -xJkf dev/fuzz/corpus.tar.xz 2> /dev/null    # keeps existing files
+tar -C build/corpus -xJkf dev/test/fuzz_corpus.tar.xz 2> /dev/null    # keeps existing files
 programs=${2-} log=build/logs/${2+${2##*/}_}all    # replays may run concurrently
 [ "$1" = replay ] || programs="build/fuzz build/fuzz_tokenize"
 pairs=$(for program in $programs; do    # without a target, the program lists them all

@@ -2,7 +2,7 @@
 # completion script. `make install` uses it:
 #
 #   train_gpt2 --help all | awk -v to=man|bash -v name=train_gpt2 -v version="train_gpt2 1.0" \
-#       -f dev/tools/help.awk
+#       -f dev/page/help.awk
 #
 # Input: `usage: ...` and a paragraph; then sections, each a title and its options. An option is
 # `  -l, --name  text` and continues in column 27. The words of `[one|two; default]` are values of

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The manual's table of models and cards: for each, the settings that `--fit bits` finds fastest at
 # half a million tokens per step, their memory, and the forecast. After make train_gpt2, run
-# dev/tools/fit_table.sh
+# dev/notes/fit_table.sh
 set -eu
 cd "$(dirname "$0")/../.."
 echo '| model | card | settings besides `-d 524288` | device, host GiB | forecast, tokens/s |'
