@@ -13,7 +13,8 @@
 //         build/bench -e d24 -b 8 attention matmul    cases whose names start with these words
 // Options as of train_gpt2cu: -e, -b, -t, --dtype, and -x for the number of measurements (9).
 // Attention is timed with the default kernels and, below them, with each variant for this GPU
-// ("attention_forward wgmma"); the sum excludes the variants.
+// ("attention_forward wgmma"); the sum excludes the variants. The last lines are the rate, in each
+// direction, of AdamW with moments and master weights in host memory, as with --offload.
 
 #define GPT2_NO_MAIN 1
 #include "../../train_gpt2.cu"
@@ -34,11 +35,11 @@ struct Array {
     size_t touched = 0;         // bytes that a launch accesses; 0: all of them
 };
 
-struct Address {  // converts to a pointer to any type
+struct AnyPointer {  // converts to a pointer to any type
     char *p;
     template <class T> operator T *() const { return (T *)(void *)p; }
 };
-typedef std::vector<Address> Buffers;  // one per array
+typedef std::vector<AnyPointer> Buffers;  // one per array
 struct Case {
     std::string name;
     int launches;  // per micro-step; 0: only in the update
@@ -267,6 +268,45 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     return cases;
 }
 
+// Applies AdamW to `count` elements, with fp32 master weights.
+template <class E, class M>
+static void adamw_launch(E *weights, Master<E> *master, M *m, M *v, const Grad<E> *grads,
+                         const UpdateState *state, size_t count) {
+    constexpr bool SPLIT = sizeof(E) == 2;
+    launch((adamw_kernel<E, Grad<E>, M, SPLIT>),
+           (unsigned)((count + UPDATE_CHUNK - 1) / UPDATE_CHUNK), UPDATE_THREADS, 0, bench.stream,
+           weights, SPLIT ? master : nullptr, m, v, grads, count, (size_t)0,
+           AdamW{1e-4f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f}, UpdateRandom{1, 1}, state);
+}
+
+// Times AdamW with moments of type M and the master in host memory. Each of their bytes is
+// transferred once in each direction.
+template <class E, class M> static void bench_host_update() {
+    const char *name = is_fp32<M> ? "adamw host fp32" : "adamw host bf16";
+    const size_t count = CUDA_CPU ? 1 << 16 : 1 << 26, low = sizeof(E) == 2 ? sizeof(Master<E>) : 0;
+    const size_t bytes = count * (low + 2 * sizeof(M)), all = count * (sizeof(E) + sizeof(Grad<E>));
+    const UpdateState state = {1, 1, 1, 0, 0};
+    char *host, *device = bench.arena;
+    bool asked = bench.what.empty();
+    for (const char *prefix : bench.what) {
+        asked |= strncmp(name, prefix, strlen(prefix)) == 0;
+    }
+    if (!asked || all + 256 > bench.arena_bytes) {
+        return;
+    }
+    cuda_check(cudaMallocHost((void **)&host, bytes));
+    memset(host, 0, bytes);
+    cuda_check(cudaMemsetAsync(device, 0, all, bench.stream));
+    copy_sync(device + all, &state, sizeof state, bench.stream);
+    const double ms = gpu_time_ms(bench.rounds, bench.stream, [&](int) {
+        AnyPointer m = {host}, v = {host + count * sizeof(M)}, master = {host + 2 * count * sizeof(M)};
+        AnyPointer weights = {device}, grads = {device + count * sizeof(E)}, decided = {device + all};
+        adamw_launch<E, M>(weights, master, m, v, grads, decided, count);
+    });
+    printf("%-28s %5d %10.4f  %.2f GB/s up and down\n", name, 0, ms, (double)bytes / ms * 1e-6);
+    cuda_check(cudaFreeHost(host));
+}
+
 // Norm and AdamW, over all parameters as one bucket; in 16 bits, with a master and fp32 moments.
 template <class E> static std::vector<Case> update_cases(const Settings *s) {
     using G = Grad<E>;
@@ -287,12 +327,7 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
          }},
         {"adamw", 0, 0, {weights, low, moment, moment, grads, decided},
          [=](const Buffers &p) {
-             Master<E> *master = p[1];
-             launch((adamw_kernel<E, G, float, SPLIT>),
-                    (unsigned)((count + UPDATE_CHUNK - 1) / UPDATE_CHUNK), UPDATE_THREADS, 0,
-                    stream, p[0], SPLIT ? master : nullptr, p[2], p[3], p[4], count, (size_t)0,
-                    AdamW{1e-4f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f}, UpdateRandom{1, 1},
-                    p[5]);
+             adamw_launch<E, float>(p[0], p[1], p[2], p[3], p[4], p[5], count);
          }},
     };
 }
@@ -369,6 +404,10 @@ template <class E> static void bench_model(const Settings *s) {
     if (bench.what.empty()) {
         printf("sum of a micro-step that adds gradients: %.3f ms, %.0f tokens/s\n", bench.ms_sum,
                N / bench.ms_sum * 1e3);
+    }
+    bench_host_update<E, float>();
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        bench_host_update<E, E>();
     }
     cuda_check(cudaFree(bench.noise[0]));
     cuda_check(cudaFree(bench.noise[1]));
