@@ -223,7 +223,7 @@ def flat(text):
 @pytest.mark.parametrize("options, status, texts", [
     ("-e d48 --gpu h200", 0, ["memory plan of the GPU run", "1,557,611,200 parameters",
                               "   measured: sm_90, plus a quarter\n", "-r block",
-                              "; predicted from steps measured on an H100 and an H200\n"]),
+                              "; predicted from steps of older kernels on an H100 and an H200\n"]),
     ("-e d48 --gpu 4080 --offload none", 3, ["DOES NOT FIT, ", "it fits with", "moments,master"]),
     ("-e gpt2-xl --gpu 4080", 0, ["--offload moments,master", "\nhost memory         ",
                                   "4080: 15.57 GiB; fits, "]),  # the least that fits

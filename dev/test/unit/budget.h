@@ -299,7 +299,7 @@ TEST(forecast, HOST) {
         double tokens_per_s, within;
     } known[] = {
         {"b200", "-e d12 -b 64", 794e3, 0.03},
-        {"a100", "-e d12 -b 64", 213.5e3, 0.04}, {"a100", "-e d24 -b 32", 79.9e3, 0.04},
+        {"a100", "-e d12 -b 64", 213.5e3, 0.05}, {"a100", "-e d24 -b 32", 79.9e3, 0.04},
         {"a100", "-e d36 -b 16", 38.6e3, 0.04},  {"5090", "-e d12 -b 32", 196.5e3, 0.03},
         {"l40s", "-e d12 -b 32", 143e3, 0.1},    {"l4", "-e d12 -b 16", 40e3, 0.1},
         {"a6000", "-e d12 -b 32", 92e3, 0.1},    {"a4000", "-e d12 -b 16", 52e3, 0.1},
@@ -556,5 +556,25 @@ TEST(forecast_terms, HOST) {
             takes(&Speed::peer_byte, one.reduced + one.gathered + one.muon + (micros - 1) *
                   (two.reduced + two.gathered - one.reduced - one.gathered), micros);
         }
+    }
+    // Bytes of a block's kernels besides matmuls and attention. Per token: LayerNorm 2 C numbers,
+    // backward 4 C, twice; GELU 8 C, backward 12 C; residuals, added in matmuls, 1 C, twice. Per
+    // micro-step: its weights and gradients, twice each.
+    const struct {
+        const char *options;
+        double weight, gradient;
+    } types[] = {{"", 2, 2}, {"--grad-dtype fp32", 2, 4}, {"--dtype fp16", 2, 4}};
+    for (const auto &row : types) {
+        const Settings s = planned(Text("-e d12 ") + row.options);
+        const Rates rates = {HUGE_VAL, HUGE_VAL, HUGE_VAL, 1, 1, 1};
+        const Speed v = speed_predict(rates, &s);
+        const double twice = 2 * (row.weight + row.gradient);
+        double token = 0;
+        for (int i = 0; i < BLOCK_STAGES; i++) {
+            token += v.token[i];
+        }
+        expect_near(token, 34 * C * 2, 1e-6, "%s: per token", row.options);
+        expect_near(v.block, 12 * C * C * twice, 1e-3, "%s: per block", row.options);
+        expect_near(v.chunk, 50304 * C * twice, 1e-3, "%s: per chunk", row.options);
     }
 }
