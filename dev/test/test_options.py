@@ -351,15 +351,13 @@ def same_plan(way, card, *but):
         assert unknown or key in but or plan[key] == way[key], (key, options)
 
 
-def keeps(way, typed, vary="$"):
+def keeps(way, typed, vary):
     """Expects that a recommendation has every option that was typed, except those it may vary."""
-    fields = {"--moments": "moments", "--dtype": "dtype", "-r": "recompute", "-b": "batch",
-              "--offload": "offload", "--logit-rows": "logit_rows", "--workspace": "workspace"}
-    for option in typed:
-        name, value = option.split(" ") if " " in option else (option, "")
-        if not re.match(vary, option) and value != "auto":
-            assert (str(way[fields[name]]) == value if name in fields
-                    else option in way["command"]), (option, way)
+    for name, value in typed:
+        if value != "auto" and not re.match(vary, name):
+            key = {"-r": "recompute", "-b": "batch"}.get(name, name[2:].replace("-", "_"))
+            assert (str(way[key]) == value if key in way and key != "master"
+                    else ("%s %s" % (name, value)).rstrip() in way["command"]), (name, way)
 
 
 def test_minimum():
@@ -389,6 +387,7 @@ def test_minimum():
 
 @pytest.mark.parametrize("options, part", [
     ("any --logit-rows 3000", " --logit-rows 3000"),
+    ("any --logit-rows 2560", " --logit-rows 2560"),  # the default of small batches only
     ("bits -r gelu --offload moments", " -r gelu --offload moments"),
     ("bits --quiet", " --quiet"),
     ("bits -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1",
@@ -402,6 +401,7 @@ def test_fit_given(options, part):
     for way in found["ways"]:
         assert way["moments"] == "fp32" or "fp32" not in options
         assert way["master"] or "split" not in options
+        assert way["logit_rows"] == 2560 or "2560" not in options
     same_plan(best, "--gpu 4090")
 
 
@@ -658,12 +658,10 @@ def test_drawn_planner_commands():
             continue
         found = json.loads(o.out)
         ways = sum((found.get(key, []) for key in ("plan", "suggestions", "changes", "best")), [])
-        # A plan suggests other settings; the others vary only what was not typed.
-        vary = "-b|-r|--offload|--moments|-w|--logit|--workspace" if query == "--plan" else "$"
-        for way in found["plan"] if query == "--plan" else []:
-            keeps(way, filter(None, [drawn[0], *drawn[2:]]))
-        for way in ways + found.get("ways", []):
-            keeps(way, filter(None, [drawn[0], *drawn[2:]]), vary)
+        typed = re.findall(r"(--?[a-z-]+)(?: (\w\S*))?", " ".join([drawn[0], *drawn[2:]]))
+        for way in ways + found.get("ways", []):  # a plan suggests other settings
+            keeps(way, typed, "-[brw]|--(off|mom|log|work)" if way in found.get(
+                "suggestions", []) + found.get("changes", []) else "$")
         for way in pick.sample(ways, min(len(ways), 6)):
             # --minimum is about GPUs of any size, and its CPU run is planned for no card.
             card = "" if way["note"] == "CPU" else drawn[1] or "--gpu-mem 200G"
