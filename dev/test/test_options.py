@@ -232,6 +232,10 @@ def flat(text):
                                      "; predicted for this card, not measured\n"]),
     ("-e d12 --gpu 4090 -x 100 -d 524288", 0, [" tokens/s, 52,428,800 tokens in "]),
     ("-e d12 --gpu h100 --gpus 16", 0, ["; predicted for these cards in one machine\n"]),
+    ("-e d12 --gpu 4090 --offload weights", 0,  # 12 blocks down; 22 more up, to be read again
+     ["uploads 459.0 MiB to the GPU and downloads 162.0 MiB\n"]),
+    ("-e d12 --gpu 4090 --gpus 8 -z 2 -b 4 -d 131072", 0,  # blocks' gradients four times, the rest
+     ["sends 841.1 MiB per GPU: 633.2 MiB in reductions, 207.9 MiB in other"]),  # once, of 7 ranks
     ("-e l2h2c16t16 -b 2", 0, ["memory plan of the CPU run\n"]),
     ("-e d12 --gpu t4", 0, ["; fp16; B 4"]),
     ("-e d12 --gpu T4", 0, ["; fp16; B 4"]),
@@ -249,6 +253,10 @@ def test_plan(options, status, texts):
     for found in re.findall(r"t: ([\d,]+) tokens/s, ([\d,]+) tokens in (\d*?):?(\d+):(\d+);", out):
         rate, tokens, h, m, s = [int(x.replace(",", "") or 0) for x in found]
         assert tokens / rate == pytest.approx(3600 * h + 60 * m + s, rel=1e-3, abs=1)
+    for all, left, word in re.findall(r": ([\d.]+) GiB; \D+ ([\d.]+) GiB (free|short)", out):
+        total = number_after(o.out, "\ntotal per GPU") / 2**30
+        assert float(all) - total == pytest.approx(float(left) * (1 if word == "free" else -1),
+                                                   abs=0.011)
 
 
 def test_plan_steps():
@@ -343,6 +351,15 @@ def same_plan(way, card, *but):
         assert unknown or key in but or plan[key] == way[key], (key, options)
 
 
+def keeps(way, typed, vary):
+    """Expects that a recommendation has every option that was typed, except those it may vary."""
+    for name, value in typed:
+        if value != "auto" and not re.match(vary, name):
+            key = {"-r": "recompute", "-b": "batch"}.get(name, name[2:].replace("-", "_"))
+            assert (str(way[key]) == value if key in way and key != "master"
+                    else ("%s %s" % (name, value)).rstrip() in way["command"]), (name, way)
+
+
 def test_minimum():
     """--minimum prints the least memory, with the smallest workspace, for a GPU, for a GPU with all
     states on the host, and for the CPU program. With more GPUs, each needs less memory."""
@@ -370,14 +387,21 @@ def test_minimum():
 
 @pytest.mark.parametrize("options, part", [
     ("any --logit-rows 3000", " --logit-rows 3000"),
+    ("any --logit-rows 2560", " --logit-rows 2560"),  # the default of small batches only
     ("bits -r gelu --offload moments", " -r gelu --offload moments"),
     ("bits --quiet", " --quiet"),
     ("bits -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1",
-     " -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1")])
+     " -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1"),
+    ("all --moments fp32", ""), ("any -w split", "")])
 def test_fit_given(options, part):
     """The recommended command contains the user's options, and can be typed."""
-    best, = query("--fit %s -e d12 --gpu 4090" % options)["best"]
+    found = query("--fit %s -e d12 --gpu 4090" % options)
+    best, = found["best"]
     assert part in best["command"] + " " and "--quiet 1" not in best["command"]
+    for way in found["ways"]:
+        assert way["moments"] == "fp32" or "fp32" not in options
+        assert way["master"] or "split" not in options
+        assert way["logit_rows"] == 2560 or "2560" not in options
     same_plan(best, "--gpu 4090")
 
 
@@ -534,6 +558,9 @@ def test_memory_shown():
     assert way["device_bytes"] == bytes_ or way["device_bytes"] + way["host_bytes"] == bytes_
     shown = re.search(r"\ndevice .*; memory ([\d.]+) (.)iB", out)
     assert float(shown[1]) * {"K": 2**10, "M": 2**20}[shown[2]] == pytest.approx(bytes_, rel=0.01)
+    # On the host: weights and gradients of the blocks' matrices, and both moments of everything.
+    hosted = float(re.search(r"\ndevice .*, host memory ([\d.]+) MiB", out)[1])
+    assert hosted * 2**20 == pytest.approx(8 * 3 * 12 * 64**2 + 8 * (167552 + 127 * 64), rel=0.02)
 
 
 @pytest.mark.parametrize("value", ["plain", "two words", "it's \"$HOME\" `x` \\ \\n !1 #?*~", "",
@@ -612,7 +639,8 @@ def test_drawn_planner_commands():
             ("", "--gpus 2", "--gpus 2 -z 1", "--gpus 4 -z 2", "--gpus 3 -z 3", "-z 3"),
             ("", "", "", "-r block:3", "-r none"), ("", "", "--offload moments", "--offload none"),
             ("", "--logit-rows 200", "--logit-rows 4096", "--workspace 1000"),
-            ("", "", "", "", "--moments bf16", "-w none"), ("", "", "", "--optimizer muon")]
+            ("", "", "", "", "--moments bf16", "--moments fp32", "-w none"),
+            ("", "", "", "--optimizer muon"), ("", "-l 0.001", "-x 50", "--quiet")]
     forbidden = {"--largest batch": "-b", "--largest seq-len": "-t", "--minimum": "-[br]|--[mlow]"}
     queries = *["--plan"] * 3, "--fit bits", "--fit any", "--fit all", *forbidden
     statuses, count = set(), 0
@@ -630,6 +658,10 @@ def test_drawn_planner_commands():
             continue
         found = json.loads(o.out)
         ways = sum((found.get(key, []) for key in ("plan", "suggestions", "changes", "best")), [])
+        typed = re.findall(r"(--?[a-z-]+)(?: (\w\S*))?", " ".join([drawn[0], *drawn[2:]]))
+        for way in ways + found.get("ways", []):  # a plan suggests other settings
+            keeps(way, typed, "-[brw]|--(off|mom|log|work)" if way in found.get(
+                "suggestions", []) + found.get("changes", []) else "$")
         for way in pick.sample(ways, min(len(ways), 6)):
             # --minimum is about GPUs of any size, and its CPU run is planned for no card.
             card = "" if way["note"] == "CPU" else drawn[1] or "--gpu-mem 200G"

@@ -87,14 +87,25 @@ def test_report_run(reported):
 
 
 def test_report_resumed():
-    """What a run recorded after the step from which it was resumed does not count."""
+    """What a run recorded after the step from which it was resumed does not count, nor do resumes
+    from there. The table has the numbers of the steps that do."""
     succeeds("-i train.bin -j val.bin -e l2h2c16t16 -b 2 -x 5 -v 2 -m 1 -s 4 -n 2 --quiet -o run")
     events = log("run")
-    events += [{"event": "resume", "step": 3}, next(e for e in events if e.get("step") == 4)]
-    Path("run/log.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
-    run = runpy.run_path(str(TOP / "dev/report.py"))["Run"]("run")
-    assert [*run.steps] == [1, 2, 3, 4] and run.resumes == [3]
-    assert [*run.checks] == [*run.checkpoints] == [2] and not run.samples
+    read = runpy.run_path(str(TOP / "dev/report.py"))
+    for at, resumes in (3, [3]), (4, [3, 4]), (2, [2]):
+        events += [{"event": "resume", "step": at}]
+        events += [{**e, "tokens_per_s": 10 * at, "skipped": 1} for e in log("run")
+                   if e.get("step") == at + 1 and "loss" in e]
+        Path("resumed.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+        run = read["Run"]("resumed.jsonl")
+        assert [*run.steps] == [*range(1, at + 2)] and run.resumes == resumes
+        assert [*run.checks] == [*run.checkpoints] == [2] and not run.samples
+    figures = read["run_figures"](run)
+    losses = [e["val_loss"] for e in log("run") if "val_loss" in e]
+    speeds = [e["tokens_per_s"] for e in log("run") if "loss" in e][:2]
+    assert figures["steps"] == "3 of 5" and figures["skipped steps"] == 1
+    assert figures["lowest validation loss"] == "%.4f at step 2" % losses[0]
+    assert figures["tokens/s, median"] == "{:,.0f}".format(sorted([20, *speeds])[1])
 
 
 def test_report_compare(reported):
@@ -132,16 +143,33 @@ def test_report_plans(reported):
             assert not way["tokens_per_s"] or "{:,}".format(way["tokens_per_s"]) in page
 
 
-@pytest.mark.parametrize("arguments, expected", [
-    ("--fit plan.json", "plan.json is not the output of --fit --json or of"),
-    ("absent", "cannot read absent: No such file"), ("broken.jsonl", "broken.jsonl:1: not a JSON"),
-    ("--plan train.bin", "train.bin is not the output of --plan"),
-    ("run absent", "cannot read absent: No such file")])
-def test_report_refused(reported, arguments, expected):
-    Path("plan.json").write_text('{"plan":[]}')
-    Path("broken.jsonl").write_text("\n" + Path("run/log.jsonl").read_text())
-    said = report(arguments + " -o bad", 1)
-    assert expected in said and said.count("\n") == 1 and not Path("bad").exists()
+def test_report_refused():
+    """Each check of the arguments and files ends in one line, after the usage if it is about the
+    arguments alone. A line that a crash has cut is not a fault."""
+    start = '{"event":"start","options":{},"plan_bytes":1,"model":{"parameters":1}}\n'
+    for name, text in (("plan.json", '{"plan":[]}'), ("fit.json", '{"ways":[],"forecast":""}'),
+                       ("run.jsonl", start + '{"step":1,"lo'), ("broken.jsonl", "\n" + start),
+                       ("list.jsonl", start + "[]\n"), ("empty.jsonl", '{"step":1,"loss":2}\n'),
+                       ("matplotlib.py", "raise ImportError")):
+        Path(name).write_text(text)
+    for arguments, expected, status in (
+            ("--fit plan.json -o bad", "plan.json is not the output of --fit --json or of", 1),
+            ("absent -o bad", "cannot read absent: No such file", 1),
+            ("broken.jsonl -o bad", "broken.jsonl:1: not a JSON", 1),
+            ("list.jsonl -o bad", "list.jsonl:2: not a JSON", 1),
+            ("empty.jsonl -o bad", "empty.jsonl: no line that starts a run", 1),
+            ("--plan train.bin -o bad", "train.bin is not the output of --plan", 1),
+            ("run.jsonl absent -o bad", "cannot read absent: No such file", 1),
+            ("run.jsonl -o bad", "needs matplotlib: apt-get install", 1),
+            ("-o bad", "name the folder of a run, or give --plan FILE or --fit FILE", 2),
+            ("run.jsonl run.jsonl --plan plan.json", "--plan: only with one run", 2)):
+        said = report(arguments, status, env={**os.environ, "PYTHONPATH": "."})
+        assert expected in said and not Path("bad").exists(), said
+        assert status == 2 or said.count("\n") == 1
+    Path("matplotlib.py").unlink()
+    pytest.importorskip("matplotlib")
+    said = report("run.jsonl -o absent/page.html", 1)
+    assert "cannot write absent/page.html: No such file" in said and said.count("\n") == 1
 
 
 def test_notebook():

@@ -191,6 +191,15 @@ TEST(auto, HOST) {
     expect(chosen("", block - 1, 1000).find("block none") == 0, "no host memory");
     expect(chosen("", 1, SIZE_MAX) == "block weights,gradients,moments,master,residuals", "%s",
            chosen("", 1, SIZE_MAX).c_str());
+    static const char *const moved[OFFLOAD_LEVELS] = {
+        "none", "moments,master", "moments,master,residuals", "gradients,moments,master,residuals",
+        "weights,gradients,moments,master,residuals"};
+    for (int level = 0; level < OFFLOAD_LEVELS; level++) {
+        char placements[64];
+        Settings s = whole;
+        settings_offload(&s, level);
+        expect(offload_text(placements, &s) == Text(moved[level]), "%d: %s", level, placements);
+    }
     expect(chosen(" --offload none", 1, SIZE_MAX) == "block none");
     expect(chosen(" -r gelu:2 --offload moments", 1, SIZE_MAX) == "gelu:2 moments");
     expect(chosen(" -r mlp:2,norm", all, 0) == "mlp:2,norm none");
@@ -261,6 +270,25 @@ TEST(libraries, HOST) {
         machine.card = nullptr;
     }
     available_limit[0] = 0;
+    // Beside its plan a process needs 16 MiB and 20 C^2 bytes, in the memory that its plan is in.
+    // Ranks on a machine share the host's memory.
+    const Options o = default_options();
+    const Settings s = planned("-e d48");
+    const uint64_t outside = (16 << 20) + 20 * 1600 * 1600;
+    const uint64_t alone = budget_of_machine(&program, &o, &s).host + outside;
+    this_rank.local_ranks = 4;
+    expect_near((double)(budget_of_machine(&program, &o, &s).host + outside), (double)alone / 4,
+                0.05 * (double)alone, "four ranks");
+    program.gpu = 0;
+    expect(budget_of_machine(&program, &o, &s).device == ((uint64_t)1 << 50) - outside);
+    // A run has a forecast if its card has one: in 16 bits, on one rank.
+    for (const char *options : {"-e d12", "-e d12 --dtype fp32", "-e d12 --gpus 2"}) {
+        const Settings run = planned(options);
+        machine.card = gpu_table;
+        expect((budget_of_machine(&program, &o, &run).from != NULL) == (options[6] == 0), "%s",
+               options);
+    }
+    machine.card = NULL;
 }
 
 // The forecast is within 5 % of every step that was measured on a GPU, in ms (dev/notes/gpu.md).
@@ -417,23 +445,69 @@ TEST(auto_batch, FLOAT) {
     }
     expect(found > 5, "%d", found);
     expect(chosen("-e d12 -d 524288", 0) == DEFAULT_BATCH, "unknown memory");
+    const Text small = "-e l1h1c16t64 -r none -d ";  // 65,536 tokens are 1,024 sequences
+    expect(chosen(small + "65536", NO_LIMIT) == 1024 && chosen(small + "65600", NO_LIMIT) == 205 &&
+           chosen(small + "131072", NO_LIMIT) == 1024, "a micro-batch of at most 65,536 tokens");
+}
+
+// Defaults on both sides of each limit, and those of a resumed run: the checkpoint's rows, unless
+// the other program wrote it (only the GPU program's has a workspace) or the batch is smaller.
+TEST(default_rows, FLOAT) {
+    static const struct {
+        int V, tokens, gpu, want;
+    } rows[] = {{50257, 4096, 0, 256}, {50257, 255, 0, 255}, {43648, 4096, 0, 384},
+                {43649, 4096, 0, 256}, {257, 50000, 0, 43648}, {257, 2559, 1, 2559},
+                {257, 20480, 1, 2560}, {257, 20481, 1, 2688}, {50257, 65536, 1, 8192},
+                {50257, 131072, 1, 8192}};
+    for (const auto &row : rows) {
+        const Model m = shape("l1h1c16t16", row.V);
+        expect(default_logit_rows(&m, 4, row.tokens, row.gpu) == row.want, "V %d, %d tokens",
+               row.V, row.tokens);
+    }
+    static const int workspaces[][2] = {{256, 32}, {384, 36}, {512, 64}, {704, 121}, {768, 128}};
+    for (const auto &[C, mib] : workspaces) {
+        const Model m = shape(text("l1h1c%dt16", C).c_str(), 257);
+        expect(default_workspace(&m) >> 20 == mib, "C %d: %" PRId64, C, default_workspace(&m));
+    }
+    static const struct {
+        const char *typed;
+        int gpu, rows, workspace, want;
+    } resumed[] = {{"", 1, 256, 0, 512}, {"", 0, 512, 1 << 25, 256}, {"", 1, 256, 1 << 25, 256},
+                   {"", 0, 128, 0, 128}, {"", 1, 600, 1 << 25, 512},
+                   {" --logit-rows 300", 1, 300, 0, 300}, {" --logit-rows 300", 0, 300, 1, 300}};
+    for (const auto &row : resumed) {
+        const Model m = shape("d12", GPT2_VOCABULARY);
+        Options o;
+        Settings s;
+        parse(&o, (Text("--plan -e d12 -b 1 -t 512") + row.typed).c_str());
+        o.logit_rows = row.rows;
+        o.workspace = row.workspace;
+        settings_from_options(&s, &o, &m, row.gpu);
+        expect(s.logit_rows == row.want, "%d rows, workspace %d, gpu %d: %d", row.rows,
+               row.workspace, row.gpu, s.logit_rows);
+    }
 }
 
 // NCCL's memory and the exchange rate depend on the link in the card's table row and on
-// NCCL_MAX_CTAS; the plan reserves that memory.
+// NCCL_MAX_CTAS; the plan reserves that memory. The forecast names its source.
 TEST(nccl_blocks, FLOAT) {
     static const struct {
         const char *options, *limit;
         size_t mib;
         double rate;
-    } table[] = {{"--gpu h100 --gpus 8", "", 2 * 16 * 12 + 64, 16 * 10.3e9},
-                 {"--gpu a100 --gpus 2", "", 2 * 16 * 12 + 64, 16 * 10.3e9},
-                 {"--gpu h100 --gpus 512", "4", 3 * 4 * 12 + 64, 4 * 10.3e9},
-                 {"--gpu h200 --gpus 8", "64", 2 * 64 * 12 + 64, 370e9},
-                 {"--gpu 4090 --gpus 8", "", 2 * 2 * 12 + 64, 0.79 * 31.5e9},
-                 {"--gpu 4090 --gpus 3", "8", 2 * 8 * 12 + 64, 0.79 * 31.5e9},
-                 {"--gpu-mem 24GiB --gpus 2", "", 2 * 2 * 12 + 64, 0.79 * 31.5e9},
-                 {"--gpu h100", "", 0, 0}};
+        const char *from;
+    } table[] = {{"--gpu h100 --gpus 8", "", 2 * 16 * 12 + 64, 16 * 10.3e9, "this card, not"},
+                 {"--gpu h100 --gpus 9", "", 3 * 16 * 12 + 64, 16 * 10.3e9, "in one machine"},
+                 {"--gpu a100 --gpus 2", "", 2 * 16 * 12 + 64, 16 * 10.3e9, "this card, not"},
+                 {"--gpu h100 --gpus 512", "4", 3 * 4 * 12 + 64, 4 * 10.3e9, "in one machine"},
+                 {"--gpu h200 --gpus 8", "64", 2 * 64 * 12 + 64, 370e9, "this card, not"},
+                 {"--gpu 4090 --gpus 8", "", 2 * 2 * 12 + 64, 0.79 * 31.5e9, "this card, not"},
+                 {"--gpu 4090 --gpus 3", "8", 2 * 8 * 12 + 64, 0.79 * 31.5e9, "this card, not"},
+                 {"--gpu-mem 24GiB --gpus 2", "", 2 * 2 * 12 + 64, 0.79 * 31.5e9, ""},
+                 {"--gpu h100", "", 0, 0, "on an H100 and an H200"},
+                 {"--gpu h20", "", 0, 0, "this card, not"},
+                 {"--gpu h200 --dtype fp32", "", 0, 0, ""},
+                 {"--gpu v100", "", 0, 0, ""}};
     for (const auto &row : table) {
         row.limit[0] ? setenv("NCCL_MAX_CTAS", row.limit, 1) : unsetenv("NCCL_MAX_CTAS");
         const Settings s = planned(Text("-e d12 ") + row.options);
@@ -446,6 +520,8 @@ TEST(nccl_blocks, FLOAT) {
                                     (row.mib << 20), "%s: %zu", row.options, budget.device);
         expect_near(budget.speed.peer_byte * row.rate, row.rate > 0, 1e-6, "%s: s per byte",
                     row.options);
+        expect(row.from[0] ? budget.from && has(budget.from, row.from) : !budget.from, "%s: %s",
+               row.options, budget.from);
     }
     unsetenv("NCCL_MAX_CTAS");
 }

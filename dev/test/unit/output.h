@@ -68,6 +68,82 @@ TEST(log, HOST) {
     expect(std::count_if(line.begin(), line.end(), [](char c) { return c < 32 || c > 126; }) == 0);
 }
 
+// A step's line and its entry in the log: 803,478,528 FLOPs per token of d12 (TEST(model_sizes)), and
+// the mean time of a step for each of those left.
+TEST(step_line, HOST) {
+    static Run run;
+    run.s = planned("-e d12");
+    run.o.log_every = 1;
+    run.windows_per_step = 512;
+    run.steps = 100;
+    run.state.step = 40;
+    run.ms = 1000;
+    run.mean_ms = 2000;
+    run.engine.peak_flops = 989.4e12;
+    run.log = fopen("log", "w");
+    const Outcome o = outcome(spawn([] { run_report(&run, 0); }));
+    expect(has(o.out, "  1000.0 ms  524,288 tok/s  43 % of peak  eta 2:00\n"), "%s", o.out.c_str());
+    expect(has(read_file("log"), "\"tokens_per_s\":524288,\"peak_pct\":42.576"), "%s",
+           read_file("log").c_str());
+}
+
+// The first signal is acknowledged. A second one ends the process, of whatever kind the two are,
+// except SIGHUP as the second, and SIGUSR1, which stops the other ranks.
+TEST(signals, HOST) {
+    static const struct {
+        Ints sent;
+        int status;
+    } table[] = {{{SIGINT, SIGINT}, 130}, {{SIGINT, SIGTERM}, 143}, {{SIGHUP, SIGINT}, 130},
+                 {{SIGTERM, SIGHUP}, 0}, {{SIGHUP, SIGHUP, SIGINT}, 130}, {{SIGUSR1, SIGINT}, 0},
+                 {{SIGUSR1, SIGINT, SIGTERM}, 143}, {{SIGINT, SIGUSR1}, 0},
+                 {{SIGINT, SIGUSR1, SIGTERM}, 143}};
+    stop_line = "stopping\n";
+    for (const auto &row : table) {
+        const Outcome o = outcome(spawn([&] {
+            std::for_each(row.sent.begin(), row.sent.end(), on_signal);
+        }));
+        expect(o.status == row.status && o.err == "stopping\n", "%d, %d: status %d, %s",
+               row.sent[0], row.sent[1], o.status, o.err.c_str());
+    }
+}
+
+// What checkpoints need on the disk: bytes per parameter, of P in all, S with the vocabulary's
+// padding and M in matrices of blocks; and how many are still to come.
+TEST(disk, HOST) {
+    const double P = 124439808, S = P + 47 * 768, M = 12 * 12 * 768 * 768;
+    const std::pair<const char *, double> sizes[] = {
+        {"", 2 * P + 10 * S}, {"--moments bf16", 2 * P + 6 * S}, {"-w none", 2 * P + 8 * S},
+        {"--dtype fp32", 4 * P + 8 * S}, {"--dtype fp16", 4 * P + 8 * S},
+        {"--optimizer muon", 2 * P + 10 * S - 4 * M}};
+    for (const auto &[options, bytes] : sizes) {
+        const Settings s = planned(Text("-e d12 ") + options);
+        expect_near(checkpoint_bytes(&s), bytes, 0.5, "%s", options);
+    }
+    static const int table[][5] = {  // --save-every, --keep, steps left, found, to come
+        {0, 0, 9, 0, 1}, {0, 0, 0, 3, 0}, {2, 0, 9, 3, 5}, {2, 0, 8, 3, 4}, {1, 3, 9, 0, 5},
+        {1, 3, 9, 2, 3}, {1, 3, 9, 5, 1}, {1, 3, 9, 8, 1}, {1, 3, 2, 0, 2}};
+    for (const auto &row : table) {
+        Options o = default_options();
+        o.save_every = row[0];
+        o.keep = row[1];
+        expect(checkpoints_to_come(&o, row[2], row[3]) == row[4], "-n %d --keep %d, %d left, %d",
+               row[0], row[1], row[2], row[3]);
+    }
+}
+
+// A rank waits for the folder that rank 0 has made, which a network disk may show late.
+TEST(late_folder, HOST) {
+    static Engine engine;
+    this_rank.rank = 1;
+    mkdir("out", 0755);
+    const pid_t maker = spawn([] { usleep(200000), mkdir("out/step-00000007.tmp", 0755); });
+    checkpoint_probe(&engine, "out", 7);
+    outcome(maker);
+    expect(exists("out/step-00000007.tmp/state-1-of-1.safetensors"));
+    rank_timeout_ms = 100;
+    expect_death(checkpoint_probe(&engine, "out", 8), "all machines must share the folder out");
+}
+
 // Closing another descriptor of the lock file keeps the lock, which also excludes a forked child.
 TEST(folder_lock, HOST) {
     mkdir("folder", 0755);

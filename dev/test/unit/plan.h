@@ -715,11 +715,6 @@ TEST(graph, HOST) {
         expect((stage_table[stage].makes[0] == ACT_NEXT) == (stage == F_FCPROJ || stage == EMBED),
                "%s", stage_table[stage].name);
     }
-    int turns = 0;
-    for (const StateEntry &state : state_table) {
-        turns = std::max(turns, state.turn);
-    }
-    expect(turns == OFFLOAD_LEVELS - 1);
 }
 
 // A network with its own engine; all weights are random, including biases and LayerNorm's.
@@ -904,22 +899,25 @@ TEST(plan_allocation, FLOAT | DOUBLE) {
     }
 }
 
-// Eight ranks share the matrices of Muon's groups as evenly as their FLOPs allow: no division gives
-// the busiest rank less than the mean, in square matrices, or less than its share of large ones.
+// Ranks share the matrices of Muon's groups as evenly as their FLOPs allow: no division gives the
+// busiest rank less than the mean, in square matrices, or less than its share of large ones.
 // For a matrix (C,n), X X^T and the product with X take 2 C C n FLOPs each, the square 2 C C C.
 TEST(muon_shares, HOST) {
-    enum { R = 8 };
     static const struct {
+        int ranks;
         const char *options;
         int blocks;  // five buffers of C x C per block fit in the activations of B T tokens
-    } table[] = {{"-e d12 -b 4", 1}, {"-e d12 -b 16", 4}, {"-e d12 -b 24", 6}, {"-e d48 -b 8", 1},
-                 {"-e d48 -b 16", 2}, {"-e d48 -b 24", 3}, {"-e d48 -b 64", 8}};
+    } table[] = {{8, "-e d12 -b 4", 1}, {8, "-e d12 -b 16", 4}, {8, "-e d12 -b 24", 6},
+                 {8, "-e d48 -b 8", 1}, {8, "-e d48 -b 16", 2}, {8, "-e d48 -b 24", 3},
+                 {8, "-e d48 -b 64", 8}, {5, "-e d12 -b 16", 4}, {5, "-e d48 -b 24", 3},
+                 {7, "-e d12 -b 24", 6}, {7, "-e d12 -b 4", 1}, {64, "-e d12 -b 24", 6}};
     for (auto &row : table) {
-        const Settings s = planned(Text("--gpus 8 --optimizer muon ") + row.options);
+        const int R = row.ranks;
+        const Settings s = planned(text("--gpus %d --optimizer muon ", R) + row.options);
         const MuonGroup g = muon_group(&s);
         const double C = s.model.C, square = 6 * C * C * C;
-        double flops[R] = {};
-        int64_t elements[R] = {};
+        std::vector<double> flops((size_t)R);
+        std::vector<int64_t> elements((size_t)R);
         for (int i = 0; i < MUON_MATRICES * g.blocks; i++) {
             const MuonMatrix a = muon_matrix(&s.model, 0, i / g.blocks);
             flops[g.owner[i]] += (4 * (double)a.range.count + 2 * C * C) * C;
@@ -927,11 +925,15 @@ TEST(muon_shares, HOST) {
             elements[g.owner[i]] += a.range.count;
         }
         const int least = std::max(ceil_div(10 * g.blocks, R), 3 * ceil_div(2 * g.blocks, R));
-        const double most = *std::max_element(flops, flops + R);
+        const double most = *std::max_element(flops.begin(), flops.end());
         expect(g.blocks == row.blocks && g.groups * g.blocks == s.model.L, "%s: %d blocks",
                row.options, g.blocks);
         expect(most <= least * square && g.cost * square == most, "%s: %g squares, not %d",
                row.options, most / square, least);
-        expect(g.part == *std::max_element(elements, elements + R), "%s", row.options);
+        expect(g.part == *std::max_element(elements.begin(), elements.end()), "%s", row.options);
+        // u holds the blocks' buckets and, while exchanged, every rank's part.
+        const int64_t bucket = 12 * (int64_t)(C * C), whole = (bucket + 64 * R - 1) / (64 * R);
+        expect(g.u == std::max(g.blocks * whole * 64 * R, R * g.part), "%d ranks, %s", R,
+               row.options);
     }
 }
