@@ -89,7 +89,7 @@ VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
             test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
             train_gpt2_asan cuda_example
-.PHONY: help train test kernels one page fuzz check_torch data style install \
+.PHONY: help train test one page fuzz check_torch data style install \
         deps clean FORCE some_data $(PROGRAMS)
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9_\/]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -155,12 +155,6 @@ build/bench_cuda_cpu: dev/check/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
-# ThreadSanitizer's calls count accesses (emu_count.h); its library is not linked.
-build/kernels: dev/cuda_cpu/ladder.cu build/flags
-	$(CUDA_ON_CPU) -O1 -fsanitize=thread $(if $(findstring clang,$(CXX)),,-fwhole-program) \
-	$(DEPEND) -c $< -o $@.o && $(CXX) $(OMP) -pthread $@.o -o $@ -lm
-kernels: build/kernels ## two kernels in five versions each, with their traffic, on the CPU
-	@build/kernels
 BOOK := train_gpt2.c $(addprefix data/,files.c tokens.c weights.c checkpoint.c)
 build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
 	@[ "$(NVCC)" ] && $(NVCC) --version | tail -n 2 > $@
