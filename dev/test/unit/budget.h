@@ -273,12 +273,12 @@ TEST(libraries, HOST) {
     // Beside its plan a process needs 16 MiB and 20 C^2 bytes, in the memory that its plan is in.
     // Ranks on a machine share the host's memory.
     const Options o = default_options();
-    const Settings s = planned("-e d48");
-    const uint64_t outside = (16 << 20) + 20 * 1600 * 1600;
+    const Settings s = planned("-e l1h64c8192t64");
+    const uint64_t outside = (16 << 20) + 20 * 8192 * 8192;
     const uint64_t alone = budget_of_machine(&program, &o, &s).host + outside;
     this_rank.local_ranks = 4;
     expect_near((double)(budget_of_machine(&program, &o, &s).host + outside), (double)alone / 4,
-                0.05 * (double)alone, "four ranks");
+                (double)outside / 4, "four ranks");
     program.gpu = 0;
     expect(budget_of_machine(&program, &o, &s).device == ((uint64_t)1 << 50) - outside);
     // A run has a forecast if its card has one: in 16 bits, on one rank.
