@@ -83,10 +83,11 @@ DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # VARIANT: flags that follow from the target's name. Test builds put gaps and poison in the arena.
 VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@),1,0)) \
           $(if $(filter build/test_gpt2% build/train_gpt2%,$@),-DGPT2_POISON=1) \
-          $(if $(findstring double,$@),-DGPT2_DOUBLE=1) $(if $(findstring asan,$@),$(ASAN))
+          $(if $(findstring double,$@),-DGPT2_DOUBLE=1) $(if $(findstring asan,$@),$(ASAN)) \
+          $(if $(findstring avx2,$@),-march=x86-64 -mavx2 -mfma)
 # --- Targets --------------------------------------------------------------------------------------
 # These can also be built without the prefix build/.
-PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
+PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_gpt2_avx2 test_cuda_cpu test_gpt2cu_cpu \
             test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
             train_gpt2_asan cuda_example
 .PHONY: help train test one page fuzz check_torch data style install \
@@ -135,7 +136,8 @@ build/plan_32: train_gpt2.c build/flags
 	$(CC32) $(filter-out $(CC) -O3 $(MARCH) $(OMP),$(C)) -Wno-unknown-pragmas -O1 $(DEPEND) $< \
 	-o $@ -lm
 $(PROGRAMS): %: build/%
-build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan: test_gpt2.cu build/flags
+build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan build/test_gpt2_avx2: \
+    test_gpt2.cu build/flags
 	$(CPP) $(VARIANT) $(DEPEND) $< -o $@ -lm
 train_gpt2cu: train_gpt2.cu build/gpu | $(EMPTY_DATA) ## the GPU program (for ARCH="80 90a")
 build/test_gpt2cu: test_gpt2.cu build/flags build/gpu

@@ -43,6 +43,7 @@ if [ "$part" != main ]; then
     add "sanitizers or CUDA headers" "${SAN-yes}$cuda" \
         build/{test_gpt2cu_cpu,train_gpt2cu_cpu,test_cuda_cpu}_asan
     add - yes build/{train_gpt2_double,fuzz_tokenize_replay}
+    add AVX2 "$(grep -om 1 avx2 /proc/cpuinfo)" build/test_gpt2_avx2
     add "CUDA headers" "$cuda" build/bench_cuda_cpu build/test_gpt2cu_cpu
     add nvcc "${NVCC-}" build/sm_{75,89,100,120}.log build/test_gpt2cu
 fi

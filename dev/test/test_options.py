@@ -500,22 +500,6 @@ def test_all_cards():
     assert [way for way in narrow if way["note"].startswith("t4:") and "no bf16" in way["note"]]
 
 
-@pytest.mark.parametrize("options", [
-    "-e gpt2-xl --gpu-mem 1.7GiB -b 1", "-e gpt2-xl --gpu 4060ti -r none --offload none",
-    "-e gpt2-large --gpu t4 -b 64 -d 65536 -r none", "-e gpt2-xl --gpu 4060 --gpus 2 -z 3 -r none"])
-def test_suggestions(options):
-    """No suggestion is listed twice, and they are sorted by their effect on results."""
-    found = query("--plan " + options, 3)
-    typed = set()
-    assert found["suggestions"]
-    for way in found["suggestions"]:
-        assert way["options"] not in typed
-        typed.add(way["options"])
-    order = "none split rounding numbers".split()
-    effects = [order.index(w["effect"]) for w in found["suggestions"]]
-    assert effects == sorted(effects)
-
-
 def test_version():
     for arguments in "--version", "-x 5 --version -y 1":
         assert re.match(r"train_gpt2\w* [0-9.]+\ncompiler  .*\n(.*\n)*built in  ",

@@ -204,33 +204,27 @@ TEST(matmul_backward, ALL) {
     }
 }
 
-// Operands that are packed in several blocks: of rows, of depths, and of depths per workspace. Sums
-// of small integers are exact. 1,001 rows fill no whole panel, nor does any other build's width.
+// Operands packed in several blocks of rows, of depths, and of depths per workspace; the rows fill
+// no whole panel. Sums of small integers are exact.
 TEST(matmul_blocks, ALL) {
     enum { STEP = 4096 };  // `a` is packed if its elements along k map to the same L1 set
     give_workspace();
-    auto element = [](int i, int k) {
-        return (int)((uint32_t)(i * 40503 + k) * 2654435761u >> 30) - 1;
-    };
     for (const auto &[M, N, K] : {std::array<int, 3>{1001, 9, 1200}, {2701, 5, 768}}) {
         Reals a((size_t)K * STEP), b((size_t)(N * K)), out((size_t)(M * N), (real)NAN);
-        for (int k = 0; k < K; k++) {
-            for (int i = 0; i < M; i++) {
-                a[(size_t)k * STEP + (size_t)i] = (real)element(i, k);
-            }
-            for (int j = 0; j < N; j++) {
-                b[(size_t)(j * K + k)] = (real)element(j + 5000, k);
+        for (Reals *values : {&a, &b}) {
+            for (size_t i = 0; i < values->size(); i++) {
+                (*values)[i] = (real)((uint32_t)i * 2654435761u >> 30);
             }
         }
         matmul(out.data(), operand(a.data(), 1, STEP), operand(b.data(), (size_t)K, 1), NULL, NULL,
                M, N, K);
         tasks_wait();
         for (int i = 0; i < M * N; i++) {
-            int sum = 0;
+            real sum = 0;
             for (int k = 0; k < K; k++) {
-                sum += element(i / N, k) * element(i % N + 5000, k);
+                sum += a[(size_t)(k * STEP + i / N)] * b[(size_t)(i % N * K + k)];
             }
-            expect(out[(size_t)i] == (real)sum, "M %d, K %d: %d, %d", M, K, i / N, i % N);
+            expect(out[(size_t)i] == sum, "M %d, K %d: %d, %d", M, K, i / N, i % N);
         }
     }
 }

@@ -136,28 +136,6 @@ TEST(offload_bits, ALL) {
     detail = text("%d runs", runs);
 }
 
-// After a pass, the slots hold what was used last; writing weights makes the list fetch them again.
-TEST(slots, HOST) {
-    Model m = shape("l4h1c16t8", 257);
-    Net n(m, "-b 1 -t 7 --offload weights,gradients,residuals", 0);
-    Plan *p = &n.plan;
-    Batch b(7, m.V, 1);
-    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
-    const int *weights = &p->instrs.holds[KIND_WEIGHTS * SLOTS];
-    expect(weights[0] == 1 && weights[1] == 2, "blocks 0 and 1 were fetched last");
-    auto fetches = [&] {
-        int all = 0;
-        instr_pass(p, p->at[LNF] - 1, 0, 0);
-        for (int i = 0; i < p->instrs.count; i++) {
-            all += p->instrs.list[i].op == COPY && p->instrs.list[i].tick == 0;
-        }
-        return all;
-    };
-    expect(fetches() == 0);
-    n.set_state(BUF_WEIGHTS, n.state(BUF_WEIGHTS));
-    expect(weights[0] == 0 && weights[1] == 0 && fetches() == 2);
-}
-
 // Losses, gradients, weights and split matmuls are bitwise equal with 1, 2 and 3 threads.
 TEST(thread_bits, ALL) {
 #ifdef _OPENMP
@@ -335,37 +313,6 @@ TEST(kv_cache, ALL) {
         n.e.forward_loss(&n.e, losses[k].data(), b.inputs.data(), b.targets.data());
     }
     expect(same_bits(losses[0], losses[1]), "chunks of one row");
-}
-
-// Successive samples that share a cache contain the same tokens as samples from the logits of the
-// whole window, as in training runs. This holds within the window and past it, and after a sample
-// of either kind.
-TEST(generated_tokens, ALL) {
-    Model m = shape("l2h3c48t12", 257);
-    Net whole(m, 1, m.maxT), cached(m, "--generate", 0);
-    const int PROMPT = 4, MOST = 20;
-    Batch b(PROMPT, m.V, 1);
-    Options o = default_options();
-    o.quiet = 1;
-    o.sample_tokens = MOST;
-    Sampler with, without;
-    sampler_open(&with, &cached.e, &o, &cached.s, &byte_tokenizer, NULL, 0);
-    sampler_open(&without, &whole.e, &o, &whole.s, &byte_tokenizer, NULL, 0);
-    int end = m.maxT + 1, sample = 0;
-    for (const int length : {5, 8, MOST, 6, MOST}) {
-        o.sample_tokens = length;
-        for (Sampler *g : {&with, &without}) {
-            memcpy(g->tokens, b.inputs.data(), PROMPT * sizeof(Token));
-        }
-        sampler_run(&without, sample, PROMPT, 0);
-        end = sampler_run(&with, sample, PROMPT, end > m.maxT ? 0 : PROMPT);
-        expect(end == PROMPT + length &&
-                   memcmp(with.tokens, without.tokens, (size_t)end * sizeof(Token)) == 0,
-               "sample %d", sample);
-        sample++;
-    }
-    sampler_close(&with);
-    sampler_close(&without);
 }
 
 // The deviations of the initial weights are within four standard errors; constants are exact.
