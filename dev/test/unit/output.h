@@ -73,7 +73,8 @@ TEST(log, HOST) {
 TEST(step_line, HOST) {
     static Run run;
     run.s = planned("-e d12");
-    run.o.log_every = 1;
+    const Options o = default_options();
+    run.o = &o;
     run.windows_per_step = 512;
     run.steps = 100;
     run.state.step = 40;
@@ -81,8 +82,8 @@ TEST(step_line, HOST) {
     run.mean_ms = 2000;
     run.engine.peak_flops = 989.4e12;
     run.log = fopen("log", "w");
-    const Outcome o = outcome(spawn([] { run_report(&run, 0); }));
-    expect(has(o.out, "  800.0 ms  655,360 tok/s  53 % of peak  eta 2:00\n"), "%s", o.out.c_str());
+    const Text line = outcome(spawn([] { run_report(&run, 0); })).out;
+    expect(has(line, "  800.0 ms  655,360 tok/s  53 % of peak  eta 2:00\n"), "%s", line.c_str());
     expect(has(read_file("log"), "\"tokens_per_s\":655360,\"peak_pct\":53.22"), "%s",
            read_file("log").c_str());
 }
