@@ -72,9 +72,8 @@ TEST(log, HOST) {
 // and the mean time of a step for each of those left.
 TEST(step_line, HOST) {
     static Run run;
-    static Options o;
     run.s = planned("-e d12");
-    o.log_every = 1;
+    const Options o = default_options();
     run.o = &o;
     run.windows_per_step = 512;
     run.steps = 100;
@@ -83,9 +82,8 @@ TEST(step_line, HOST) {
     run.mean_ms = 2000;
     run.engine.peak_flops = 989.4e12;
     run.log = fopen("log", "w");
-    const Outcome said = outcome(spawn([] { run_report(&run, 0); }));
-    expect(has(said.out, "  800.0 ms  655,360 tok/s  53 % of peak  eta 2:00\n"), "%s",
-           said.out.c_str());
+    const Text line = outcome(spawn([] { run_report(&run, 0); })).out;
+    expect(has(line, "  800.0 ms  655,360 tok/s  53 % of peak  eta 2:00\n"), "%s", line.c_str());
     expect(has(read_file("log"), "\"tokens_per_s\":655360,\"peak_pct\":53.22"), "%s",
            read_file("log").c_str());
 }
