@@ -7,9 +7,9 @@
 # stage. Stages that are not run keep the results of earlier calls. If a machine is available for
 # only ten minutes at a time:
 #
-#   STAGES="build check bits speed" dev/gpu_check.sh
-#   STAGES="test sanitizer offload" dev/gpu_check.sh
-#   STAGES="gpus bench torch" dev/gpu_check.sh
+#   STAGES="build check speed update" SECONDS_IN_ALL=580 dev/gpu_check.sh
+#   STAGES="torch bench bits test" SECONDS_IN_ALL=580 dev/gpu_check.sh
+#   STAGES="sanitizer offload gpus" SECONDS_IN_ALL=580 dev/gpu_check.sh
 #
 # Programs can be built elsewhere and copied here: `make NCCL= ARCH=90a MARCH=-march=x86-64-v3
 # train_gpt2cu build/test_gpt2cu` builds programs that need only the toolkit's libraries, which the
@@ -22,10 +22,11 @@
 #   GPT2CU=./train_gpt2cu TEST=build/test_gpt2cu BENCH=build/bench
 #                              program, tests and benchmark; those given here are not built
 #   MODELS="d12 d48"           models that are timed; the first is also checked
-#   STEPS=20 LARGEST_BATCH=16  steps and largest batch of a timed run
+#   STEPS=20 LARGEST_BATCH=16  steps (d48: at most 8) and largest batch of a timed run
+#   TOKENS=524288              tokens per step of the timed run with the settings of --fit bits
 #   GPUS=                      number of GPUs; default: as many as nvidia-smi lists
 #   DTYPE=                     the 16-bit type; default: bf16, or fp16 below compute capability 8.0
-#   SECONDS_IN_ALL=580         total time limit; checks not started by then are skipped
+#   SECONDS_IN_ALL=            total time limit; checks not started by then are skipped
 #   PYTHON=python3             the interpreter that has torch
 #
 # Without a GPU, the script exits at once unless GPT2CU is set:
@@ -37,13 +38,14 @@ unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
 # The stages, and for each the time limit of its commands, in seconds, on a machine with 16 or more
 # cores; with fewer cores the limits are proportionally longer.
-all_stages="build check bits speed test sanitizer offload gpus bench torch"
-declare -A limit_s=([build]=150 [check]=60 [bits]=120 [speed]=120 [test]=180 [sanitizer]=90
-                    [offload]=60 [gpus]=60 [bench]=120 [torch]=120)
+all_stages="build check speed update torch bench bits test sanitizer offload gpus"
+declare -A limit_s=([build]=150 [check]=60 [speed]=600 [update]=120 [torch]=300 [bench]=120
+                    [bits]=120 [test]=180 [sanitizer]=90 [offload]=60 [gpus]=60)
 cores=$(nproc)
 STAGES=${STAGES-$all_stages}
 LOGS=${LOGS:-build/gpu_check} PYTHON=${PYTHON:-python3} MODELS=${MODELS:-d12 d48}
-STEPS=${STEPS:-20} LARGEST_BATCH=${LARGEST_BATCH:-16} SECONDS_IN_ALL=${SECONDS_IN_ALL:-580}
+STEPS=${STEPS:-20} LARGEST_BATCH=${LARGEST_BATCH:-16} TOKENS=${TOKENS:-524288}
+SECONDS_IN_ALL=${SECONDS_IN_ALL:-1000000}
 given_program=${GPT2CU:-} given_test=${TEST:-} given_bench=${BENCH:-}
 GPT2CU=${GPT2CU:-./train_gpt2cu} TEST=${TEST:-build/test_gpt2cu} BENCH=${BENCH:-build/bench}
 first_model=${MODELS%% *}
@@ -85,7 +87,7 @@ for folder in /usr/local/cuda/lib64 "$packages"/nvidia/*/lib; do
     [ -d "$folder" ] && LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$folder
 done
 export LD_LIBRARY_PATH
-reported=0
+reported=0 cut='' steps=$STEPS
 
 # --- Lines, time and logs -------------------------------------------------------------------------
 
@@ -113,60 +115,79 @@ found() {
 outcomes() { found results | cut -f 1 | grep -cx "$1"; }
 
 # logged COMMAND...: runs the command within the stage's time limit and the total one. Appends the
-# command line and the output to the stage's log, and writes the output to $work/last. Returns 124
-# if time ran out, even before the start, or if the command had to be killed (137).
+# command line and the output to the stage's log, and writes the output to $work/last. Returns, and
+# sets $status to, the exit status, or 124 if time ran out, even before the start; $cut then names
+# the stage. A command that had to be killed (137) counts as that.
 logged() {
-    local status=124 left=$((SECONDS_IN_ALL - SECONDS)) most=${limit_s[$stage]}
+    local left=$((SECONDS_IN_ALL - SECONDS)) most=${limit_s[$stage]}
     most=$((cores < 16 ? most * 16 / cores : most))
     : > "$work/last"
+    status=124
     if [ $left -ge 3 ]; then
         timeout --kill-after=5 $((left < most ? left : most)) "$@" > "$work/last" 2>&1
         status=$?
     fi
     { echo "\$ $*"; cat "$work/last"; echo "[exit status $status]"; echo; } >> "$LOGS/$stage.log"
     [ $status -ne 137 ] || status=124
+    [ $status -ne 124 ] || [[ "$cut " == *" $stage "* ]] || cut+=" $stage"
     return $status
 }
 
-# why STATUS: describes a command's failure: the time limit, or the last line of its output.
+# Describes why the last command failed: the time limit, or the last line of its output.
 why() {
-    if [ "$1" -eq 124 ]; then
+    if [ $status -eq 124 ]; then
         [ $((SECONDS_IN_ALL - SECONDS)) -ge 3 ] && echo "not done in time" || echo "no time left"
     else
-        echo "exit status $1: $(grep -v '^[[:space:]]*$' "$work/last" | tail -n 1 | cut -c 1-160)"
+        echo "exit status $status: $(grep -v '^[[:space:]]*$' "$work/last" | tail -n 1 |
+            cut -c 1-160)"
     fi
 }
 
 # must NAME COMMAND...: like logged, but reports a failure.
 must() {
-    local status what=$1
+    local what=$1
     shift
-    logged "$@"
-    status=$?
-    [ $status -eq 0 ] || report "$what" FAILED "$(why $status)"
-    return $status
+    logged "$@" || { report "$what" FAILED "$(why)" && false; }
 }
 
 # --- Runs -----------------------------------------------------------------------------------------
 
-# run DIR OPTIONS...: trains for STEPS steps with a log in DIR (-: no log, no checkpoint). Sets
+# run DIR OPTIONS...: trains for $steps steps with a log in DIR (-: no log, no checkpoint). Sets
 # $ms to the median step time after the first quarter, and $measured to the increase of the GPU's
 # used memory, in MiB, since this script began.
 run() {
-    local dir=$1 lines status
+    local dir=$1 lines
     shift
     [ "$dir" = - ] || set -- "$@" -o "$dir"
     lines=$(wc -l < "$work/memory")
-    logged "$GPT2CU" "$@" -x "$STEPS" -v 0 --log-every 1
-    status=$?
+    logged "$GPT2CU" "$@" -x "$steps" -v 0 --log-every 1
     ms=$(sed -n 's/^step .* \([0-9.,]*\) ms .*/\1/p' "$work/last" | tr -d , |
-        tail -n +$((STEPS / 4 + 1)) | sort -g |
+        tail -n +$((steps / 4 + 1)) | sort -g |
         awk '{ x[NR] = $1 } END { if (NR) printf "%.2f", x[int((NR + 1) / 2)] }')
     measured=$(tail -n +$((lines + 1)) "$work/memory" | sort -n | tail -n 1 |
         awk -v idle="$idle_mib" '{ print $1 - idle }')
     [ "$dir" = - ] || rm -rf "$dir"/step-*
     [ -n "$ms" ] || [ $status -ne 0 ] || status=1
     return $status
+}
+
+# timed NAME OPTIONS...: like run, without a log, and adds a row: program, options, ms, tokens/s,
+# ratio to the forecast, MiB measured and planned. Sets $host to the planned bytes of host memory.
+timed() {
+    local what=$1 numbers batch length device forecast tokens speed ratio
+    shift
+    run - "$@" || { report "$what" FAILED "$(why)"; return 1; }
+    numbers=$(printf '.*"%s":\([0-9a-z]*\)' batch seq_len device_bytes host_bytes tokens_per_s)
+    read -r batch length device host forecast < <("$GPT2CU" --plan --json "$@" 2> /dev/null |
+        sed -n "s/^$numbers.*/\1 \2 \3 \4 \5/p" | head -n 1)
+    tokens=$((batch * length)) device=$((device >> 20))
+    [[ $* =~ \ -d\ ([0-9]+) ]] && tokens=${BASH_REMATCH[1]}
+    read -r speed ratio < <(awk -v ms="$ms" -v n="$tokens" -v f="$forecast" 'BEGIN {
+        printf("%.0f %s\n", 1e3 * n / ms, f + 0 > 0 ? sprintf("%.2f", 1e3 * n / ms / f) : "-") }')
+    printf '%s\t%s\t%s\t%s\t%s\t%s\t%s\n' "${GPT2CU##*/}" "${*:2}" "$ms" "$speed" "$ratio" \
+        "${measured:--}" $device >> "$LOGS/$stage.rows"
+    report "$what" ok "$ms ms, $speed tokens/s, $ratio of the forecast; \
+measured ${measured:-no} MiB, planned $device and libraries"
 }
 
 # losses DIR: prints loss and norm of every step in a run's log, with all digits.
@@ -266,11 +287,13 @@ stage_check() {
 }
 
 # Two runs must be bit-identical. Both save to the same path because checkpoints contain it.
+# Recomputation must not change a bit of losses and norms.
 stage_bits() {
     local each dir=$work/bits
-    for each in a b; do
-        must "two runs" "$GPT2CU" -e "$first_model" -b 4 -x 10 -v 0 -o "$dir" || return
-        mv "$dir" "$dir.$each"
+    for each in a=0 b=0 c=1; do
+        must "-r ${each#*=}" "$GPT2CU" -e "$first_model" -r "${each#*=}" -b 4 -x 10 -v 0 -o "$dir" ||
+            return
+        mv "$dir" "$dir.${each%=*}"
     done
     if same_steps "$dir.a" "$dir.b" && compgen -G "$dir.a/step-*" > /dev/null &&
         diff -rq --exclude=log.jsonl --exclude=lock "$dir.a" "$dir.b" >> "$LOGS/bits.log"; then
@@ -278,48 +301,54 @@ stage_bits() {
     else
         report "two runs" FAILED "losses, norms or checkpoints differ"
     fi
-    rm -rf "$dir".[ab]
+    if same_steps "$dir.a" "$dir.c"; then
+        report "-r 0, -r 1" ok "10 losses and norms are equal"
+    else
+        report "-r 0, -r 1" FAILED "losses or norms differ"
+    fi
+    rm -rf "$dir".[abc]
 }
 
-# Times every model with and without recomputation, at the largest batch that fits (the program
-# exits with 3 if one does not). An untimed first run loads kernels and chooses algorithms. For the
-# first model, recomputation must not change a bit; the others are too large to save.
+# Times every model without offload, with and without recomputation, at the largest batch that fits
+# (the program exits with 3 if one does not), and as --fit bits recommends for TOKENS per step. An
+# untimed first run loads kernels and chooses algorithms.
 stage_speed() {
-    local model level batch status dir planned
+    local model level batch fit
     for model in $MODELS; do
+        [ "$model" != d48 ] || [ "$STEPS" -le 8 ] || steps=8
         for level in 0 1; do
-            dir=-
-            [ "$model" != "$first_model" ] || dir=$work/speed.$level
             for ((batch = LARGEST_BATCH; batch >= 1; batch /= 2)); do
-                logged "$GPT2CU" -e "$model" -r $level -b $batch -x 1 -v 0
-                status=$?
+                set -- -e "$model" -r $level -b $batch --offload none
+                logged "$GPT2CU" "$@" -x 1 -v 0
                 [ $status -eq 3 ] || break
             done
-            if [ $status -eq 0 ]; then
-                run "$dir" -e "$model" -r $level -b $batch
-                status=$?
-            fi
-            if [ $batch -eq 0 ]; then
-                report "$model -r $level" skipped "does not fit: $(tail -n 1 "$work/last")"
-            elif [ $status -ne 0 ]; then
-                report "$model -r $level" FAILED "$(why $status)"
-            else
-                planned=$("$GPT2CU" --plan --json -e "$model" -r $level -b $batch 2> /dev/null |
-                    sed -n 's/.*"total_bytes":\([0-9]*\).*/\1/p' |
-                    awk '{ printf "%.0f", $1 / 1048576 }')
-                row="$model $level $batch $ms $(awk -v ms="$ms" -v n=$((batch * $(
-                    positions "$model"))) 'BEGIN { printf "%.0f", 1e3 * n / ms }')"
-                echo "${GPT2CU##*/} $row ${measured:--} ${planned:--}" >> "$LOGS/speed.rows"
-                report "$model -r $level B $batch" ok "$ms ms, ${row##* } tokens/s; measured \
-${measured:-no} MiB, planned $planned and libraries"
-            fi
+            case $status in
+                0) timed "$model -r $level B $batch" "$@" ;;
+                3) report "$model -r $level" skipped "does not fit: $(tail -n 1 "$work/last")" ;;
+                *) report "$model -r $level" FAILED "$(why)" ;;
+            esac
         done
+        steps=2
+        read -r -a fit < <("$GPT2CU" --fit bits -e "$model" -d "$TOKENS" --json | tr -d '\n' |
+            sed -n 's/.*"best":\[{[^}]*"options":"\([^"]*\)".*/\1/p')
+        [ -n "${fit[*]}" ] || report "$model --fit" skipped "nothing fits"
+        [ -z "${fit[*]}" ] || timed "$model --fit" -e "$model" -d "$TOKENS" "${fit[@]}"
+        steps=$STEPS
     done
-    if same_steps "$work/speed.0" "$work/speed.1"; then
-        report "$first_model -r 0, -r 1" ok "losses and norms of $STEPS steps are equal"
-    else
-        report "$first_model -r 0, -r 1" FAILED "losses or norms differ, or are missing"
-    fi
+}
+
+# Times Muon, and AdamW with its states in host memory, which an update reads and writes once: their
+# bytes over the time by which the step is longer than with states on the device.
+stage_update() {
+    local options none=
+    for options in "--offload none" "--offload none --optimizer muon" \
+        "--offload moments,master" "--offload moments,master --moments bf16"; do
+        # shellcheck disable=SC2086
+        timed "$options" -e "$first_model" -r 0 -b 4 $options || continue
+        none=${none:-$ms}
+        [[ $options == *none* ]] || report "in host memory" ok "$(awk -v ms="$ms" -v none="$none" \
+            -v bytes="$host" 'BEGIN { print(ms > none ? bytes / (ms - none) / 1e6 : "-") }') GB/s"
+    done
 }
 
 stage_test() { must "$TEST" "$TEST" && report "$TEST" ok "$(tail -n 1 "$work/last")"; }
@@ -328,13 +357,12 @@ stage_bench() { must "$BENCH" "$BENCH" && report "$BENCH" ok "$(tail -n 1 "$work
 
 # The probe has a race in shared memory, a write past the end of an allocation and a read of memory
 # that nothing has written. Each tool must find its kind of error in it; otherwise the tool does not
-# work on this machine, and a clean report would mean nothing. Each run times all candidate kernels
-# again, so the wgmma kernels run too. Only kernels whose names end in _kernel are checked: all of
-# ours, and hardly any of the libraries', which are slow to check and not ours to fix. racecheck
-# cannot check 16-bit attention: it ends with an internal error. initcheck checks fp32 only, because
-# it does not see that cuBLASLt's 16-bit matmuls write their results (by TMA).
+# work on this machine, and a clean report would mean nothing. Only kernels whose names end in
+# _kernel are checked: all of ours, and hardly any of the libraries', which are slow to check and
+# not ours to fix. racecheck ends with an internal error in 16-bit attention. initcheck checks fp32
+# only, because it does not see that cuBLASLt's 16-bit matmuls write their results (by TMA).
 stage_sanitizer() {
-    local tool dtype status ours
+    local tool dtype ours
     local -a exclude
     cat > "$work/injected.cu" << 'CUDA'
 __global__ void injected_kernel(int *p) {
@@ -371,7 +399,6 @@ CUDA
             # Two layers, tiles with a remainder, two chunks of logits.
             logged "$@" "${exclude[@]}" env XDG_CACHE_HOME="$work/$tool.$dtype" "$GPT2CU" \
                 -e l2h2c128t96 -b 2 -x 2 -v 0 -r 1 --logit-rows 128 --dtype "$dtype"
-            status=$?
             ours=$(grep -oE 'at [A-Za-z0-9_]+_kernel' "$work/last" | sort -u | tr '\n' ' ')
             if [ $status -eq 0 ]; then
                 report "$tool $dtype" ok "no errors in our kernels"
@@ -380,7 +407,7 @@ CUDA
             elif [ -z "$ours" ] && grep -q 'Internal Sanitizer Error' "$work/last"; then
                 report "$tool $dtype" skipped "the tool failed: Internal Sanitizer Error"
             else
-                report "$tool $dtype" FAILED "$ours$(why $status)"
+                report "$tool $dtype" FAILED "$ours$(why)"
             fi
         done
     done
@@ -393,7 +420,7 @@ stage_offload() {
         weights,gradients,moments,master,residuals; do
         dir=$work/offload.${states//,/+}
         if ! run "$dir" -e "$first_model" -b 4 -r 1 --offload "$states"; then
-            report "offload $states" FAILED "$(why $?)"
+            report "offload $states" FAILED "$(why)"
         elif same_steps "$work/offload.none" "$dir"; then
             none=${none:-$ms}
             report "offload $states" ok "$(awk -v ms="$ms" -v none="$none" \
@@ -421,7 +448,7 @@ stage_gpus() {
         export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0
     fi
     if ! run "$work/gpus.1" "$@" -b $rows; then
-        report "one rank" FAILED "$(why $?)"
+        report "one rank" FAILED "$(why)"
         return
     fi
     report "one rank" ok "$ms ms"
@@ -433,7 +460,7 @@ stage_gpus() {
                     report "$ranks ranks" skipped "needs NCCL 2.30.7: $(tail -n 1 "$work/last")"
                     return
                 fi
-                report "$ranks ranks, -z $zero" FAILED "$(why $?)"
+                report "$ranks ranks, -z $zero" FAILED "$(why)"
             elif apart=$(near_steps "$work/gpus.1" "$dir" $loss $norm); then
                 same_steps "$work/gpus.$ranks.0" "$dir" && apart+="; the same bits as -z 0"
                 report "$ranks ranks, -z $zero" ok "$ms ms; $apart; measured ${measured:-no} MiB"
@@ -447,16 +474,19 @@ stage_gpus() {
 
 # Runs PyTorch in one process per model; lines printed before its time limit still count.
 stage_torch() {
-    local model batch_0 batch_1 row
+    local model row
+    batch() {
+        found rows | sed -n "s/.*\t$model -r $1 -b \([0-9]*\) --offload none\t.*/\1/p" | grep . ||
+            echo 1
+    }
     for model in $MODELS; do
-        batch_0=$(found rows | awk -v m="$model" '$2 == m && $3 == 0 && !/^torch/ { print $4 }')
-        batch_1=$(found rows | awk -v m="$model" '$2 == m && $3 == 1 && !/^torch/ { print $4 }')
         PYTHONUNBUFFERED=1 logged "$PYTHON" dev/check/bench_torch.py --model "$model" \
-            --batch "${batch_0:-1}" --batch-recompute "${batch_1:-1}" ||
-            report "$model" skipped "$(why $?)"
+            --dtype "$DTYPE" --batch "$(batch 0 | head -n 1)" \
+            --batch-recompute "$(batch 1 | head -n 1)" || report "$model" skipped "$(why)"
         # torch eager d48 -r 0 B 16 T 1024 ms 330.1 tokens/s 49636 MiB 71234
         while read -r -a row; do
-            echo "torch-${row[1]} ${row[2]} ${row[4]} ${row[6]} ${row[10]} ${row[12]} ${row[14]}" \
+            printf '%s\t%s -r %s -b %s --offload none\t%s\t%s\t-\t%s\t-\n' "torch-${row[1]}" \
+                "${row[2]}" "${row[4]}" "${row[6]}" "${row[10]}" "${row[12]}" "${row[14]}" \
                 >> "$LOGS/torch.rows"
             report "${row[2]} ${row[1]} -r ${row[4]} B ${row[6]}" ok "${row[*]:9}"
         done < <(grep '^torch .* tokens/s ' "$work/last")
@@ -465,35 +495,34 @@ stage_torch() {
 
 # --- Summary --------------------------------------------------------------------------------------
 
-# Prints the rows (program model level batch ms tokens/s MiB planned) as a table. Ours are compared
-# with compiled PyTorch at the same recomputation and batch, or else with eager PyTorch.
+# Prints the rows as a table. Ours are compared with compiled PyTorch at the same recomputation and
+# batch, or else with eager PyTorch.
 table() {
-    echo "| program | model | -r | B | ms/step | tokens/s | measured MiB | planned MiB |" \
-        "ratio to PyTorch |"
-    echo "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    found rows | sort -s -k2,2 -k3,3 | awk '
-        { row[NR] = $0; speed[$1 " " $2 " " $3 " " $4] = $6 }
+    echo "| program | run | ms/step | tokens/s | of forecast | measured MiB | planned MiB |" \
+        "of PyTorch |"
+    echo "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    found rows | sort -s -t $'\t' -k2,2 | awk -F '\t' '
+        { row[NR] = $0; speed[$1 $2] = $4 }
         END {
             for (i = 1; i <= NR; i++) {
-                split(row[i], f, " ")
-                key = f[2] " " f[3] " " f[4]
-                other = speed["torch-compiled " key] ? speed["torch-compiled " key] \
-                                                     : speed["torch-eager " key]
-                ratio = f[1] !~ /^torch-/ && other ? sprintf("%.2f", f[6] / other) : "-"
-                printf "| %s | %s | %s | %s | %s | %s | %s | %s | %s |\n", f[1], f[2], f[3], f[4],
-                       f[5], f[6], f[7], f[8] ? f[8] : "-", ratio
+                split(row[i], f, "\t")
+                other = speed["torch-compiled" f[2]] ? speed["torch-compiled" f[2]] \
+                                                     : speed["torch-eager" f[2]]
+                ratio = f[1] !~ /^torch-/ && other ? sprintf("%.2f", f[4] / other) : "-"
+                gsub("\t", " | ", row[i])
+                printf "| %s | %s |\n", row[i], ratio
             }
         }'
 }
 
-# Prints this card's row of the first table in dev/notes/gpu.md: the card, ours for each model, the
-# largest difference of measured and planned MiB, and the checks.
+# Prints this card's row of the first table in dev/notes/gpu.md: the card, our runs, the largest
+# difference of measured and planned MiB, and the checks.
 card_row() {
-    found rows | awk -v machine="${machine//, /; }" -v ok="$(outcomes ok)" \
+    found rows | awk -F '\t' -v machine="${machine//, /; }" -v ok="$(outcomes ok)" \
         -v failed="$(outcomes FAILED)" -v skipped="$(outcomes skipped)" '
-        !/^torch/ && NF == 8 {
-            runs = runs (runs ? "; " : "") $2 " -r " $3 " B " $4 ": " $5 " ms, " $6 " tokens/s"
-            if ($7 - $8 > library) { library = $7 - $8 }
+        !/^torch/ {
+            runs = runs (runs ? "; " : "") $2 ": " $3 " ms, " $4 " tokens/s, " $5 " of forecast"
+            if ($6 - $7 > library) { library = $6 - $7 }
         }
         END {
             printf "| %s | %s | %s | %d ok, %d failed, %d skipped |\n", machine, runs ? runs : "-",
@@ -506,10 +535,10 @@ summary() {
     table
     cat << TEXT
 
-Medians; a step is B sequences of the model's T, $DTYPE. Measured: the growth of the GPU's used
-memory, with CUDA context and libraries. Planned: without them. PyTorch: fp32 weights under bf16
-autocast, SDPA (flash), fused AdamW, the same clipping; -r 1: every block checkpointed. Ratio:
-tokens/s over PyTorch's.
+Medians, $DTYPE. Measured: the growth of the GPU's used memory, with CUDA context and libraries.
+Planned: without them. PyTorch: fp32 weights under $DTYPE autocast, SDPA (flash), fused AdamW, the
+same clipping; -r 1: every block checkpointed. Ratios are of tokens/s.${cut:+
+Cut by a time limit:$cut.}
 
 TEXT
     printf '```\n'
@@ -532,5 +561,5 @@ echo
 table
 echo
 echo "$(outcomes ok) passed, $(outcomes FAILED) failed, $(outcomes skipped) skipped; $SECONDS s;" \
-    "$LOGS/summary.md; $ARCHIVE"
+    "${cut:+cut by a time limit:$cut; }$LOGS/summary.md; $ARCHIVE"
 [ "$(outcomes FAILED)" -eq 0 ]

@@ -3,8 +3,8 @@
     dev/check/bench_torch.py --model d12
 
 Does the same work as a step of train_gpt2cu, with the same shapes, in PyTorch's usual setup: fp32
-weights and moments with bf16 autocast, SDPA, fused AdamW. There are four variants: eager and
-compiled, each with all activations kept (-r 0) and with every block checkpointed (-r 1). Models
+weights and moments with bf16 or fp16 autocast, SDPA, fused AdamW. There are four variants: eager
+and compiled, each with all activations kept (-r 0) and with every block checkpointed (-r 1). Models
 with more than 12 layers are compiled block by block, because compiling 48 layers as one graph would
 take minutes. Without CUDA, runs on the CPU, which only shows that it works.
 
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 PRESETS = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280),
            "d48": (48, 25, 1600)}  # L, NH, C
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WAYS = ((False, "eager"), (True, "eager"), (False, "compiled"), (True, "compiled"))  # fast first
 WARM_UP, BATCHES, WHOLE_GRAPH_LAYERS = 3, 4, 12
 
@@ -119,15 +120,18 @@ def measure(args, way, recompute, B, device):
     tokens = torch.randint(0, min(Vp, 50257), (BATCHES, B, T + 1))
     if device.type == "cuda":
         tokens = tokens.pin_memory()
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     times = []
     for step in range(WARM_UP + args.steps):
         began = time.perf_counter()
         batch = tokens[step % BATCHES].to(device, non_blocking=True)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, DTYPES[args.dtype]):
             loss = model(batch[:, :-1], batch[:, 1:])
-        loss.backward()
+        scaler.scale(loss).backward()
+        scaler.unscale_(adamw)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adamw.step()
+        scaler.step(adamw)
+        scaler.update()
         adamw.zero_grad(set_to_none=True)
         value = loss.item()  # waits for all queued work, including the update
         times.append((time.perf_counter() - began) * 1e3)
@@ -143,6 +147,7 @@ def main():
     parser.add_argument("--model", default="d12", help="d12 d24 d36 d48 or a shape: l2h2c64t64")
     parser.add_argument("--batch", type=int, default=4, help="sequences with -r 0")
     parser.add_argument("--batch-recompute", type=int, help="sequences with -r 1; default: --batch")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--steps", type=int, default=10, help="timed steps after the warm-up")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
