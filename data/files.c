@@ -302,7 +302,6 @@ static void folder_lock(const char *folder) {
     }
 }
 
-// Returns whether two names are the same file.
 static int file_same(const char *a, const char *b) {
     struct stat x, y;
     return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_ino == y.st_ino && x.st_dev == y.st_dev;
