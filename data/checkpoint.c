@@ -10,12 +10,13 @@
 //                                    halves of the fp32 masters
 //   manifest.json                    the size and SHA-256 of every other file
 //   merges.txt, vocab.json, tokenizer_config.json
-//                                    the tokenizer; absent for bytes or if GPT-2's was not found
+//                                    the tokenizer; absent for bytes or if GPT-2's was not found;
+//                                    after fine-tuning, copies of these and of five other files
 //
 // For two ranks and a model with two blocks (buckets 3 and 4), rank 0's state file has this header:
 //
 //     "__metadata__": {"run": text that a resumed run must match, "matmul": kernel choices,
-//                      "--lr": "0.001", ..., "train_hash": fingerprint, "val_hash": "...",
+//                      "--lr": "0.001", ..., "train_hash": fingerprint of the training data,
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
 //
@@ -38,7 +39,7 @@
 
 // The files of a checkpoint. Each rank of the run that saved it has one state file.
 enum {
-    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
+    FILE_MODEL, FILE_CONFIG, FILE_EXTRA, EXTRA_FILES = 8, FILE_MANIFEST = FILE_EXTRA + EXTRA_FILES,
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
@@ -46,7 +47,8 @@ enum {
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
-        "manifest.json"};
+        "tokenizer.json", "added_tokens.json", "special_tokens_map.json", "generation_config.json",
+        "chat_template.jinja", "manifest.json"};
     if (file < FILE_STATE) {
         snprintf(name, FILE_NAME, "%s", names[file]);
     } else {
@@ -107,6 +109,7 @@ typedef struct {
     int64_t loss_scale_log2, loss_scale_steps;  // fp16 only; steps since it changed
     int64_t best_loss;  // lowest validation loss of a checkpoint in 1e-9 nats, or 0
     int64_t lowest_loss, stale;  // of all validations; validations since then (--patience)
+    int64_t lowest_step, validated, lr;  // a hash of the validated tokens; of the last step, x 1e15
     NormWindow norms;
 } RunState;
 
@@ -121,7 +124,8 @@ static const struct {
     {"loss_scale_log2", offsetof(RunState, loss_scale_log2)},
     {"loss_scale_steps", offsetof(RunState, loss_scale_steps)},
     {"best_loss", offsetof(RunState, best_loss)}, {"lowest_loss", offsetof(RunState, lowest_loss)},
-    {"stale", offsetof(RunState, stale)}};
+    {"stale", offsetof(RunState, stale)}, {"lowest_step", offsetof(RunState, lowest_step)},
+    {"validated", offsetof(RunState, validated)}, {"lr", offsetof(RunState, lr)}};
 enum { COUNTERS_REQUIRED = 5, COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
@@ -161,11 +165,17 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
 }
 
 // Writes config.json. transformers preserves `train_gpt2_tokenizer`, the tokenizer's hash.
-static void config_save(const Model *m, const Tokenizer *t, Writer *w) {
-    char text[1024], end[16] = "null";
+static void config_save(const Model *m, const Tokenizer *t, const Bpe *bpe, Writer *w) {
+    char text[1024], end[16] = "null", ends[512];
     if (t->end >= 0) {
         snprintf(end, sizeof end, "%d", t->end);
     }
+    const int one = snprintf(ends, sizeof ends, "[%s", end);
+    int all = one;
+    for (int id = 0; bpe && id < MAX_VOCABULARY; id++) {
+        all = bpe->ends[id] && id != t->end ? text_add(ends, sizeof ends, all, ", %d", id) : all;
+    }
+    text_add(ends, sizeof ends, all, "]");
     int n = snprintf(text, sizeof text,
                      "{\"architectures\": [\"GPT2LMHeadModel\"], \"model_type\": \"gpt2\",\n"
                      "\"n_layer\": %d, \"n_head\": %d, \"n_embd\": %d, \"n_positions\": %d,\n"
@@ -174,7 +184,7 @@ static void config_save(const Model *m, const Tokenizer *t, Writer *w) {
                      "\"resid_pdrop\": 0.0, \"embd_pdrop\": 0.0, \"attn_pdrop\": 0.0,\n"
                      "\"bos_token_id\": %s, \"eos_token_id\": %s,\n"
                      "\"train_gpt2_tokenizer\": \"%016" PRIx64 "\"}\n",
-                     m->L, m->NH, m->C, m->maxT, m->V, end, end, t->hash);
+                     m->L, m->NH, m->C, m->maxT, m->V, end, all > one ? ends : end, t->hash);
     writer_put(w, text, (size_t)n);
 }
 
@@ -186,13 +196,10 @@ typedef struct {
     const char *identity;    // run_identity
     const RunState *state;
     const Bpe *bpe;  // NULL if tokens are bytes or GPT-2's vocabulary was not found
-    const Dataset *data[2];  // training and validation data and their fingerprints
+    const Mapping *extras;   // (EXTRA_FILES) contents of FILE_EXTRA and the following; may be empty
+    const Dataset *data;     // training data
     int64_t previous;        // step of the last checkpoint saved by this run, or -1
 } Snapshot;
-
-// Metadata keys for the data fingerprints, and the options that name the data.
-static const char *const hash_keys[2] = {"train_hash", "val_hash"};
-static const char *const hash_options[2] = {"train-data", "val-data"};
 
 // A range of a state and its location in a file.
 typedef struct {
@@ -280,8 +287,8 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
         n = text_add(given, sizeof given, n, options->given[i] % NOT_GIVEN ? "%s|" : "%.0s", name);
     }
     json_print(header.file, ",'given':'%s'", given);
-    for (int k = 0; k < 2 && snapshot->data[k]->hash; k++) {
-        json_print(header.file, ",'%s':'%016" PRIx64 "'", hash_keys[k], snapshot->data[k]->hash);
+    if (snapshot->data->hash) {
+        json_print(header.file, ",'train_hash':'%016" PRIx64 "'", snapshot->data->hash);
     }
     RunState counters = *snapshot->state;
     for (int i = 0; i < COUNTERS; i++) {
@@ -418,8 +425,8 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     for (int i = 0; i < files; i++) {
         char file[PATH_BYTES], name[FILE_NAME];
         const ManifestRow *row = &manifest.files[i];
-        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // may be absent
-        const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
+        const int extra = i >= FILE_EXTRA && i < FILE_MANIFEST;  // may be absent
+        const int listed = i != FILE_MANIFEST && (!extra || row->sha256[0]);
         file_name(name, i, manifest.ranks);
         path_print(file, "%s/%s", folder, name);
         wrong[i] = listed ? file_compare(file, row) : NULL;
@@ -457,8 +464,7 @@ static void save_file(Saving *save, int file) {
     const Snapshot *snapshot = save->snapshot;
     const Settings *s = snapshot->settings;
     ManifestRow *row = &save->manifest.files[file];
-    char name[FILE_NAME], *text;
-    size_t size;
+    char name[FILE_NAME];
     if (save->problem[0]) {
         return;
     }
@@ -472,14 +478,17 @@ static void save_file(Saving *save, int file) {
             model_file_save(snapshot->engine, &s->model,
                             s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, &w);
             break;
-        case FILE_CONFIG: config_save(&s->model, &snapshot->data[0]->tokenizer, &w); break;
-        case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
-            text = tokenizer_file_text(snapshot->bpe, file - FILE_MERGES, s->model.maxT, &size);
-            writer_put(&w, text, size);
-            free(text);
+        case FILE_CONFIG:
+            config_save(&s->model, &snapshot->data->tokenizer, snapshot->bpe, &w);
             break;
         case FILE_MANIFEST: manifest_save(&save->manifest, snapshot->state->step, &w); break;
-        default: state_save(snapshot, &w);
+        default:
+            if (file >= FILE_STATE) {
+                state_save(snapshot, &w);
+            } else {
+                const Mapping *extra = &snapshot->extras[file - FILE_EXTRA];
+                writer_put(&w, extra->bytes, extra->size);
+            }
     }
     writer_close(&w);
     row->bytes = w.bytes;
@@ -585,8 +594,8 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
     save_agree(&save);
     if (this_rank.rank == 0) {
         save_file(&save, FILE_CONFIG);
-        for (int k = FILE_MERGES; snapshot->bpe && k <= FILE_TOKENIZER; k++) {
-            save_file(&save, k);
+        for (int k = 0; k < EXTRA_FILES; k++) {
+            snapshot->extras[k].size ? save_file(&save, FILE_EXTRA + k) : (void)0;
         }
         save_finish(&save, output, path);
     }
@@ -852,13 +861,11 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
     }
 }
 
-// Makes the engine use the checkpoint's matmul algorithms, which affect results. Earlier versions
-// stored attention choices under the key "kernels". Returns NULL, or a description of the choices
-// if the engine cannot use them.
+// Makes the engine use the checkpoint's matmul algorithms and attention kernels, which affect
+// results. Returns NULL, or a description of the choices if the engine cannot use them.
 static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
-    char choices[2 * MATMUL_TEXT];
+    char choices[MATMUL_TEXT];
     safetensors_text(&f->files[0].map, "matmul", choices, MATMUL_TEXT);
-    safetensors_text(&f->files[0].map, "kernels", choices + strlen(choices), MATMUL_TEXT);
     const int took = !choices[0] || (e->choices && strcmp(choices, e->choices) == 0) ||
                      (e->set_choices && e->set_choices(e, choices));
     return took ? NULL : "matmul algorithms and attention kernels";
@@ -904,28 +911,14 @@ static void checkpoint_require_same_run(const Snapshot *run, const StateFiles *f
         ends[0], was + pair, ends[1], now + pair);
 }
 
-// Fails if the training data differ from the checkpoint's. Warns if --val-data names the same files
-// but their contents have changed.
+// Fails if the training data differ from the checkpoint's.
 static void checkpoint_data(const Snapshot *run, const StateFiles *f, const char *folder) {
-    char was[PATH_BYTES], text[64], hash[24], now[24];
-    for (int k = 0; k < 2; k++) {
-        const OptionRow *row = option_find(hash_options[k]);
-        const char *path = option_text(text, run->options, row);
-        snprintf(now, sizeof now, "%016" PRIx64, run->data[k]->hash);
-        safetensors_text(&f->files[0].map, hash_keys[k], hash, sizeof hash);
-        if (!run->data[k]->hash || !hash[0] || strcmp(hash, now) == 0) {
-            continue;
-        }
-        if (k == 0) {
-            die("checkpoint %s: the training data %s has changed since it was saved; to start a "
-                "new run from its weights, use -e %s -o FOLDER", folder, path, folder);
-        }
-        option_was(was, f, row);
-        if (this_rank.rank == 0 && strcmp(was, path) == 0) {
-            fprintf(stderr, "%s: warning: the validation data %s has changed since checkpoint %s; "
-                    "validation losses are not comparable across the change\n", program_name,
-                    path, folder);
-        }
+    char hash[24], now[24];
+    snprintf(now, sizeof now, "%016" PRIx64, run->data->hash);
+    safetensors_text(&f->files[0].map, "train_hash", hash, sizeof hash);
+    if (run->data->hash && hash[0] && strcmp(hash, now) != 0) {
+        die("checkpoint %s: the training data %s has changed since it was saved; to start a new "
+            "run from its weights, use -e %s -o FOLDER", folder, run->options->train_data, folder);
     }
 }
 

@@ -302,6 +302,11 @@ static void folder_lock(const char *folder) {
     }
 }
 
+static int file_same(const char *a, const char *b) {
+    struct stat x, y;
+    return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_ino == y.st_ino && x.st_dev == y.st_dev;
+}
+
 // Opens a regular file for reading and stores its size in bytes in *size. Returns the descriptor,
 // or -1 on failure; file_error() then returns the reason.
 static int file_open(const char *path, int64_t *size) {
@@ -419,11 +424,21 @@ static int llmc_kind(const unsigned char *bytes, size_t size) {
     return kind;
 }
 
+// Fails if a file that begins with a binary header is a text.
+static void text_refuse(const unsigned char *bytes, size_t size, const char *name, const char *is) {
+    const int first = size > 15 ? bytes[0] : '{';  // which may begin JSON
+    if (first < 0xF8 && first != '{' && !memchr(bytes, 0, size < 1024 ? size : 1024)) {
+        die("%s is a text file, not %s; to tokenize it, run data/tokenize --train-bpe 8192 (for "
+            "pretrained weights --bpe --tokenizer FOLDER) -o PREFIX %s", name, is, name);
+    }
+}
+
 // Returns a file's header. Fails unless the file is of this kind and has a supported version.
 static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size, const char *name) {
     const char *what = llmc_files[kind].name;
     const int32_t *versions = llmc_files[kind].versions;
     LlmcHeader h;
+    text_refuse(bytes, size, name, kind == LLMC_TOKENS ? "token data" : what);
     if (size < LLMC_HEADER_BYTES) {
         die("%s: %zu bytes is too short for %s; the header alone is %d bytes", name, size, what,
             LLMC_HEADER_BYTES);

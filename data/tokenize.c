@@ -34,8 +34,6 @@ static const char *const usage_text =
     "  --documents         split each FILE into documents at <|endoftext|>, strip surrounding\n"
     "                      whitespace and start each document with an end-of-text token;\n"
     "                      default: one plain text\n"
-    "  --special           encode special tokens of the tokenizer, such as <|user|>, as one token\n"
-    "                      each; default: as ordinary text\n"
     "  --val-fraction F    hold out the last fraction F of the text for validation, rounded to\n"
     "                      whole documents with --documents; default: 0.1; 0 disables validation\n"
     "  --val-file FILE     validate on this file instead and train on all others\n"
@@ -46,7 +44,7 @@ static const char *const usage_text =
 typedef struct {
     char **files;
     const char *prefix, *tokenizer, *val_file;
-    int file_count, bpe, bytes, tokens, documents, special;
+    int file_count, bpe, bytes, tokens, documents;
     int train_bpe;               // size of the vocabulary to learn, or 0
     double val_fraction;         // negative if not given
     int64_t shard_tokens;        // 0 for one shard
@@ -71,7 +69,6 @@ static Arguments parse_arguments(int argc, char **argv) {
                                      {"bytes", no_argument, &a.bytes, 1},
                                      {"tokens", no_argument, &a.tokens, 1},
                                      {"documents", no_argument, &a.documents, 1},
-                                     {"special", no_argument, &a.special, 1},
                                      {"train-bpe", required_argument, NULL, 'b'},
                                      {"shard-tokens", required_argument, NULL, 's'},
                                      {"val-fraction", required_argument, NULL, 'f'},
@@ -108,7 +105,6 @@ static Arguments parse_arguments(int argc, char **argv) {
         : !ends_in_name ? "-o: PREFIX must end in a file name, such as data/mine"
         : modes > 1     ? "--bpe, --bytes, --tokens and --train-bpe are mutually exclusive"
         : a.tokenizer && !a.bpe && !a.tokens ? "--tokenizer requires --bpe or --tokens"
-        : a.special && !a.bpe               ? "--special requires --bpe"
         : a.tokens && a.documents           ? "--tokens and --documents are mutually exclusive"
         : a.val_fraction >= 0 && a.val_file ? "--val-fraction and --val-file are mutually exclusive"
                                             : NULL;
@@ -155,8 +151,8 @@ static void file_refuse(const Part *file, int tokens) {
     for (size_t i = 0; !tokens && i < sizeof formats / sizeof formats[0]; i++) {
         const size_t n = strlen(formats[i].mark);
         if (file->size >= n && memcmp(bytes, formats[i].mark, n) == 0) {
-            die("%s is %s, not plain text; convert it first (UTF-16: iconv -f UTF-16 -t UTF-8)",
-                name, formats[i].format);
+            die("%s is %s, not plain text; convert it first%s", name, formats[i].format,
+                formats[i].format[0] == 'U' ? " (UTF-16: iconv -f UTF-16 -t UTF-8)" : "");
         }
     }
     if (!tokens && file->size > 0 && strchr("[{", bytes[0])) {
@@ -245,28 +241,25 @@ static void corpus_add(Corpus *t, const char *name, const char *bytes, size_t si
     t->size += (int64_t)size;
 }
 
-// Maps all files and splits them into training text and validation text. Files are compared by
-// inode: the validation file is left out of the training text, and other repetitions are errors.
+// Maps all files and splits them into training text and validation text. Leaves the validation file
+// out of the training text, and fails if another file is given twice, under any names.
 static void corpus_open(Corpus texts[2], const Arguments *a) {
     const int count = a->file_count + (a->val_file != NULL);
     Part *files = (Part *)alloc_zero((size_t)count, sizeof *files);
-    struct stat *ids = (struct stat *)alloc_zero((size_t)count, sizeof *ids);
     int64_t size = 0;
-    for (int i = count - 1; i >= 0; i--) {
+    for (int i = 0; i < count; i++) {
         const char *name = i < a->file_count ? a->files[i] : a->val_file;
-        int same = count - 1;
-        stat(name, &ids[i]);
-        while (same > i && (!ids[i].st_ino || ids[i].st_ino != ids[same].st_ino ||
-                            ids[i].st_dev != ids[same].st_dev)) {
-            same--;
+        if (i < a->file_count && a->val_file && file_same(name, a->val_file)) {
+            continue;
         }
-        if (same > i && same < a->file_count) {
-            die("%s is given twice, also as %s", name, a->files[same]);
-        }
-        files[i] = same > i ? files[i] : file_map(name, a);
+        files[i] = file_map(name, a);
         size += (int64_t)files[i].size;
+        for (int k = 0; k < i; k++) {
+            if (files[k].size == files[i].size && file_same(files[k].name, name)) {
+                die("%s is given twice, also as %s", name, files[k].name);
+            }
+        }
     }
-    free(ids);
     int64_t train = (int64_t)((double)size * (1 - (a->val_fraction >= 0 ? a->val_fraction : 0.1)));
     train = a->val_file ? size - (int64_t)files[count - 1].size : train;
     texts[0].parts = (Part *)alloc_zero((size_t)count, sizeof(Part));
@@ -542,7 +535,6 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
 
 static char (*outputs)[PATH_BYTES];  // final paths of the files that this run writes
 static int output_count;
-static char outdated[TOKENIZER_FILES][PATH_BYTES];  // of another tokenizer, removed with success
 
 static void outputs_end(int complete) {
     char part[PATH_BYTES + 8];
@@ -553,9 +545,6 @@ static void outputs_end(int complete) {
         } else if (rename(part, outputs[i]) != 0) {
             die("cannot rename %s to %s: %s", part, outputs[i], strerror(errno));
         }
-    }
-    for (int i = 0; complete && i < TOKENIZER_FILES; i++) {
-        unlink(outdated[i]);
     }
     output_count = 0;
 }
@@ -657,7 +646,7 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
 }
 
 // Fails if an earlier run left shards that the same glob pattern would match as those of this run,
-// which are `shards` or, before they are counted, at most as many.
+// of which there are `shards` (more, before they are counted).
 static void sink_check_others(const Sink *s, int64_t shards) {
     const int numbered = s->arguments->shard_tokens > 0;
     char path[2][PATH_BYTES];
@@ -678,7 +667,7 @@ static void sink_check_others(const Sink *s, int64_t shards) {
 typedef struct {
     Bpe bpe;
     Tokenizer tokenizer;
-    int documents, special, tokens;  // tokens: files contain tokens, not text
+    int documents, tokens;       // tokens: files contain tokens, not text
     WordTable *words;            // if not NULL, pre-tokens are counted here, not encoded
 } Coder;
 
@@ -697,8 +686,7 @@ static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
     return last == part->size ? last : split_at(part, offset, 0);
 }
 
-// Returns an error message for bytes [begin, end) of a part, or NULL. Reports the first special
-// token that is encoded as text.
+// Returns an error message for bytes [begin, end) of a part, or NULL. Reports the first marker.
 static const char *block_problem(const Coder *coder, const Part *part, size_t begin, size_t end) {
     static int noted;
     const char *text = part->bytes + begin;
@@ -712,17 +700,10 @@ static const char *block_problem(const Coder *coder, const Part *part, size_t be
     if (!coder->tokens && memchr(text, 0, end - begin)) {
         return "contains NUL bytes, so it is UTF-16 or binary, not plain text";
     }
-    const Bpe *bpe = &coder->bpe;
-    for (int rank = bpe->count - 1;  // ordinary - 1 stands for <|endoftext|>
-         !coder->tokens && !coder->special && rank >= bpe->ordinary - 1; rank--) {
-        const char *token = marker;
-        const int n = rank < bpe->ordinary ? (int)MARKER_BYTES : bpe_bytes(bpe, rank, &token);
-        const int ends = n == MARKER_BYTES && memcmp(token, marker, MARKER_BYTES) == 0;
-        if (!(ends && coder->documents) && memmem(text, end - begin, token, (size_t)n) &&
-            !__atomic_exchange_n(&noted, 1, __ATOMIC_RELAXED)) {
-            printf("note: %s contains %.*s, which is ordinary text without --%s\n", part->name, n,
-                   token, ends ? "documents" : "special");
-        }
+    if (!coder->tokens && !coder->documents && memmem(text, end - begin, marker, MARKER_BYTES) &&
+        !__atomic_exchange_n(&noted, 1, __ATOMIC_RELAXED)) {
+        printf("note: %s contains %s, which is ordinary text without --documents\n", part->name,
+               marker);
     }
     return NULL;
 }
@@ -739,7 +720,7 @@ static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
         return (int64_t)n / 2;
     }
     if (coder->tokenizer.kind != TOKENIZER_BYTES) {
-        return (coder->special ? bpe_encode_special : bpe_encode)(encoder, text, n, tokens);
+        return bpe_encode_all(encoder, text, n, 0, tokens);
     }
     for (size_t i = 0; i < n; i++) {
         tokens[i] = (unsigned char)text[i];
@@ -839,21 +820,14 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
 // -------------------------------------------------------------------------------------------------
 // Main
 
-// Writes the tokenizer to PREFIX_merges.txt and, unless it is plain, to two more files. Those of an
-// earlier run that this one does not write are removed, unless --tokenizer may have named them.
-static void tokenizer_write(const Coder *coder, const Arguments *a) {
+// Writes the tokenizer to PREFIX_merges.txt and two more files, always all three of a set.
+static void tokenizer_write(const Bpe *bpe, const char *prefix) {
     static const char *const names[TOKENIZER_FILES] = {"merges.txt", "vocab.json",
                                                        "tokenizer_config.json"};
-    const Bpe *bpe = &coder->bpe;
-    const int own = coder->tokenizer.kind == TOKENIZER_MERGES && bpe->count;
     for (int file = 0; file < TOKENIZER_FILES; file++) {
         char path[PATH_BYTES];
         size_t size;
-        path_print(path, "%s_%s", a->prefix, names[file]);
-        if (!own || (bpe->plain && file != FILE_OF_MERGES)) {
-            path_print(outdated[file], "%s", own || !a->tokenizer ? path : "");
-            continue;
-        }
+        path_print(path, "%s_%s", prefix, names[file]);
         char *text = tokenizer_file_text(bpe, file, 0, &size);
         const int fd = output_open(path);
         output_write(fd, text, size);
@@ -880,6 +854,7 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
         die("--train-bpe %d: the tokens exceed %d bytes in total", a->train_bpe, BPE_TEXT);
     }
     bpe_identify(&coder->bpe, "--train-bpe");
+    tokenizer_write(&coder->bpe, a->prefix);
     printf("%s_merges.txt  %s from %s%s\n", a->prefix, count_of(merges, "merge").s,
            count_of(count, "distinct pre-token").s, merges < wanted ? ", which yield no more" : "");
 }
@@ -894,6 +869,9 @@ static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train
             die("--bpe: data/vocab.bpe not found; run data/prepare.sh or use --tokenizer FILE");
         }
         bpe_open(&coder->bpe, path, a->tokenizer ? NULL : &gpt2_tokenizer, "--bpe");
+        if (coder->bpe.tokenizer.kind == TOKENIZER_MERGES) {
+            tokenizer_write(&coder->bpe, a->prefix);
+        }
     }
     coder->tokenizer = a->bytes ? byte_tokenizer : coder->bpe.tokenizer;
     if (a->tokens && !a->tokenizer) {
@@ -902,7 +880,6 @@ static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train
     if (a->documents && coder->tokenizer.end < 0) {
         die("--documents: %s has no end-of-text token", a->tokenizer);
     }
-    stop_signal ? (void)0 : tokenizer_write(coder, a);
 }
 
 int main(int argc, char **argv) {
@@ -918,15 +895,13 @@ int main(int argc, char **argv) {
     sigaction(SIGTERM, &action, NULL);
     corpus_open(texts, &a);
     coder.documents = a.documents;
-    coder.special = a.special;
     coder.tokens = a.tokens;
     Sink sinks[2];
     memset(sinks, 0, sizeof sinks);
-    for (int i = 0; i < 2; i++) {  // a byte, and the beginning of each file, give at most one token
+    for (int i = 0; i < 2; i++) {
         sinks[i].arguments = &a;
         sinks[i].split = i ? "val" : "train";
-        sink_check_others(&sinks[i], ceil_div_i64(texts[i].size + texts[i].count,
-                                                  a.shard_tokens ? a.shard_tokens : INT64_MAX / 2));
+        sink_check_others(&sinks[i], texts[i].size);
     }
     tokenizer_open(&coder, &a, &texts[0]);
     for (int i = 0; i < 2 && !stop_signal; i++) {

@@ -14,7 +14,7 @@
 // 2. Within a pre-token, adjacent tokens are merged repeatedly (bpe_merge). Each step merges the
 //    leftmost pair with the lowest-ranked concatenation.
 // 3. Ranks are assigned to the bytes, in the order of their characters, then to the merges, then to
-//    the special tokens, which only bpe_encode_special() produces. Ids are the numbers used in data
+//    the special tokens, which only bpe_encode_all() produces. Ids are the numbers used in data
 //    and models. They equal the ranks unless a vocab.json or tokenizer.json assigns other ids.
 // 4. Threads share a Bpe, which is read-only once it is open. Each thread has its own BpeEncoder.
 
@@ -129,7 +129,7 @@ enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512, NO_ID = 65535
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
     int count, ordinary;                   // number of tokens; number of bytes and merges
-    int plain;                             // 1 if ids are ranks and the last is end of text
+    unsigned char ends[MAX_VOCABULARY];    // 1 for ids at which a sample ends (eos_token_id)
     uint32_t start[MAX_VOCABULARY + 1];    // offset of each token's bytes in `text`
     uint32_t slots[BPE_SLOTS];             // hash table: 16 bits of the hash, rank + 1; 0 if free
     uint16_t splits[MAX_VOCABULARY];       // length of the left token of each merge
@@ -222,12 +222,12 @@ static int bpe_number(Bpe *bpe, int rank, int64_t id) {
 static const char marker[] = "<|endoftext|>";
 enum { MARKER_BYTES = sizeof marker - 1 };
 static int bpe_number_plainly(Bpe *bpe) {
-    bpe->plain = bpe_add_special(bpe, marker, MARKER_BYTES);
+    const int added = bpe_add_special(bpe, marker, MARKER_BYTES);
     bpe->tokenizer.end = bpe->ordinary;
     for (int rank = 0; rank < bpe->count; rank++) {
         bpe_number(bpe, rank, rank);
     }
-    return bpe->plain;
+    return added;
 }
 
 // Starts a vocabulary that contains the 256 bytes, in the order of their characters.
@@ -459,8 +459,10 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     return to - out;
 }
 
-// Encodes as bpe_encode() does, but each special token, the longest where several begin, as one id.
-static int64_t bpe_encode_special(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
+// Encodes as bpe_encode() does, but each special token, the longest where several begin, as its id;
+// <|endoftext|> only if `markers` is nonzero.
+static int64_t bpe_encode_all(BpeEncoder *e, const char *text, size_t n, int markers,
+                              uint16_t *out) {
     const Bpe *bpe = e->bpe;
     const char *bytes, *end = text + n;
     int64_t count = 0;
@@ -468,7 +470,8 @@ static int64_t bpe_encode_special(BpeEncoder *e, const char *text, size_t n, uin
         int found = 0, longest = 0;
         for (int rank = bpe->ordinary; rank < bpe->count; rank++) {
             const int length = bpe_bytes(bpe, rank, &bytes);
-            if (length > longest && length <= end - p && memcmp(p, bytes, (size_t)length) == 0) {
+            if (length > longest && length <= end - p && memcmp(p, bytes, (size_t)length) == 0 &&
+                (markers || length != MARKER_BYTES || memcmp(p, marker, MARKER_BYTES) != 0)) {
                 found = rank;
                 longest = length;
             }
@@ -496,8 +499,7 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
     return length;
 }
 
-// The files that store a tokenizer: merges.txt, vocab.json and tokenizer_config.json. A plain
-// tokenizer needs only the first one.
+// The files that store a tokenizer: merges.txt, vocab.json and tokenizer_config.json.
 enum { FILE_OF_MERGES, FILE_OF_IDS, FILE_OF_ROLES, TOKENIZER_FILES };
 
 // Returns the contents of a tokenizer file, which the caller frees, and stores their size in *size.
@@ -532,13 +534,6 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
             static const char *const roles[] = {"bos", "eos", "unk"};
             const int n = bpe_bytes(bpe, bpe->ranks[bpe->tokenizer.end] - 1, &bytes);
             json_print(f, i ? ", '%s_token': '%.*s'" : ",\n'%s_token': '%.*s'", roles[i], n, bytes);
-        }
-        for (int rank = bpe->ordinary; !bpe->plain && rank < bpe->count; rank++) {
-            const int n = bpe_bytes(bpe, rank, &bytes);
-            fprintf(f, ",%s\"%d\": {\"special\": true, \"content\": \"",
-                    rank > bpe->ordinary ? " " : "\n\"added_tokens_decoder\": {", bpe->ids[rank]);
-            json_text(f, bytes, (size_t)n);
-            fputs(rank < bpe->count - 1 ? "\"}" : "\"}}", f);
         }
     }
     fputs(file == FILE_OF_MERGES ? "" : "}\n", f);
@@ -726,8 +721,9 @@ static void json_merges_read(BpeReader *r, Json j) {
     json_check(&j, r->name);
 }
 
-// Reads the merges, ids and end of text from a tokenizer.json (`whole`), config.json or
-// tokenizer_config.json. Fails if a setting would change how text is tokenized.
+// Reads the merges, ids and ends of text from a tokenizer.json (`whole`), config.json,
+// generation_config.json or tokenizer_config.json. Fails if a setting would change how text is
+// tokenized.
 static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
     static const char *const settings[][2] = {
         {"special", "true"}, {"add_prefix_space", "false"}, {"add_bos_token", "false"},
@@ -771,10 +767,13 @@ static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
         json_get(&j, 0, "eos_token", r->eos, sizeof r->eos);
     }
     json_check(&j, r->name);
-    if (json_find(&j, 0, "eos_token_id")) {
-        json_take(&j, '[');  // the first of a list
+    const int found = json_find(&j, 0, "eos_token_id"), list = found && json_take(&j, '[');
+    for (int more = found; more; more = list && json_take(&j, ',')) {
         const int64_t id = json_count(&j);
-        r->end = j.fault ? r->end : id;  // null and -1 are no token
+        if (!j.fault && id < MAX_VOCABULARY) {  // null and -1 are no token
+            r->bpe->ends[id] = 1;
+            r->end = r->end < 0 ? id : r->end;
+        }
     }
 }
 
@@ -797,7 +796,7 @@ static void bpe_set_end(Bpe *bpe, int64_t id, const char *eos) {
 // <|endoftext|>. If `want`, the tokenizer of data file `of`, is not NULL, fails unless both agree.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     static const char *const names[] = {"", "vocab.json", "added_tokens.json", "config.json",
-                                        "tokenizer_config.json"};
+                                        "tokenizer_config.json", "generation_config.json"};
     char file[PATH_BYTES], beside[PATH_BYTES];
     BpeReader r;
     Mapping map;
@@ -806,9 +805,10 @@ static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const ch
         path_print(file, "%s", path);
     }
     reader_open(&r, bpe, file);
-    for (int i = 0, is_json = 0; i < 5; i += i == 0 && is_json ? 3 : 1) {
+    int plain = 0;  // no ids are given
+    for (int i = 0, is_json = 0; i < 6; i += i == 0 && is_json ? 3 : 1) {
         if (i && !file_beside(beside, file, names[i])) {
-            i == 1 ? bpe_number_plainly(bpe) : 0;
+            plain = i == 1 ? bpe_number_plainly(bpe) : plain;
             continue;
         }
         r.name = i ? beside : file;
@@ -828,11 +828,10 @@ static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const ch
     }
     bpe_encoder_close(&r.encoder);
     bpe_set_end(bpe, r.end, r.eos);
-    if (bpe->plain && bpe->tokenizer.end < bpe->ordinary) {
+    if (plain && bpe->tokenizer.end < bpe->ordinary) {
         die("%s: config.json sets the end of text to %d, but without vocab.json it is %d", file,
             bpe->tokenizer.end, bpe->ordinary);
     }
-    bpe->plain &= bpe->count == bpe->ordinary + 1;
     bpe_identify(bpe, file);
     if (want) {
         tokenizers_require("--tokenizer", &bpe->tokenizer, path, want, of, "");
@@ -936,10 +935,6 @@ static void shard_open(Shard *shard, const char *path) {
     const char *fault = shard->fd < 0 ? file_error() : file_read(shard->fd, header, first, 0);
     if (fault) {
         die("cannot read token file %s: %s", path, fault);
-    }
-    if (first > 0 && !memchr(header, 0, (size_t)first)) {  // a header contains zeros
-        die("%s is a text file, not token data; to tokenize it, run data/tokenize --train-bpe 8192 "
-            "-o PREFIX %s", path, path);
     }
     LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
     const int count = h.words[2], kind = h.words[4];

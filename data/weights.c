@@ -265,8 +265,9 @@ static int parts_list(PartNames names, const char *folder) {
         {"pytorch_model.bin", ", only pytorch_model.bin; to convert it: from transformers import "
                               "AutoModelForCausalLM as M; M.from_pretrained(FOLDER)"
                               ".save_pretrained(FOLDER)"}};
-    const char *instead = "";
+    const char *instead = "", *below = "";
     char path[PATH_BYTES];
+    glob_t found;
     for (int count = 1; count <= MODEL_FILES; count++) {
         int found = 0;
         for (int i = 0; i < count; i++) {
@@ -282,7 +283,12 @@ static int parts_list(PartNames names, const char *folder) {
         path_print(path, "%s/%s", folder, others[i][0]);
         instead = access(path, F_OK) == 0 ? others[i][1] : "";
     }
-    die("--model (-e): %s has no model.safetensors%s", folder, instead);
+    for (int i = 0; i < 2 && !below[0]; i++) {  // the last: of a Trainer or run, the newest
+        path_print(path, "%s%s/model.safetensors*", folder, i ? "/*/*" : "/*");
+        below = glob(path, 0, NULL, &found) == 0 ? found.gl_pathv[found.gl_pathc - 1] : "";
+    }
+    die("--model (-e): %s has no model.safetensors%s%s%s", folder, instead,
+        below[0] ? "; there is " : "", below);
 }
 
 // Maps the weight files named by `path` (model_file_open).
@@ -325,6 +331,7 @@ static void model_file_open(ModelFile *f, const char *path) {
         f->tokenizer = f->model.V == GPT2_VOCABULARY ? gpt2_tokenizer : f->tokenizer;
         return;
     }
+    text_refuse(f->maps[0].bytes, f->maps[0].size, f->name, "weights");
     model_file_beside(config, f, "config.json");
     if (mapping_open(&map, config) != 0) {
         die("--model (-e): cannot open %s: %s; config.json must be next to the weights",

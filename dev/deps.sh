@@ -45,7 +45,8 @@ look() {
         lint)
             have clang || want "the check that clang builds the programs" clang
             have clang-tidy || want "the clang-tidy check" clang-tidy
-            have cppcheck || want "the cppcheck check" cppcheck ;;
+            have cppcheck || want "the cppcheck check" cppcheck
+            have slurmctld || want "the runs under Slurm" slurm-wlm munge ;;
         cuda) have "${NVCC:-nvcc}" || no_nvcc=1 ;;
         *)
             echo "deps.sh: unknown target '$target'; known: build test ci lint cuda" >&2

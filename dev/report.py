@@ -58,8 +58,13 @@ class Run:
             try:
                 self.add(json.loads(line))
             except (ValueError, AttributeError):
-                if i + 1 < len(lines):    # only the last line may be truncated by a crash
+                if line[:1] not in ("{", "\0") and i + 1 < len(lines):
                     sys.exit(f"report.py: {self.path}:{i + 1}: not a JSON object")
+                if i + 1 < len(lines):    # cut by a crash; a resumed run's first line may follow
+                    print(f"report.py: note: {self.path}:{i + 1}: left out a cut line",
+                          file=sys.stderr)
+                    start = line.find('{"event":"start"', 1)
+                    lines.insert(i + 1, line[start:] if start > 0 else "{}")
         if not self.start:
             sys.exit(f"report.py: {self.path}: no line that starts a run")
         self.options, self.plan_bytes = self.start["options"], self.start["plan_bytes"]
@@ -171,7 +176,8 @@ def run_svg(run):
 
 def compare_svg(runs):
     """The losses of several runs over the steps: on validation data or, for a run without
-    validations, on training data. The legend has each run's last value."""
+    validations, on training data. The legend has each run's lowest or, of these, last value."""
+    import numpy as np
     figure, at = pyplot().subplots(figsize=(8, 3.4))
     for run, color in zip(runs, itertools.cycle(GROUPS.values())):
         steps, values = sorted(run.checks), [number(run.checks[s]) for s in sorted(run.checks)]
@@ -179,7 +185,8 @@ def compare_svg(runs):
         if not steps:
             steps, values = run.points("loss")
         curve(at, steps, values, color=color, marker="" if kind else "o", markersize=3,
-              label=f"{run.name}{kind}: {values[-1] if values else math.nan:.3f}")
+              label=f"{run.name}{kind}: "
+              f"{(values[-1] if kind else np.nanmin(values)) if values else math.nan:.3f}")
     at.set(xlabel="step", ylabel="nats per token")
     at.set_title("Validation loss", loc="left", fontweight="bold", fontsize=10)
     at.legend(frameon=False)
@@ -297,7 +304,8 @@ def fit_svg(fit):
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline';
+img-src data:">
 <style>
 body {{ margin:0 auto; max-width:1160px; padding:12px; font:15px/1.5 system-ui,sans-serif }}
 svg {{ width:100%; height:auto }} summary {{ cursor:pointer }}
@@ -346,14 +354,14 @@ def fit_html(answers):
 
 def run_figures(run):
     """What the page's table shows of a run, by name."""
-    last = max(run.steps, default=0)
+    last, steps = max(run.steps, default=0), run.options.get("steps")
     loss = number(run.steps.get(last, {}).get("loss"))
     checks = [(number(value), step) for step, value in run.checks.items() if number(value) > 0]
     speeds = [value for value in run.points("tokens_per_s")[1] if value > 0]
     return {
         "model": run.options.get("model"),
         "parameters": f'{run.start["model"]["parameters"]:,}',
-        "steps": f"{last:,} of {run.options.get('steps') or 'one epoch'}",
+        "steps": f"{last:,} of " + (f"{max(last, steps):,}" if steps else "one epoch"),
         "loss": f"{loss:.4f}" if loss == loss else "not finite",
         "lowest validation loss": checks and f"{min(checks)[0]:.4f} at step {min(checks)[1]:,}",
         "tokens/s, median": speeds and f"{statistics.median(speeds):,.0f}",

@@ -12,7 +12,8 @@ program=train_gpt2
 [ -x $program ] || { echo "${0##*/}: no ./$program: make $program" >&2; exit 1; }
 names=$(./$program --help all | grep -Eo '^ +(-., )?--[^ ]+')
 command=(${launch-} "./$program")
-[ $action = train ] || options=(${card:+--gpu "$card"} "${options[@]}") command=("./$program" --plan)
+[ $action = train ] || command=("./$program" --plan)
+[ $action = train ] || options=(${card:+--gpu "$card"} "${options[@]}")
 for ((i = 0; i < ${#options[@]}; i += 2)); do    # unless it is given under one of its names
     either=$(grep -E -- " ${options[i]}(,|$)" <<< "$names" | grep -Eo -- '-[^ ,]+')
     grep -qxF -- "$either" <<< "$(printf '%s\n' "${@%%=*}")" || command+=("${options[@]:i:2}")

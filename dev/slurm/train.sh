@@ -30,4 +30,4 @@ export MASTER_ADDR MASTER_PORT
 launch="srun --kill-on-bad-exit=1 --gpu-bind=none --cpus-per-task=$SLURM_CPUS_PER_TASK" card=h100
 options=(-e d12 -z 1 -o runs/slurm -y 1 -n 500)
 set -- train "$@"    # options that are given replace these
-. dev/recipes/start.sh    # in the folder where sbatch was called; Slurm stores this script elsewhere
+. dev/recipes/start.sh    # in the folder where sbatch was called, not where Slurm copies this to

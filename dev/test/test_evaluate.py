@@ -120,6 +120,12 @@ def test_eval_tokens(data):
             got = query("-e out1 --eval %s -b %d" % (name, b))
             assert got["loss"] == pytest.approx(loss, rel=1e-6)
             assert got["perplexity"] == pytest.approx(math.exp(got["loss"]))
+    assert query("-e out1 --eval %s -m 2 -b 3" % name)["tokens"] == 16 * 6
+    os.makedirs("runs"), os.rename("out2", "runs/two")
+    o = run("--eval %s --json" % name)    # the newest run
+    assert json.loads(o.out) == pytest.approx(got)
+    assert o.err == "train_gpt2: the newest run, runs/two/%s\n" % step(1).name
+    refused("-e gpt2 --eval " + name, "--eval: -e gpt2 is a shape without weights")
     tokens = array.array("H", Path(name).read_bytes()[1024:])
     windows = (len(tokens) - 1) // 16
     assert got["tokens"] == 16 * windows

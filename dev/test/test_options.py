@@ -25,16 +25,30 @@ BAD_OPTIONS = [
     ("--", "unknown option '--'"),
     ("-b", "--batch requires a value"),
     ("-b 4 --batch=4", "--batch is given more than once"),
-    ("--help=2", "--help (-h): invalid value '2'; expected one of short=1|all"),
+    ("--help=2", "--help (-h): invalid value '2'; expected one of short|all"),
     ("--learning-rate 1", "unknown option '--learning-rate'; did you mean --lr?"),
     ("--batch_size 1", "unknown option '--batch_size'; did you mean --batch?"),
     ("--seq_len=1", "unknown option '--seq_len=1'; did you mean --seq-len?"),
+    ("--max_iters 9", "unknown option '--max_iters'; did you mean --steps?"),
+    ("--max-steps 9", "unknown option '--max-steps'; did you mean --steps?"),
+    ("--gradient_accumulation_steps=4", "did you mean --tokens-per-step?"),
+    ("--device=cpu", "unknown option '--device=cpu'; see --help all"),
+    ("-o -y", "--output requires a value; a name that begins with - is ./-y"),
+    ("-h 1", "--help (-h): invalid value '1'; expected one of short|all"),
+    ("-i train.bin -j ./train.bin", "--val-data (-j): ./train.bin is also training data (-i)"),
+    ("-e text", "text is a text file, not weights; to tokenize it, run data/tokenize --train-bpe"),
+    ("--eval text", "text is a text file, not an evaluation file; to tokenize it, run data/token"),
+    ("-i text -e l1h1c8t8", "text is a text file, not token data; to tokenize it, run data/token"),
+    ("-e dangling", "unknown model 'dangling', a link whose target is gone; expected a preset"),
+    ("-e hub", "hub has no model.safetensors; there is hub/snapshots/1f/model.safetensors"),
+    ("-i pointer", "pointer: this is a Git LFS pointer, not the file itself; run git lfs pull"),
+    ("-i [tv]*.bin -j val.bin", "--val-data (-j): val.bin is also training data (-i), as val.bin"),
     ("-i train.bin -e gpt3", "expected a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
     ("--generate", "--generate: no checkpoint found in runs/; use --model (-e)"),
     ("--json", "--json requires --plan, --fit, --minimum, --largest, --compare"),
     ("--eval x.bin --plan", "are mutually exclusive"),
     ("--plan --fit bits", "are mutually exclusive"),
-    ("--fit most", "--fit: invalid value 'most'; expected one of bits=1|any|all"),
+    ("--fit most", "--fit: invalid value 'most'; expected one of bits|any|all"),
     ("--offload auto,moments", "--offload: auto cannot be combined"),
     ("--eval x.bin -o out", "omit --output (-o)"),
     ("--eval x.bin -y 1", "require an output folder, --output (-o)"),
@@ -114,6 +128,11 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize("arguments, expected", BAD_OPTIONS)
 def test_bad_options(arguments, expected):
+    Path("text").write_text("Once upon a time\n" * 9)
+    Path("pointer").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
+    os.symlink("step-00000009", "dangling")
+    os.makedirs("hub/snapshots/1f")
+    Path("hub/snapshots/1f/model.safetensors").touch()
     refused(arguments, expected)
 
 

@@ -267,6 +267,10 @@ def test_meeting_refused():
             "MASTER_PORT), within 1 s (--timeout): Connection refused" % PORT, env=port_of(1))
     refused(line, "only 1 of 2 ranks connected to port %d within 1 s (--timeout)" % PORT,
             env=port_of(0))
+    process = start(TINY + "-x 1", env={**port_of(1), "MASTER_ADDR": "absent.invalid"})
+    line = process.stderr.readline()
+    assert ": rank 1: waiting for rank 0 at absent.invalid, port %d: " % PORT in line
+    process.kill()
 
 
 @pytest.mark.parametrize("ranks,more,expected", [

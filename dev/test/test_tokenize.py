@@ -71,7 +71,7 @@ def test_split():
     for spelling in "", " third", " ./third soft hard " + os.path.abspath("third"):
         succeeds("--bytes -o out --val-file third text" + spelling)
         assert shards() == [list(TEXT), list(THIRD)]
-    refused("--bytes -o out soft text hard", "soft is given twice, also as hard")
+    refused("--bytes -o out soft text hard", "hard is given twice, also as soft")
 
 
 def test_standard_input():
@@ -142,7 +142,6 @@ REFUSED_BPE = [
     ("text", "missing --bpe, --bytes, --tokens or --train-bpe; see --help"),
     ("--bpe text", "--bpe: data/vocab.bpe not found; run data/prepare.sh"),
     ("--bpe --tokenizer never text", "never:4: this merge can never apply, as earlier"),
-    ("--train-bpe 400 --special text", "--special requires --bpe"),
     ("--train-bpe 256 text", "'256'; expected an integer between 257 and 65535"),
     ("--train-bpe 65536 text", "invalid value '65536'"),
     ("--train-bpe 300 --tokenizer never text", "--tokenizer requires --bpe or --tokens")]
@@ -164,18 +163,19 @@ def test_refused(arguments, expected):
     (bz2.compress(b"text"), "is bzip2, not plain text"), (lzma.compress(b"text"), "is xz, not"),
     (b"PAR1\x15\x04", "is Parquet, not plain text"), (b"PK\3\4zip", "is zip, not plain text"),
     ("text".encode("utf-16"), "is UTF-16, not plain text; convert it first (UTF-16: iconv -f "),
-    (b"version https://git-lfs.github.com/spec/v1\n", ": this is a Git LFS pointer, not the file"),
     ("text".encode("utf-16-be"), "contains NUL bytes"),
     (b"text" * 700000 + b"\0", "contains NUL bytes, so it is UTF-16 or binary, not plain text"),
     (b'{"text": "one"}\n{"text": "two"}\n', "is JSON, not plain text; extract the text first, for "
                                             "example with jq -r .text bad | data/tokenize ... -"),
     (b'{"id": 7, "content": "one"}', "is JSON"), (b'[\n {"text": "one"},\n', "is JSON")],
-    ids=range(12))
+    ids=range(11))
 def test_not_text(data, expected):
     """Compressed, binary and structured files do not become tokens."""
     Path("bad").write_bytes(data)
     for mode in "--bytes", "--train-bpe 257":
-        assert ("tokenize: bad " + expected).replace("d :", "d:") in refused(mode + " --val-fraction 0 -o new bad", "")
+        assert "tokenize: bad " + expected in refused(mode + " --val-fraction 0 -o new bad", "")
+    Path("pointer").write_text("version https://git-lfs.github.com/spec/v1\n")
+    refused("--bytes -o new pointer", "pointer: this is a Git LFS pointer, not the file itself")
     assert names(".", "new") == []
     Path("bad").write_bytes(b"\n" + data if b"{" in data else b"{one} {two}")
     succeeds("--bytes --val-fraction 0 -o new bad")
@@ -234,7 +234,7 @@ def test_leftovers():
     before = shards()
     Path("binary").write_bytes(b"a\0")
     refused("--bytes -o out --shard-tokens 8 text", "out_train_000002.bin is left over from an")
-    refused("--bytes -o out --shard-tokens 1 binary", "out_train_000002.bin is left over from an")
+    refused("--bytes -o out --shard-tokens 1 binary", "out_train_000001.bin is left over from an")
     refused("--bytes -o out binary", "out_train_000000.bin is left over from an earlier run")
     assert shards() == before and len(before) == 4
 
@@ -246,15 +246,14 @@ def test_replaced():
     Path("own/merges.txt").write_text("#version: 0.2\n")
     Path("own/vocab.json").write_text(json.dumps({c: 256 - i for i, c in enumerate(
         WRITTEN[b] for b in BYTES_IN_ORDER)}))
-    others = ["out_merges.txt", "out_tokenizer_config.json", "out_vocab.json"]
-    for arguments, written in (("--bpe --tokenizer own", others),
-                               ("--bpe --tokenizer out_merges.txt", others),
-                               ("--train-bpe 400", others[:1]), ("--bytes", [])):
-        succeeds(arguments + " -o out --val-fraction 0 text")
-        assert names(".", "out") == sorted([*written, "out_train.bin"])
+    succeeds("--bpe --tokenizer own -o out --val-fraction 0 text")
+    assert tokens("out_train.bin") == [256 - BYTES_IN_ORDER.index(b) for b in TEXT]
     succeeds("--train-bpe 400 -o out text", "6 merges from 3 distinct pre-tokens, which yield no")
     assert len(Path("out_merges.txt").read_text().splitlines()) == 7
     assert header("out_train.bin")[3] == 263
+    learned = shards()
+    succeeds("--bpe --tokenizer out_merges.txt -o out text")    # with the new ids
+    assert shards() == learned
 
 
 def limited(size):

@@ -81,15 +81,9 @@ def test_ids(form, order):
              ("tokenizer.json" if form == "json" else "merges.txt"))
     assert tokens("c_train.bin") == [ids[piece] for piece in PIECES]
     Path("text").write_text("<s>the</s>the" + TEXT)
-    said = tokenize("--bpe --special --val-fraction 0 text -o s --tokenizer own")
-    if order == "others":    # the library's tokens
+    if order == "others":    # special tokens; the library's ids
+        tokenize("--bpe --val-fraction 0 text -o s --tokenizer own")
         assert tokens("s_train.bin") == [ids[t] for t in ["<s>", "the", "</s>", "the", *PIECES]]
-    else:
-        assert tokens("s_train.bin")[-1] == ids[END]
-    note = re.search("note: text contains (.*), which is ordinary text without --(.*)\n", tokenize(
-        "--bpe --val-fraction 0 text -o s --tokenizer own"))
-    assert "note" not in said and note.groups() in ((END, "documents"), ("</s>", "special"))
-    assert (note[1] == END) == (order != "others")
     if order == "bytes":
         Path("text").write_text("Q")
         o = run([str(TOP / "data/tokenize"), *(options % "d" + "own").split()])
@@ -141,7 +135,26 @@ def test_round_trip(form):
         (folder / name).unlink()
     (folder / "tokenizer.json").write_text(tokenizer_json(ids))
     assert run(generate % folder).out == "the cat and bat\n"
-    succeeds("-i own/x_train.bin -e %s -x 1 -b 4 --quiet" % folder)
+    assert run((generate % folder).replace("=the", "=</s>the")).out == "</s>the cat and bat\n"
+    for name in CONFIG, "generation_config.json":    # a sample ends at each of them
+        config = json.loads((folder / CONFIG).read_text())
+        config["eos_token_id"] = [ids["</s>"], ids["Ġand"]]
+        (folder / name).write_text(json.dumps(config))
+        assert run(generate % folder).out == "the cat\n"
+        if name == CONFIG:
+            (folder / name).write_text(json.dumps({**config, "eos_token_id": ids["</s>"]}))
+    for name in "special_tokens_map.json", "chat_template.jinja":
+        (folder / name).write_text("{%s}" % name)
+    succeeds("-i own/x_train.bin -e %s -x 1 -b 4 --quiet -o tuned" % folder)
+    extras = {name: (folder / name).read_bytes() for name in (
+        "special_tokens_map.json", "chat_template.jinja", "tokenizer.json",
+        "tokenizer_config.json", "generation_config.json")}
+    shutil.rmtree("out")
+    succeeds("-o tuned -y -x 2")
+    for number in 1, 2:    # as they were, and no others
+        saved = {p.name: p.read_bytes() for p in step(number, "tuned").iterdir()}
+        assert {name: saved[name] for name in saved if name not in SAVED} == extras
+        assert json.loads(saved[CONFIG])["eos_token_id"] == [ids["</s>"], ids["Ġand"]]
 
 
 def test_merges():

@@ -81,7 +81,11 @@ def test_report_run(reported):
                    '{"step":6,"sample":"</pre><script>alert(1)</script>\\u001b[1m&amp;"}\n'
                    '{"step":7,"lo')
     report("run")
+    succeeds("-o run -y -x 3 --log-every 9")    # its first line follows the cut one
+    assert report("run") == ("report.py: note: run/log.jsonl:%d: left out a cut line\n"
+                             "run/report.html\n" % (len(last) + 3))
     page = Path("run/report.html").read_text()
+    assert "6 of 6" in page
     assert "not finite" in page and "<script>" not in page and "&lt;script&gt;alert(1)" in page
     report("run --svg run.svg")
     xml.etree.ElementTree.parse("run.svg")
@@ -112,10 +116,12 @@ def test_report_resumed():
 def test_report_compare(reported):
     """Several runs share one picture; the page has their numbers and the options that differ."""
     succeeds("-i train.bin -e l2h2c32t32 -b 2 -x 4 -l 1e-2 --quiet -o other")
+    with open("run/log.jsonl", "a") as file:
+        file.write('{"step":9,"val_loss":7}\n')    # not the best
     report("run other")
     page = Path("compare.html").read_text()
-    losses = [[e[key] for e in log(name) if key in e][-1]
-              for name, key in (("run", "val_loss"), ("other", "loss"))]
+    losses = [min(e["val_loss"] for e in log("run") if "val_loss" in e),
+              [e["loss"] for e in log("other") if "loss" in e][-1]]
     assert "run: %.3f" % losses[0] in page and "other, training: %.3f" % losses[1] in page
     assert re.search("--lr</td><td>.*</td><td>0.01<", page)
     assert "--seq-len" not in page  # equal
@@ -138,6 +144,7 @@ def test_report_plans(reported):
         xml.etree.ElementTree.parse(name)
     report("--fit fit.json cards.json -o fit.html")
     page = Path("fit.html").read_text()
+    assert "img-src data:" in page and 'href="data:image' in page    # the color bar
     for name, key in ("fit", "ways"), ("cards", "cards"):
         for way in json.loads(ways[name])[key]:
             assert html.escape("%s %s" % (way["note"], way["options"])) in page
@@ -358,7 +365,7 @@ def test_own_text():
                                 "--steps=2", "-u", "0", "-b", "1", "-v", "0",
                                 "--sample-every", "0"])
     lines = stories_text().splitlines()
-    for i, path in enumerate(("a/my book.txt", "b/my book.txt", "b/my-book.md", "ä.txt", "ö.txt")):
+    for i, path in enumerate(("a/my book.txt", "b/my book.txt", "b/my-book.md", "ä.txt", "ö")):
         Path(path).write_text("\n".join(lines[9 * i:9 * i + 3]) * 3)
         said = train(path)
         assert "pre-tokens, which yield no more\n" in said and "resumed from" not in said
@@ -366,7 +373,7 @@ def test_own_text():
     with open("a/my book.txt", "a") as file:
         file.write(lines[100])
     assert "finished after step 2" in train("a/my book.txt")
-    assert len(names("runs")) == len(names("data")) // 3 == 6
+    assert len(names("runs")) == len(names("data")) // 5 == 6
 
 
 @pytest.mark.full
@@ -385,3 +392,43 @@ def test_own_text_recipe(tmp_path):
     loss = float(re.findall(r"validation loss ([\d.]+)", said)[-1])
     tokens, = struct.unpack_from("<i", next(Path("data").glob("play_*_val.bin")).read_bytes(), 8)
     assert loss * tokens / (text.stat().st_size // 10) <= 1.6
+
+
+def manual(title):
+    """The commands or the program of a section of dev/manual.md."""
+    text = (TOP / "dev/manual.md").read_text()
+    section = re.search(r"\n## %s\n(.*?)\n## " % title, text, re.S)[1]
+    return re.sub("^    ", "", "\n".join(re.findall("^    .*", section, re.M)), flags=re.M)
+
+
+@pytest.mark.gpu
+@pytest.mark.emulated
+def test_out_of_memory():
+    """The manual's way from the error to a run: what the first command recommends is the last one,
+    and, of a smaller model, the others run."""
+    here, machine, last = [line.split("#")[0].strip() for line in
+                           manual("CUDA out of memory").splitlines()]
+    best = shell(shlex.join(on_cpu(here.split(" ", 1)[1]))).splitlines()[-1]
+    assert re.match("fastest: .*/train_gpt2cu( .*)", best)[1] + " -i" in last
+
+    def small(line):
+        for was, now in (("gpt2-xl", "l2h2c64t64"), ("524288", "512"), ("gelu:8", "gelu:1"),
+                         ("data/fineweb_train_*.bin", "train.bin"),
+                         ("./train_gpt2cu", words("")[0])):
+            line = line.replace(was, now)
+        return line
+
+    assert "\nsuggested: " in shell(small(machine))    # no speeds on the emulated GPU
+    assert "finished after step 2" in shell(small(last) + " -x 2")
+
+
+def test_tensorboard(reported):
+    """The manual's script copies the numbers of a log."""
+    pytest.importorskip("torch.utils.tensorboard")
+    Path("log.py").write_text(manual("TensorBoard and W&B"))
+    assert shell([sys.executable, "log.py", "run"]) == ""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator("run").Reload()
+    for key in "loss", "val_loss":
+        assert [(e.step, e.value) for e in events.Scalars(key)] == [
+            (e["step"], pytest.approx(e[key])) for e in log("run") if key in e]
