@@ -291,7 +291,8 @@ stage_check() {
 stage_bits() {
     local each dir=$work/bits
     for each in a=0 b=0 c=1; do
-        must "-r ${each#*=}" "$GPT2CU" -e "$first_model" -r "${each#*=}" -b 4 -x 10 -v 0 -o "$dir" ||
+        must "-r ${each#*=}" "$GPT2CU" -e "$first_model" -r "${each#*=}" -b 4 -x 10 -v 0 \
+            -o "$dir" ||
             return
         mv "$dir" "$dir.${each%=*}"
     done

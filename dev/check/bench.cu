@@ -299,8 +299,10 @@ template <class E, class M> static void bench_host_update() {
     cuda_check(cudaMemsetAsync(device, 0, all, bench.stream));
     copy_sync(device + all, &state, sizeof state, bench.stream);
     const double ms = gpu_time_ms(bench.rounds, bench.stream, [&](int) {
-        AnyPointer m = {host}, v = {host + count * sizeof(M)}, master = {host + 2 * count * sizeof(M)};
-        AnyPointer weights = {device}, grads = {device + count * sizeof(E)}, decided = {device + all};
+        AnyPointer m = {host}, v = {host + count * sizeof(M)};
+        AnyPointer master = {host + 2 * count * sizeof(M)};
+        AnyPointer weights = {device}, grads = {device + count * sizeof(E)};
+        AnyPointer decided = {device + all};
         adamw_launch<E, M>(weights, master, m, v, grads, decided, count);
     });
     printf("%-28s %5d %10.4f  %.2f GB/s up and down\n", name, 0, ms, (double)bytes / ms * 1e-6);

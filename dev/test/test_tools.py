@@ -233,7 +233,8 @@ case "$*" in *moments*) ms=200 ;; esac
 case "$*" in $WHEN) eval "$FAULT" ;; esac
 case "$*" in
 *--check*) echo "check dqkvw relative difference 1e-3" ;;
-*--plan*) echo '{"batch":4,"seq_len":64,"device_bytes":0,"host_bytes":680000000,"tokens_per_s":2000}' ;;
+*--plan*) echo '{"batch":4,"seq_len":64,"device_bytes":0,"host_bytes":680000000,'\
+    '"tokens_per_s":2000}' ;;
 *--fit*) echo '"best":[{"options":"-b 8 -r norm:1 --offload moments,master"}]' ;;
 *-o*)
     mkdir -p "$dir/step-4"
@@ -280,7 +281,8 @@ def test_gpu_check_fails(stage, when, fault, failed, gpus):
 def test_gpu_check_page():
     """The ratio to the forecast, the rate of an update in host memory, and the stages cut. Losses
     and norms of several ranks may differ a little."""
-    said = gpu_check("check bits speed update offload gpus", "*-z 2*", "loss=4.00003 norm=2.0001", 0)
+    said = gpu_check("check bits speed update offload gpus", "*-z 2*", "loss=4.00003 norm=2.0001",
+                     0)
     row = "| program | d12 %s | %s | %s | - | 0 | - |"
     for options, ms, speed in (("-r 0 -b 16 --offload none", "64", "4000 | 2.00"),
                                ("-d 524288 -b 8 -r norm:1 --offload moments,master", "200",
