@@ -5,11 +5,9 @@
 # 1 if a correctness check failed; the stage torch never fails. Needs no network. Logs, results and
 # summary.md, a page to paste into an issue, are in LOGS, which is packed into ARCHIVE after each
 # stage. Stages that are not run keep the results of earlier calls. If a machine is available for
-# only ten minutes at a time:
+# only ten minutes at a time, name other stages in each call:
 #
-#   STAGES="build check speed update" SECONDS_IN_ALL=580 dev/gpu_check.sh
-#   STAGES="torch bench bits test" SECONDS_IN_ALL=580 dev/gpu_check.sh
-#   STAGES="sanitizer offload gpus" SECONDS_IN_ALL=580 dev/gpu_check.sh
+#   SECONDS_IN_ALL=580 STAGES="build check speed update" dev/gpu_check.sh
 #
 # Programs can be built elsewhere and copied here: `make NCCL= ARCH=90a MARCH=-march=x86-64-v3
 # train_gpt2cu build/test_gpt2cu` builds programs that need only the toolkit's libraries, which the
@@ -26,7 +24,7 @@
 #   TOKENS=524288              tokens per step of the timed run with the settings of --fit bits
 #   GPUS=                      number of GPUs; default: as many as nvidia-smi lists
 #   DTYPE=                     the 16-bit type; default: bf16, or fp16 below compute capability 8.0
-#   SECONDS_IN_ALL=            total time limit; checks not started by then are skipped
+#   SECONDS_IN_ALL=            total time limit; default: none
 #   PYTHON=python3             the interpreter that has torch
 #
 # Without a GPU, the script exits at once unless GPT2CU is set:
@@ -289,25 +287,19 @@ stage_check() {
 # Two runs must be bit-identical. Both save to the same path because checkpoints contain it.
 # Recomputation must not change a bit of losses and norms.
 stage_bits() {
-    local each dir=$work/bits
-    for each in a=0 b=0 c=1; do
-        must "-r ${each#*=}" "$GPT2CU" -e "$first_model" -r "${each#*=}" -b 4 -x 10 -v 0 \
-            -o "$dir" ||
+    local run dir=$work/bits
+    for run in 0a 0b 1; do    # level of recomputation
+        must "-r ${run:0:1}" "$GPT2CU" -e "$first_model" -r ${run:0:1} -b 4 -x 10 -v 0 -o "$dir" ||
             return
-        mv "$dir" "$dir.${each%=*}"
+        mv "$dir" "$dir.$run"
     done
-    if same_steps "$dir.a" "$dir.b" && compgen -G "$dir.a/step-*" > /dev/null &&
-        diff -rq --exclude=log.jsonl --exclude=lock "$dir.a" "$dir.b" >> "$LOGS/bits.log"; then
-        report "two runs" ok "10 losses and norms, and the last checkpoint, are equal"
-    else
+    same_steps "$dir.0a" "$dir.0b" && compgen -G "$dir.0a/step-*" > /dev/null &&
+        diff -rq --exclude=log.jsonl --exclude=lock "$dir.0a" "$dir.0b" >> "$LOGS/bits.log" &&
+        report "two runs" ok "10 losses and norms, and the last checkpoint, are equal" ||
         report "two runs" FAILED "losses, norms or checkpoints differ"
-    fi
-    if same_steps "$dir.a" "$dir.c"; then
-        report "-r 0, -r 1" ok "10 losses and norms are equal"
-    else
+    same_steps "$dir.0a" "$dir.1" && report "-r 0, -r 1" ok "losses and norms are equal" ||
         report "-r 0, -r 1" FAILED "losses or norms differ"
-    fi
-    rm -rf "$dir".[abc]
+    rm -rf "$dir".*
 }
 
 # Times every model without offload, with and without recomputation, at the largest batch that fits
@@ -476,14 +468,14 @@ stage_gpus() {
 # Runs PyTorch in one process per model; lines printed before its time limit still count.
 stage_torch() {
     local model row
-    batch() {
-        found rows | sed -n "s/.*\t$model -r $1 -b \([0-9]*\) --offload none\t.*/\1/p" | grep . ||
-            echo 1
+    batch() {    # of our row at this level
+        sed -n "s/.*\t$model -r $1 -b \([0-9]*\) --offload none\t.*/\1/p" "$LOGS/speed.rows" |
+            grep . || echo 1
     }
     for model in $MODELS; do
         PYTHONUNBUFFERED=1 logged "$PYTHON" dev/check/bench_torch.py --model "$model" \
-            --dtype "$DTYPE" --batch "$(batch 0 | head -n 1)" \
-            --batch-recompute "$(batch 1 | head -n 1)" || report "$model" skipped "$(why)"
+            --dtype "$DTYPE" --batch "$(batch 0)" --batch-recompute "$(batch 1)" ||
+            report "$model" skipped "$(why)"
         # torch eager d48 -r 0 B 16 T 1024 ms 330.1 tokens/s 49636 MiB 71234
         while read -r -a row; do
             printf '%s\t%s -r %s -b %s --offload none\t%s\t%s\t-\t%s\t-\n' "torch-${row[1]}" \
@@ -502,33 +494,27 @@ table() {
     echo "| program | run | ms/step | tokens/s | of forecast | measured MiB | planned MiB |" \
         "of PyTorch |"
     echo "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    found rows | sort -s -t $'\t' -k2,2 | awk -F '\t' '
-        { row[NR] = $0; speed[$1 $2] = $4 }
-        END {
-            for (i = 1; i <= NR; i++) {
-                split(row[i], f, "\t")
-                other = speed["torch-compiled" f[2]] ? speed["torch-compiled" f[2]] \
-                                                     : speed["torch-eager" f[2]]
-                ratio = f[1] !~ /^torch-/ && other ? sprintf("%.2f", f[4] / other) : "-"
-                gsub("\t", " | ", row[i])
-                printf "| %s | %s |\n", row[i], ratio
-            }
-        }'
+    awk -F '\t' '
+        NR == FNR { speed[$1 $2] = $4; next }
+        {
+            other = speed["torch-compiled" $2]
+            other = $1 ~ /^torch-/ ? 0 : other ? other : speed["torch-eager" $2]
+            ratio = other ? sprintf("%.2f", $4 / other) : "-"
+            gsub("\t", " | ")
+            print "| " $0 " | " ratio " |"
+        }' <(found rows) <(found rows | sort -s -t $'\t' -k2,2)
 }
 
 # Prints this card's row of the first table in dev/notes/gpu.md: the card, our runs, the largest
 # difference of measured and planned MiB, and the checks.
 card_row() {
-    found rows | awk -F '\t' -v machine="${machine//, /; }" -v ok="$(outcomes ok)" \
-        -v failed="$(outcomes FAILED)" -v skipped="$(outcomes skipped)" '
+    echo "| ${machine//, /; } | $(found rows | awk -F '\t' '
         !/^torch/ {
-            runs = runs (runs ? "; " : "") $2 ": " $3 " ms, " $4 " tokens/s, " $5 " of forecast"
+            printf "%s%s: %s ms, %s tokens/s, %s of forecast", n++ ? "; " : "", $2, $3, $4, $5
             if ($6 - $7 > library) { library = $6 - $7 }
         }
-        END {
-            printf "| %s | %s | %s | %d ok, %d failed, %d skipped |\n", machine, runs ? runs : "-",
-                   library ? library : "-", ok, failed, skipped
-        }'
+        END { printf "%s | %s", n ? "" : "-", library ? library : "-" }') | $(outcomes ok) ok," \
+        "$(outcomes FAILED) failed, $(outcomes skipped) skipped |"
 }
 
 summary() {

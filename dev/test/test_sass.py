@@ -70,7 +70,7 @@ gelu_forward                fp16               75         256      0   32      4
 bias_backward               bf16,true          -          256   8192   72      3 20.9/32L
 bias_backward               fp16,true          75         256   8192   72      3 21.5/32L
 attention_forward           bf16,64,true,false 89         128  49152  219      2 12.8/64L   s4
-attention_forward           bf16,64,true,false 120         128  49152  226      2 13.2/64L   s1
+attention_forward           bf16,64,true,false 120         128  49152  226      2 13/64L     s1
 attention_forward           bf16,64,true,false 80,90a     128  49152  168      3            s4
 attention_forward           bf16,64,true,true  90a        256  65536  111      2 11.5/32L   h8 s4
 attention_forward           bf16,64,false      80,89,90a   128  49152  226      2
@@ -81,12 +81,12 @@ attention_forward           fp16,64            75         128  24576  116      2
 attention_forward           fp16,128           75         128  32768  146      2 45.4/8L
 attention_forward_rows                         -          128   1536   56      9
 attention_backward_dq       bf16,64,true,false 80,89,90a   128  49152  233      2 13.8/32L   s1
-attention_backward_dq       bf16,64,true,false 120         128  49152  233      2 14.6/32L   s1
+attention_backward_dq       bf16,64,true,false 120         128  49152  228      2 14.6/32L   s1
 attention_backward_dq       bf16,64,false      80,89,90a   128  49152  231      2 13.8/32L
-attention_backward_dq       bf16,64,false      120         128  49152  231      2 14.7/32L
+attention_backward_dq       bf16,64,false      120         128  49152  230      2 14.7/32L
 attention_backward_dq       bf16,64,true,true  90a      256  65536  122      2 10.6/32L   h12 o32 s1
 attention_backward_dq       bf16,128           80,89,90a   128  98304  231      1 21.1/32L
-attention_backward_dq       bf16,128           120         128  98304  245      1 23.5/32L
+attention_backward_dq       bf16,128           120         128  98304  245      1 23.4/32L
 attention_backward_dq       fp16,64            75         128  32768  150      2 22.4/16L
 attention_backward_dq       fp16,128           75         128  65536  188      1 33/16L
 attention_backward_dkv      bf16,64,true,false 80,89,90a   128  50176  252      2 16.8/32L   s2
@@ -95,7 +95,7 @@ attention_backward_dkv      bf16,64,false      80,89,90a   128  50176  255      
 attention_backward_dkv      bf16,64,false      120         128  50176  255      2 18.3/32L
 attention_backward_dkv      bf16,64,true,true  90a      128  50176  168      3 12.5/32L   h16 o32 s2
 attention_backward_dkv      bf16,128           80,89,90a   128  66560  247      1 31.5/16L
-attention_backward_dkv      bf16,128           120         128  66560  247      1 37.2/16L
+attention_backward_dkv      bf16,128           120         128  66560  222      1 37.2/16L
 attention_backward_dkv      fp16,64            75         128  25600  128      2 35.5/8L
 attention_backward_dkv      fp16,128           75         128  50176  232      1 51.2/8L
 attention_backward_rows                        -          128   3072   78      6

@@ -630,22 +630,17 @@ TEST(forecast_terms, HOST) {
     }
     // Bytes of a block's kernels besides matmuls and attention. Per token: LayerNorm 2 C numbers,
     // backward 4 C, twice; GELU 8 C, backward 12 C; residuals, added in matmuls, 1 C, twice. Per
-    // micro-step: its weights and gradients, twice each.
-    const struct {
-        const char *options;
-        double weight, gradient;
-    } types[] = {{"", 2, 2}, {"--grad-dtype fp32", 2, 4}, {"--dtype fp16", 2, 4}};
-    for (const auto &row : types) {
-        const Settings s = planned(Text("-e d12 ") + row.options);
-        const Rates rates = {HUGE_VAL, HUGE_VAL, HUGE_VAL, 1, 1, 1};
-        const Speed v = speed_predict(rates, &s);
-        const double twice = 2 * (row.weight + row.gradient);
+    // micro-step: weights of 2 bytes and their gradients, twice each.
+    for (const auto &[options, gradient] : {std::pair("", 2), std::pair("--grad-dtype fp32", 4),
+                                            std::pair("--dtype fp16", 4)}) {
+        const Settings s = planned(Text("-e d12 ") + options);
+        const Speed v = speed_predict({HUGE_VAL, HUGE_VAL, HUGE_VAL, 1, 1, 1}, &s);
         double token = 0;
         for (int i = 0; i < BLOCK_STAGES; i++) {
             token += v.token[i];
         }
-        expect_near(token, 34 * C * 2, 1e-6, "%s: per token", row.options);
-        expect_near(v.block, 12 * C * C * twice, 1e-3, "%s: per block", row.options);
-        expect_near(v.chunk, 50304 * C * twice, 1e-3, "%s: per chunk", row.options);
+        expect_near(token, 34 * C * 2, 1e-6, "%s: per token", options);
+        expect_near(v.block, 12 * C * C * 2 * (2 + gradient), 1e-3, "%s: per block", options);
+        expect_near(v.chunk, 50304 * C * 2 * (2 + gradient), 1e-3, "%s: per chunk", options);
     }
 }
