@@ -7,7 +7,7 @@
 // comment next to it, and none is ever relaxed to make a test pass. NaN always fails. Tests that
 // run the built programs as a user would are in dev/test/*.py.
 //
-// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            train_gpt2.c
+// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan test_gpt2_avx2   train_gpt2.c
 //         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu
 //
 // Run:    build/test_gpt2             run all tests, or those whose names start with an argument;

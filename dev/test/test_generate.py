@@ -1,7 +1,9 @@
 """--generate: reproduces a training run's sample, reads prompts from stdin, stops at the
 end-of-text token, and refuses invalid options."""
 
+import itertools
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,7 +20,10 @@ TRAINED = "--generate -e out/step-00000300 " + SAMPLING
 @pytest.fixture
 def sample():
     """Trains a model that has partly learned the corpus. Returns the sample of 60 tokens that its
-    run printed, which exceeds the model's 16 positions."""
+    run printed, which exceeds the model's 16 positions. Each letter is one to three after the last,
+    so that a sample depends on its context."""
+    letters = itertools.accumulate(random.Random(1).choices((1, 2, 3), k=3000))
+    Path("train.bin").write_bytes(shard([97 + i % 26 for i in letters], BYTES))
     out = succeeds(TINY + "-x 300 -l 1e-2 -s 300 -o out -g 60 %s--prompt=abc" % SAMPLING)
     return re.search(r"--- sample after step 300 ---\n(.*?)\n---\n", out, re.S)[1]
 

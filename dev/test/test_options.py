@@ -310,13 +310,10 @@ def test_first_page():
 
 
 def test_advice():
-    """The slowdown of a suggestion depends on the card; --fit recommends the fastest settings;
-    --largest says what --offload auto would do."""
+    """A suggestion's slowdown depends on the card; --largest says what --offload auto would do."""
     slower = lambda card: query("--plan -e gpt2-xl -b 64 -r none --offload none --gpu " + card, 3)[
         "suggestions"][0]["slower"]
     assert slower("t4") != pytest.approx(slower("h200"), rel=0.1)
-    found = query("--fit -e gpt2-xl --gpu 4060ti")
-    assert found["best"][0]["tokens_per_s"] >= 0.995 * max(w["tokens_per_s"] for w in found["ways"])
     succeeds("--largest batch -e gpt2-xl --gpu t4", "nothing fits without "
              "offloading; the largest that fits with --offload auto:\n",
              " --offload weights,gradients,moments,master,residuals\n")
@@ -430,6 +427,7 @@ def test_fit_listed():
         found = query("--fit bits -e d12 --gpu " + card)
         rates = [way["tokens_per_s"] for way in found["ways"]]
         assert found["best"][0]["options"] in [way["options"] for way in found["ways"]]
+        assert found["best"][0]["tokens_per_s"] >= 0.995 * max(rates)
         for way, rate in zip(found["ways"], rates):
             assert way["slower"] == pytest.approx(max(rates) / rate - 1, abs=2e-4)
     out = succeeds("--fit bits -e d12")

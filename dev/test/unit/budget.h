@@ -349,27 +349,14 @@ TEST(forecast, HOST) {
         expect_near(forecast_tokens_per_s(&v, &s, step_micros(&o, &s)), c.tokens_per_s,
                     c.within * c.tokens_per_s, "%s %s", c.card, c.options);
     }
-    // A chunk of logits costs the same whether or not it is full.
-    Settings chunks = planned("-e d12 -b 4 -t 1024 -r none");
-    const Speed of_chunks = default_speed(&chunks);
-    auto with_rows = [&](int rows) {
-        chunks.logit_rows = rows;
-        return forecast_step(&of_chunks, &chunks, 1);
-    };
-    expect(of_chunks.chunk > 0 && with_rows(3072) == with_rows(2048));
-    expect_near(with_rows(2048) - with_rows(4096), of_chunks.chunk, 1e-6 * of_chunks.chunk,
-                "one more chunk");
-    // A level costs its recomputation; offload costs time; a larger step amortizes the update.
+    // A level costs its recomputation.
     const Settings s = planned("-e d12 -r none"), mlp = planned("-e d12 -r mlp");
-    const Settings away = planned("-e d12 -r none --offload moments,master");
     const Speed v = default_speed(&s);
     double again = 0;
     for (int stage : {F_LN1, F_LN2, F_FC, F_GELU}) {
         again += v.token[stage] * 12 * 4096;
     }
     expect_near(forecast_step(&v, &mlp, 1) - forecast_step(&v, &s, 1), again, 1e-9, "-r mlp");
-    expect(forecast_step(&v, &away, 1) > forecast_step(&v, &s, 1));
-    expect(forecast_tokens_per_s(&v, &away, 64) > forecast_tokens_per_s(&v, &away, 1));
 }
 
 // Returns the settings that --fit finds; *best receives those that it recommends.

@@ -14,29 +14,6 @@ static void write_three_shards() {
     }
 }
 
-// Together, the ranks read each sequence once that one rank with the same tokens per step reads.
-TEST(rank_positions, HOST) {
-    Settings s = draw_settings();
-    const int sequences = 24;
-    for (int ranks : {1, 2, 3, 4, 6}) {
-        for (s.B = 1; s.B * ranks <= sequences; s.B *= 2) {
-            std::vector<int> read(sequences);
-            s.ranks = ranks;
-            for (int k = 0; sequences % (s.B * ranks) == 0 && k < sequences / s.B / ranks; k++) {
-                for (int &rank = this_rank.rank = 0; rank < ranks; rank++) {
-                    for (int b = 0; b < s.B; b++) {
-                        read.at((size_t)(batch_position(&s, 100, k) - 100 + b))++;
-                    }
-                }
-            }
-            this_rank.rank = 0;
-            const int once = sequences % (s.B * ranks) == 0;
-            expect(std::count(read.begin(), read.end(), once) == sequences, "%d ranks of %d", ranks,
-                   s.B);
-        }
-    }
-}
-
 // Every window occurs once per epoch, whatever the number of ranks; targets are shifted inputs;
 // tokens that are in no window of one epoch are used in others.
 TEST(loader_coverage, HOST) {
