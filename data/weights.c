@@ -264,7 +264,8 @@ static int parts_list(PartNames names, const char *folder) {
                                 "(merge_and_unload() of PEFT) and save the result"},
         {"pytorch_model.bin", ", only pytorch_model.bin; to convert it: from transformers import "
                               "AutoModelForCausalLM as M; M.from_pretrained(FOLDER)"
-                              ".save_pretrained(FOLDER)"}};
+                              ".save_pretrained(FOLDER)"},
+        {"*/model.safetensors*", "; there is "}, {"*/*/model.safetensors*", "; there is "}};
     const char *instead = "", *below = "";
     char path[PATH_BYTES];
     glob_t found;
@@ -279,16 +280,12 @@ static int parts_list(PartNames names, const char *folder) {
             return count;
         }
     }
-    for (int i = 0; i < 2 && !instead[0]; i++) {
+    for (int i = 0; i < 4 && !instead[0]; i++) {
         path_print(path, "%s/%s", folder, others[i][0]);
-        instead = access(path, F_OK) == 0 ? others[i][1] : "";
+        instead = glob(path, 0, NULL, &found) == 0 ? others[i][1] : "";
+        below = instead[0] && i > 1 ? found.gl_pathv[found.gl_pathc - 1] : "";  // the newest
     }
-    for (int i = 0; i < 2 && !below[0]; i++) {  // the last: of a Trainer or run, the newest
-        path_print(path, "%s%s/model.safetensors*", folder, i ? "/*/*" : "/*");
-        below = glob(path, 0, NULL, &found) == 0 ? found.gl_pathv[found.gl_pathc - 1] : "";
-    }
-    die("--model (-e): %s has no model.safetensors%s%s%s", folder, instead,
-        below[0] ? "; there is " : "", below);
+    die("--model (-e): %s has no model.safetensors%s%s", folder, instead, below);
 }
 
 // Maps the weight files named by `path` (model_file_open).

@@ -4,8 +4,8 @@
 #   dev/recipes/own_text.sh FILE [train] [OPTION...]
 #
 # Learns a tokenizer of 4,096 tokens (VOCABULARY=N; as many as a small text yields) from FILE, plain
-# text such as a novel or a few MB of mail, and trains a model of 3.5 million parameters. Each
-# path and contents have shards and a run of their own. With less than a megabyte of text, the
+# text such as a novel or a few MB of chats, and trains a model of 3.5 million parameters. Each path
+# and contents have shards and a run of their own. With less than a megabyte of text, the
 # validation loss may rise again: use runs/NAME/best, or fewer steps (-x).
 set -eu
 file=$(realpath "${1:?usage: dev/recipes/own_text.sh FILE [train] [OPTION...]}")
