@@ -244,9 +244,12 @@ def flat(text):
     ("-e d48 --gpu h200", 0, ["memory plan of the GPU run", "1,557,611,200 parameters",
                               "   measured: sm_90, plus a quarter\n", "-r block",
                               "; predicted from steps of older kernels on an H100 and an H200\n"]),
-    ("-e d48 --gpu 4080 --offload none", 3, ["DOES NOT FIT, ", "it fits with", "moments,master"]),
-    ("-e gpt2-xl --gpu 4080", 0, ["--offload moments,master", "\nhost memory         ",
-                                  "4080: 15.57 GiB; fits, "]),  # the least that fits
+    ("-e d48 --gpu 4080 --offload none", 3, ["DOES NOT FIT, ", "fits with", "--offload moments"]),
+    ("-e gpt2-xl --gpu 4080", 0, ["--offload moments", "\nhost memory         ", "4080: 15.57 GiB; "
+                                  "fits; needs 11.61 GiB of host memory; "]),  # the least that fits
+    ("-e gpt2-xl --gpu 4060ti -b 2 -d 524288 -r gelu --offload moments,master --host-mem 14GiB", 3,
+     ["4060ti: 15.60 GiB; fits, ", "host memory (--host-mem): 13.94 GiB; DOES NOT FIT, 584."]),
+    ("-e d12 --gpu NVIDIA_GeForce_RTX_4090", 0, ["RTX_4090: 23.60 GiB; fits, "]),
     ("-e d12 --gpu v100", 1, ["15.78 GiB; fits, ", "this program needs compute capability 7.5"]),
     ("-e d12 --gpu 4090 -x 100", 0, ["\nforecast: ", " tokens/s, 409,600 tokens in ",
                                      "; predicted for this card, not measured\n"]),
@@ -314,6 +317,8 @@ def test_advice():
     slower = lambda card: query("--plan -e gpt2-xl -b 64 -r none --offload none --gpu " + card, 3)[
         "suggestions"][0]["slower"]
     assert slower("t4") != pytest.approx(slower("h200"), rel=0.1)
+    found = query("--fit -e gpt2-xl --gpu 4060ti")
+    assert found["best"][0]["tokens_per_s"] >= 0.99 * max(w["tokens_per_s"] for w in found["ways"])
     succeeds("--largest batch -e gpt2-xl --gpu t4", "nothing fits without "
              "offloading; the largest that fits with --offload auto:\n",
              " --offload weights,gradients,moments,master,residuals\n")
