@@ -192,8 +192,8 @@ TEST(auto, HOST) {
     expect(chosen("", 1, SIZE_MAX) == "block weights,gradients,moments,master,residuals", "%s",
            chosen("", 1, SIZE_MAX).c_str());
     static const char *const moved[OFFLOAD_LEVELS] = {
-        "none", "moments,master", "moments,master,residuals", "gradients,moments,master,residuals",
-        "weights,gradients,moments,master,residuals"};
+        "none", "moments", "moments,master", "moments,master,residuals",
+        "gradients,moments,master,residuals", "weights,gradients,moments,master,residuals"};
     for (int level = 0; level < OFFLOAD_LEVELS; level++) {
         char placements[64];
         Settings s = whole;
