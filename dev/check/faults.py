@@ -439,7 +439,7 @@ GPU_KINDS += [f"{TWO_GPUS} -z {z}" for z in range(4)]
 GPU_KINDS += [f"{TWO_GPUS} -z {z} --offload moments,master,residuals" for z in (1, 3)]
 # A run may continue, with the same bytes, if one of these calls fails: the search for a GPU, which
 # a plan does not need; the query of an attribute unknown to older versions of cuBLASLt; or a
-# matmul, whose algorithm is named in a line before the next one is tried.
+# matmul, for which the next algorithm is tried.
 GPU_SURVIVED = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaGetDeviceProperties",
                 "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmul")
 # What a message contains instead of the function's name.

@@ -418,11 +418,11 @@ def test_matmul_sms():
 
 def test_choices():
     """All ranks compute with rank 0's choice, here the third algorithm, and say nothing if the
-    journals of two machines differ. If the kinds of GPUs differ, all use the defaults."""
+    caches of two machines differ. If the kinds of GPUs differ, all use the defaults."""
     line = ODD + "-d 48 -x 2 --quiet -o "
     cases = {"all": {}, "one": {"EMU_LT_WRONG": "3"}, "unlike": {"EMU_UNLIKE": "1"}}
     for name, env in cases.items():
-        # Rank 1 has its own journal and would choose the first. A wrong third one shows if it runs.
+        # Rank 1 has its own cache and would choose the first. A wrong third one shows if it runs.
         second = {**port_of(1), "XDG_CACHE_HOME": os.getcwd() + "/" + name, "EMU_LT_TIMES": "159"}
         first = {**port_of(0), "EMU_LT_TIMES": "951"}
         both = start_ranks(line + name, [{**first, "EMU_UNLIKE": env.get("EMU_UNLIKE", "0")},
@@ -773,13 +773,18 @@ def test_skip():
 @pytest.mark.parametrize("stage,tokens,optimizer", [(0, 48, "adamw"), (3, 144, "muon")])
 def test_first(stage, tokens, optimizer):
     """No kernel or matmul is called for the first time while a collective may be waiting for
-    another rank: with algorithms that were timed, were read from the journal, or were read from a
+    another rank: with algorithms that were timed, were read from the file, or were read from a
     checkpoint. The emulated device ends a program that violates this."""
     line = ODD + ("-d %d --gpus 2 -z %d --optimizer %s -v 1 -m 3 -s 1 -g 2 --logit-rows 9 --quiet "
                   "-o out -x " % (tokens, stage, optimizer))
     succeeds(line + "1", env={"EMU_LT_TIMES": "951"})
     succeeds(line + "2 -y 1", env={"EMU_LT_TIMES": "951"})
     succeeds(line + "3 -y 1", env={"EMU_LT_TIMES": "159", "XDG_CACHE_HOME": os.getcwd() + "/other"})
+
+
+def test_first_attention():
+    """The same for Hopper's attention kernels, which need heads of 64 channels."""
+    succeeds("-i train.bin -e l3h1c64t16 -b 2 -d 128 -x 2 -v 0 --gpus 2 -z 3", env={"EMU_CC": "90"})
 
 
 def test_gradients():

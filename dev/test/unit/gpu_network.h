@@ -328,20 +328,26 @@ TEST(gpu_bits, CUDA_ALL) {
 TEST(gpu_bits_wgmma, CUDA_ALL) {
     need_wgmma();
     Model m = shape("l2h1c64t70", 65);
-    auto run = [&](const char *level) {
+    auto run = [&](const char *level, int kernels) {
         Net n(m, Text("-b 1 -t 70 -r ") + level);
+        choose_wgmma(kernels);
+        memset(attention_launches, 0, sizeof attention_launches);
         Trace t = trace(&n, 2);
         return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
     };
     for (int kernels : {0, 1, 2, 4}) {
-        choose_wgmma(kernels);
-        memset(attention_launches, 0, sizeof attention_launches);
-        expect(run("none") == run("block"), "-r block, kernels %d", kernels);
+        expect(run("none", kernels) == run("block", kernels), "-r block, kernels %d", kernels);
         for (int k = 0; k < ATTENTION_KERNELS; k++) {
             const int fast = kernels >> k & 1, *launches = attention_launches[k];
             expect(launches[fast] > 0 && launches[!fast] == 0, "kernels %d: %d, %d of kernel %d",
                    kernels, launches[0], launches[1], k);
         }
+    }
+    memset(attention_launches, 0, sizeof attention_launches);
+    Net tuned(m, "-b 1 -t 70 --tune 1");
+    for (const int *launches : attention_launches) {
+        expect(launches[1] > 0 && launches[0] == 0, "the warm-up: %d, %d", launches[0],
+               launches[1]);
     }
 }
 
