@@ -406,14 +406,18 @@ def test_refused(arguments, env, expected):
 # Choices and memory.
 
 def test_matmul_sms():
-    """With several ranks, matmuls of the backward pass leave two SMs to NCCL over PCIe."""
-    line = ODD + "-d 48 -x 1 --quiet -o "
-    for ranks, sms in (1, set()), (2, {"130"}):
-        succeeds(line + "out%d --gpus %d" % (ranks, ranks), env={"EMU_SMS": "132"})
-        state = files.step(1, "out%d" % ranks) / ("state-0-of-%d.safetensors" % ranks)
+    """With several ranks, matmuls of the backward pass leave two SMs to NCCL over PCIe: in the last
+    micro-step, in all with sharded gradients, and in Muon's batches."""
+    line = ODD + "-d 48 -x 1 --optimizer muon --quiet -o "
+    for ranks, stage, sms in (1, 0, {""}), (2, 0, {"", ":130"}), (2, 2, {":130"}):
+        out = "out%d%d" % (ranks, stage)
+        succeeds(line + "%s --gpus %d -z %d" % (out, ranks, stage), env={"EMU_SMS": "132"})
+        state = files.step(1, out) / ("state-0-of-%d.safetensors" % ranks)
         matmuls = files.tensors(state.read_bytes())[0]["matmul"]
-        assert set(re.findall(r":\d{5}:\d+>\d+:(\d+)=", matmuls)) == sms, matmuls
-        assert re.search(r":10\d{3}:\d+>\d+=", matmuls), matmuls  # forward
+        backward = r":0[01]0[01]0:\d+>\d+(:\d+|)="
+        assert set(re.findall(backward, matmuls)) == sms, matmuls
+        assert set(re.findall(r"(:\d+|)\*\d+=", matmuls)) == {max(sms)}, matmuls  # Muon
+        assert set(re.findall(r":10\d{3}:\d+>\d+(:\d+|)=", matmuls)) == {""}, matmuls  # forward
 
 
 def test_choices():
