@@ -400,7 +400,7 @@ def test_out_of_memory():
     here, machine, last = [line.split("#")[0].strip() for line in
                            manual("CUDA out of memory").splitlines()]
     best = shell(shlex.join(on_cpu(here.split(" ", 1)[1]))).splitlines()[-1]
-    assert re.match("fastest: .*/train_gpt2cu -e gpt2-xl -b 4 -d 524288 -r .* --offload ", best)
+    assert re.search("/train_gpt2cu -e gpt2-xl -b .* -d 524288 -r .* --offload ", best)
     options = last.split(" -i ")[0].split(" ", 1)[1]
     assert "; fits" in shell(shlex.join(on_cpu(options + " --plan --gpu 4060ti")))
 
