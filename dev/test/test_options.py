@@ -432,7 +432,7 @@ def test_fit_listed():
         found = query("--fit bits -e d12 --gpu " + card)
         rates = [way["tokens_per_s"] for way in found["ways"]]
         assert found["best"][0]["options"] in [way["options"] for way in found["ways"]]
-        assert found["best"][0]["tokens_per_s"] >= 0.995 * max(rates)
+        assert found["best"][0]["tokens_per_s"] >= 0.99 * max(rates)
         for way, rate in zip(found["ways"], rates):
             assert way["slower"] == pytest.approx(max(rates) / rate - 1, abs=2e-4)
     out = succeeds("--fit bits -e d12")
