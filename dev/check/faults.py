@@ -75,7 +75,8 @@ class Place:
     def __init__(self, work, name):
         self.path, self.out = os.path.join(work, name), os.path.join(work, name, "out")
         os.mkdir(self.path)
-        os.symlink(os.path.join(work, "t_train.bin"), os.path.join(self.path, "t_train.bin"))
+        for name in "t_train.bin", "t_val.bin":
+            os.symlink(os.path.join(work, name), os.path.join(self.path, name))
         self.env = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive",
                         XDG_CACHE_HOME=os.path.join(work, "cache"))
 
@@ -430,7 +431,7 @@ def call_fails(work, number, command, whole, kept, begin, name, n, way, lock):
 
 # --- Failing CUDA, cuBLASLt and NCCL calls --------------------------------------------------------
 
-GPU_RUN = ("-i t_train.bin -j t_train.bin -e l2h2c16t16 -b 1 -d 64 -n 1 -v 1 -m 1 -s 2 -g 2 "
+GPU_RUN = ("-i t_train.bin -j t_val.bin -e l2h2c16t16 -b 1 -d 64 -n 1 -v 1 -m 1 -s 2 -g 2 "
            "-y 1 -o out --quiet").split()
 GPU_KINDS = ["--tune 0 --dtype bf16", "--tune 0 --dtype fp16 --offload residuals,moments",
              "--tune 0 --dtype fp32 --offload weights,gradients -r block", "--tune 1 --dtype bf16"]

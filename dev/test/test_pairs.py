@@ -82,6 +82,6 @@ def test_pairs(runs):
             if added in NEUTRAL:
                 assert before == after and all(want[k] == got[k] for k in common), (seed, more)
             elif added in RANKS:
-                for key in common:
+                for key in (key for key in common if key[1] != "sample"):
                     close = pytest.approx(want[key], rel=1e-5 if "fp32" in more else 2e-2)
-                    assert key[1] == "sample" or got[key] == close, (seed, more, key)
+                    assert got[key] == close, (seed, more, key)

@@ -70,8 +70,8 @@ def reported():
 def test_report_run(reported):
     """The page shows the log's numbers as text, and escapes markup in the log."""
     report("run")
-    page = Path("run/report.html").read_text()
-    assert "%.4f" % [e["loss"] for e in log("run") if "loss" in e][-1] in page
+    page, whole = Path("run/report.html").read_text(), log("run")
+    assert "%.4f" % [e["loss"] for e in whole if "loss" in e][-1] in page
     assert "5 of 5" in page and not re.search("<(script|img|link|iframe)|https?://(?!www.w3)", page)
     with open("run/log.jsonl", "a") as file:
         file.write('{"step":6,"loss":null,"grad_norm":null,"lr":1e400,"skipped":1}\n'
@@ -80,7 +80,7 @@ def test_report_run(reported):
     report("run")
     succeeds("-o run -y -x 3 --log-every 9")    # its first line follows the cut one
     assert report("run") == ("report.py: note: run/log.jsonl:%d: left out a cut line\n"
-                             "run/report.html\n" % (len(last) + 3))
+                             "run/report.html\n" % (len(whole) + 3))
     page = Path("run/report.html").read_text()
     assert "6 of 6" in page
     assert "not finite" in page and "<script>" not in page and "&lt;script&gt;alert(1)" in page
