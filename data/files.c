@@ -898,6 +898,7 @@ __attribute__((format(printf, 2, 3))) static void json_print(FILE *f, const char
         } else if (strchr("fg", *c)) {
             const double value = va_arg(args, double);
             fprintf(f, isfinite(value) ? spec : "null", value);
+            // NOLINTNEXTLINE(bugprone-branch-clone): the types differ
         } else if (strchr(spec, 'l')) {
             fprintf(f, spec, va_arg(args, int64_t));
         } else {
