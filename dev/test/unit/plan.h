@@ -367,7 +367,8 @@ static std::vector<Access> accesses_of(const Plan &p, const Instr &i, const Muon
     } else if (i.op == DECIDE) {
         all.push_back({BUF_RANK_STATUS, 0, false});
     } else if (i.op > DECIDE) {
-        const int group = i.op == ORTHO ? i.bucket : (i.bucket - BUCKET_BLOCKS) / g.blocks;
+        const int group = i.op == ORTHO || i.op == ADAMW ? i.bucket
+                                                         : (i.bucket - BUCKET_BLOCKS) / g.blocks;
         if (i.op != ADAMW) {
             all.push_back(muon(group));
         }
