@@ -645,8 +645,8 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     }
 }
 
-// Fails if an earlier run left shards that the same glob pattern would match as those of this run,
-// of which there are `shards` (more, before they are counted).
+// Fails if an earlier run left shards that the same glob pattern would match as this run's shards.
+// Their number is `shards`, or more before they are counted.
 static void sink_check_others(const Sink *s, int64_t shards) {
     const int numbered = s->arguments->shard_tokens > 0;
     char path[2][PATH_BYTES];

@@ -533,7 +533,7 @@ TEST(forecast_ranks, HOST) {
         }
         for (int zero : {1, 2, 3}) {
             const Settings s = planned(options + text("8 -z %d", zero));
-            // An exchange takes its time, part of which overlaps with computation.
+            // Part of an exchange overlaps with computation.
             for (const double peer_byte : {1e-6, 1e-9, 1e-12, 1e-15}) {
                 Speed some = v, free = v;
                 some.peer_byte = peer_byte;
