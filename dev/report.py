@@ -11,15 +11,7 @@
 A run is the folder given by -o; with --plan, its page shows the memory too. Needs matplotlib:
 apt-get install python3-matplotlib, or pip install matplotlib.
 """
-import argparse
-import html
-import io
-import itertools
-import json
-import math
-import os
-import statistics
-import sys
+import argparse, html, io, itertools, json, math, os, statistics, sys
 
 # In the order of the plan's table. Most are Paul Tol's "bright" colors, which are distinguishable
 # with every kind of color vision. Groups not listed here are gray.

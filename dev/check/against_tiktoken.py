@@ -8,14 +8,7 @@ C compiler ($CC, else cc): the tokenizer is compiled as a library. Compares ever
 several contexts and N bytes of mixed text (default 12,000,000); every encoded text must decode to
 itself.
 """
-import argparse
-import ctypes
-import os
-import random
-import subprocess
-import sys
-import tempfile
-import time
+import argparse, ctypes, os, random, subprocess, sys, tempfile, time
 
 import numpy as np
 import tiktoken

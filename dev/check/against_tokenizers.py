@@ -8,12 +8,7 @@ vocabularies of several sizes from each TEXT (default: five texts in several lan
 here or part of the project) and compares the merges. Then trains a model for one step and
 compares our tokens of 10,000 lines with those of transformers, which loads its checkpoint.
 """
-import os
-import random
-import struct
-import subprocess
-import sys
-import tempfile
+import os, random, struct, subprocess, sys, tempfile
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 

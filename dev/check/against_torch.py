@@ -26,23 +26,13 @@ PICTURE` instead trains both on the bytes of a text and draws the losses (with m
 
 The last line is `N passed, N failed`; the exit status is 1 if any failed.
 """
-import copy
-import dataclasses
-import json
-import math
-import os
-import subprocess
-import sys
-import tempfile
+import copy, dataclasses, json, math, os, subprocess, sys, tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
-import safetensors.numpy
-import safetensors.torch
-import torch
-import transformers
+import safetensors.numpy, safetensors.torch, torch, transformers
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 

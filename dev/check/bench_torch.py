@@ -12,11 +12,7 @@ Prints one line per variant as soon as it is measured: the median time of steps 
 the peak of reserved device memory, including the CUDA context:
 torch eager d12 -r 0 B 16 T 1024 ms 101.2 tokens/s 161897 MiB 20112
 """
-import argparse
-import re
-import statistics
-import sys
-import time
+import argparse, re, statistics, sys, time
 
 import torch
 import torch.nn.functional as F

@@ -8,10 +8,7 @@ no trailing blanks and a newline at the end. In C and CUDA, no two consecutive l
 Prints one line per fault and finally `N passed, N failed, N skipped`; exit status 1 on any fault.
 Needs only python3.
 """
-import itertools
-import re
-import subprocess
-import sys
+import itertools, re, subprocess, sys
 
 COLUMNS = 100
 CODE = (".c", ".cu", ".h", ".cpp")

@@ -5,13 +5,7 @@ The notebook must be valid nbformat 4 without outputs and at most 200 lines long
 compile; its commands may use only options that --help lists; the files and make targets that it
 names must exist. Needs train_gpt2 and data/tokenize. Prints a line per fault; exit status 1 if any.
 """
-import ast
-import json
-import os
-import re
-import shlex
-import subprocess
-import sys
+import ast, json, os, re, shlex, subprocess, sys
 
 MAX_LINES = 200
 # The first word of a command, and the program whose options it takes; {} is a value in an f-string.

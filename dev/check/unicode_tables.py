@@ -8,8 +8,7 @@ Needs tiktoken. A table lists the runs of a class in order of code points: gap, 
 ..., each number written with 92 digits, from '#' on. The last digit of a number is below 76, and
 the digits before it are one of the 16 above (data/tokens.c, class_runs).
 """
-import os
-import sys
+import os, sys
 
 import tiktoken
 

@@ -8,12 +8,10 @@ Tests marked `gpu` drive --gpu-program, the others --program. Unless -k is given
 run only with ALL=1 or ALL=rest (which runs no others), and tests marked `full` only with FULL=1.
 The last line is `N passed, N failed, N skipped`."""
 
-import os
-import shutil
+import os, shutil
 
 import pytest
-import files
-import program
+import files, program
 
 
 def pytest_addoption(parser):

@@ -1,13 +1,12 @@
-"""Runs the program under test as a user would, and checks its status and output."""
+"""Runs the program under test as a user would, and checks its status and output. Also exports what
+most tests import."""
 
-import json
-import os
-import resource
-import signal
-import subprocess
-import time
+import array, functools, hashlib, itertools, json, math, os, random, re, resource, shutil, signal
+import struct, subprocess, sys, tempfile, time
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 TOP = Path(__file__).parents[2]
 TINY = "-i train.bin -e l2h2c16t16 -b 2 "

@@ -1,14 +1,6 @@
 """--eval and samples: scores, output lines and JSON; with the vocabulary, samples are text."""
 
-import array
-import math
-import re
-import signal
-from pathlib import Path
-
-import pytest
 from files import *
-from program import *
 
 RUN = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 "
 BEGINS = "--- sample after step 1 ---\n"

@@ -1,17 +1,7 @@
 """--generate: reproduces a training run's sample, reads prompts from stdin, stops at the
 end-of-text token, and refuses invalid options."""
 
-import itertools
-import os
-import random
-import re
-import shutil
-import signal
-from pathlib import Path
-
-import pytest
 from files import *
-from program import *
 
 SAMPLING = "--seed 2 --top-k 40 --temperature 0.9 "
 TRAINED = "--generate -e out/step-00000300 " + SAMPLING

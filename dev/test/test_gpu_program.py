@@ -1,17 +1,7 @@
 """The GPU program, emulated or on a GPU: what it refuses, its commands, checkpoints exchanged with
 the CPU program, choices of kernels, and training. EMU_*: see dev/cuda_cpu/emu_core.h."""
 
-import math
-import os
-import re
-import shutil
-import signal
-import struct
-from pathlib import Path
-
-import pytest
 from files import *
-from program import *
 
 pytestmark = pytest.mark.gpu
 emulated = pytest.mark.emulated

@@ -1,17 +1,8 @@
 """The Makefile and dev/deps.sh on simulated machines: small scripts replace nvcc, nvidia-smi and
 apt-get and record how they were called. Also plans of a 32-bit build and of the web page."""
 
-import json
-import os
-import random
-import re
-import shutil
-import subprocess
-import time
 import urllib.request
-from pathlib import Path
 
-import pytest
 from program import *
 
 NVCC = r"""#!/bin/sh

@@ -1,16 +1,7 @@
 """Invalid and unsupported models, which the program must refuse with one line that names the file
 and the error, without allocating the sizes that a file claims."""
 
-import os
-import re
-import resource
-import shutil
-import struct
-from pathlib import Path
-
-import pytest
 from files import *
-from program import *
 
 SHAPE = 2, 2, 4, 3, 5
 INT32_MAX, INT32_MIN = 2**31 - 1, -2**31

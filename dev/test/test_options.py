@@ -2,20 +2,9 @@
 the value found and the values allowed; nothing is trained and no file is left. Also the output of
 --plan, --fit, --minimum and --largest, and of a run on a terminal."""
 
-import fcntl
-import math
-import os
-import pty
-import re
-import signal
-import struct
-import subprocess
-import termios
-from pathlib import Path
+import fcntl, pty, termios
 
-import pytest
 from files import *
-from program import *
 
 BAD_OPTIONS = [
     ("--nonsense 1", "unknown option '--nonsense'"),

@@ -1,13 +1,8 @@
 """Pairs of conditions, drawn from tables, on the emulated device. A condition that must not change
 numbers leaves every number of a run with the other condition as it was."""
 
-import itertools
-import random
-
-import pytest
-from files import *
 import program
-from program import *
+from files import *
 
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 

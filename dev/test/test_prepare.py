@@ -1,21 +1,10 @@
 """Runs data/prepare.sh in a separate repository: with a mirror, with a local server in place of
 the real ones, and with neither. Also tests a run's default data, and make train."""
 
-import hashlib
-import http.server
-import os
-import re
-import shutil
-import signal
-import struct
-import subprocess
-import threading
-from pathlib import Path
+import http.server, threading
 
-import pytest
 import program
 from files import *
-from program import *
 from test_tokenize import STORIES, header
 
 MADE = "data: tinyshakespeare is not available; using generated stories\n"

@@ -1,24 +1,10 @@
 """Runs on several ranks, as processes on the emulated device: the numbers of one rank, the same
 bits at every ZeRO stage and stream order, checkpoints for any number of ranks, and clean ends."""
 
-import array
-import json
-import os
-import re
-import shutil
-import signal
-import socket
-import struct
-import subprocess
-import threading
-import time
-from pathlib import Path
+import socket, threading
 
-import pytest
-import files
 import program
-from files import log, log_steps, names, training_state
-from program import TINY, refused, run, start, succeeds, wait_until
+from files import *
 
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
@@ -50,8 +36,8 @@ def start_ranks(arguments, variables, more=("", "", ""), under=("", "", "")):
 
 
 def outcomes(processes):
-    ended = [(*p.communicate(timeout=program.LIMIT_S), p.returncode) for p in processes]
-    return [program.Outcome(status, out, err) for out, err, status in ended]
+    ended = [(*p.communicate(timeout=LIMIT_S), p.returncode) for p in processes]
+    return [Outcome(status, out, err) for out, err, status in ended]
 
 
 def torchrun(rank, ranks, **more):
@@ -76,7 +62,7 @@ def start_long(more="", ranks=3, **env):
 
 def ends(process, *expected):
     """The run fails, and says why."""
-    err = process.communicate(timeout=program.LIMIT_S)[1]
+    err = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 1, err
     for text in expected:
         assert text in err
@@ -134,7 +120,7 @@ def test_stages(ranks, micros, options):
         same(like, "z%d" % stage, 3)
         for a, b in zip(numbers("z0"), numbers("z%d" % stage)):
             assert a == b or abs(a - b) <= 5e-3 * a  # the norm of a skipped step is None
-    for order in ["late", "early", "3", "8"] if program.FULL or not options else ["5"]:
+    for order in ["late", "early", "3", "8"] if FULL or not options else ["5"]:
         train(line + "3", "order", EMU_ORDER=order)
         same("z3", "order", 3)
     assert any(event.get("skipped") for event in log("z0")) == ("-l 100" in options)
@@ -164,7 +150,7 @@ def test_late():
 
 def test_eval():
     """The score equals that of one rank to the last digit."""
-    Path("e.bin").write_bytes(files.eval_file(files.questions(7, 50257, 2)))
+    Path("e.bin").write_bytes(eval_file(questions(7, 50257, 2)))
     line = "-e l1h1c16t16 --eval e.bin --json -b 3 --gpus "
     one = succeeds(line + "1")
     assert all(succeeds(line + n) == one for n in "23")
@@ -352,7 +338,7 @@ def test_mixed(change, expected, tmp_path):
         (tmp_path / "there").mkdir()
         for name in ["train.bin", "val.bin"]:
             data = bytearray(Path(name).read_bytes())
-            data[files.HEADER] ^= name == change
+            data[HEADER] ^= name == change
             (tmp_path / "there" / name).write_bytes(data)
         second = start(line, env=port_of(1), under="env -C there")
     elif change == "program":
@@ -412,8 +398,8 @@ def test_matmul_sms():
     for ranks, stage, sms in (1, 0, {""}), (2, 0, {"", ":130"}), (2, 2, {":130"}):
         out = "out%d%d" % (ranks, stage)
         succeeds(line + "%s --gpus %d -z %d" % (out, ranks, stage), env={"EMU_SMS": "132"})
-        state = files.step(1, out) / ("state-0-of-%d.safetensors" % ranks)
-        matmuls = files.tensors(state.read_bytes())[0]["matmul"]
+        state = step(1, out) / ("state-0-of-%d.safetensors" % ranks)
+        matmuls = tensors(state.read_bytes())[0]["matmul"]
         backward = r":0[01]0[01]0:\d+>\d+(:\d+|)="
         assert set(re.findall(backward, matmuls)) == sms, matmuls
         assert set(re.findall(r"(:\d+|)\*\d+=", matmuls)) == {max(sms)}, matmuls  # Muon
@@ -434,7 +420,7 @@ def test_choices():
         assert all(o.status == 0 and o.err == "" for o in outcomes(both))
     assert numbers("all") == numbers("unlike")
     assert numbers("all") != numbers("one")
-    choices = [files.tensors((files.step(2, name) / "state-0-of-2.safetensors").read_bytes())[0]
+    choices = [tensors((step(2, name) / "state-0-of-2.safetensors").read_bytes())[0]
                ["matmul"] for name in ("all", "unlike")]
     assert choices[0] != choices[1]
 
@@ -510,10 +496,10 @@ def test_full(name, rank):
     """If one rank cannot write, rank 0 removes what all have written; the last checkpoint stays."""
     line, part = TINY + "--gpus 3 -z 1 --quiet -o out ", "out/step-00000004.tmp/"
     succeeds(line + "-x 2")
-    good = files.checkpoint(2)
+    good = checkpoint(2)
     os.makedirs(part + name)
     refused(line + "-x 4 -y 1", rank + "cannot write " + part + name + ": Is a directory")
-    assert names(part) == [name] and files.checkpoint(2) == good
+    assert names(part) == [name] and checkpoint(2) == good
     shutil.rmtree(part)
     succeeds(line + "-x 4 -y 1")
 
@@ -648,7 +634,7 @@ def test_fault():
     """A token outside the vocabulary, which one rank reads, stops all ranks at the same step."""
     line = "-i wrong.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 --quiet -o out"
     data = bytearray(Path("train.bin").read_bytes())
-    at = files.HEADER + 2 * (14 * 16 + 8)  # step 3 starts at sequence 12; rank 1 reads 14 and 15
+    at = HEADER + 2 * (14 * 16 + 8)  # step 3 starts at sequence 12; rank 1 reads 14 and 15
     data[at:at + 2] = b"\xff\xff"
     Path("wrong.bin").write_bytes(data)
     err = refused(line, "rank 1: wrong.bin: token ")

@@ -19,13 +19,7 @@ on sm_80, 969 on sm_89 and 978 on sm_90a, from the same source.
 Budgets were recorded with nvcc RECORDED. For another release the limits are wider: they detect a
 kernel that spills or no longer fills its SM, but not a few more registers."""
 
-import math
-import os
-import pathlib
-import re
-import shutil
-import subprocess
-import sys
+import math, os, pathlib, re, shutil, subprocess, sys
 from collections import namedtuple
 
 import pytest

@@ -2,19 +2,10 @@
 Needs root and Debian's slurm-wlm and munge. The daemons use files and ports of their own; while the
 test runs, /etc/hosts names the nodes."""
 
-import os
-import shutil
-import signal
-import socket
-import stat
-import subprocess
-import time
-from pathlib import Path
+import socket, stat
 
-import pytest
 import program
 from files import *
-from program import *
 
 CONF = """ClusterName=test
 SlurmctldHost=%(host)s

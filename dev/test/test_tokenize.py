@@ -1,22 +1,9 @@
 """data/tokenize and data/stories: shards and merges of small texts, and refusals without a file."""
 
-import array
-import bz2
-import gzip
-import hashlib
-import lzma
-import os
-import pty
-import shutil
-import signal
-import struct
-import subprocess
-from pathlib import Path
+import bz2, gzip, lzma, pty
 
-import pytest
 import program
 from files import *
-from program import *
 
 BYTES_OF_TEXT = "--bytes -o out --val-fraction 0 "
 TEXT = b"Hello, \xc3\xa4\xff\n"

@@ -2,12 +2,7 @@
 are kept, files of different tokenizers are refused, and a name that exists is that file. Expected
 tokens and settings are those of the tokenizers library 0.23 and transformers 5.24."""
 
-import random
-import shutil
-
-import pytest
 from files import *
-from program import *
 
 MERGES = ["h e", "t he", "a t", "Ġ the", "a n", "Ġ an", "Ġan d", "b at"]
 TEXT = "the cat and\né bat<|endoftext|>"

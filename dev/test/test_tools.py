@@ -1,21 +1,9 @@
 """Scripts and tools around the programs: make train, make install, dev/report.py, the notebook,
 dev/gpu_check.sh on the emulated GPU, and a machine that has only a compiler."""
 
-import html
-import os
-import re
-import runpy
-import shlex
-import shutil
-import signal
-import subprocess
-import sys
-import xml.etree.ElementTree
-from pathlib import Path
+import html, runpy, shlex, xml.etree.ElementTree
 
-import pytest
 from files import *
-from program import *
 
 
 def shell(command, status=0, **more):

@@ -1,19 +1,7 @@
 """Whole runs that learn, within the planned memory."""
 
-import math
-import os
-import re
-import resource
-import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-from files import *
 import program
-from program import *
+from files import *
 
 BOTH = pytest.mark.parametrize("fp32", [
     "", pytest.param(" --dtype fp32", marks=pytest.mark.gpu, id="gpu")])
