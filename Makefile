@@ -3,7 +3,9 @@
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 unexport CDPATH    # otherwise cd in a script could change to another folder
-# --- Detection. try(compiler and flags, libraries): yes if an empty program links -----------------
+# --- Detection ------------------------------------------------------------------------------------
+# try(compiler and flags, libraries): yes if an empty program links. What few targets need,
+# `X = $(eval X := ...)$(X)`, is tried once, at its first use.
 on_path = $(shell command -v $(1) 2>/dev/null)
 try = $(shell mkdir -p build && echo 'int main(void) { return 0; }' | \
         $(1) - -o build/try.$$$$ $(2) 2>/dev/null && echo yes; rm -f build/try.$$$$)
@@ -18,11 +20,11 @@ $(if $(call on_path,$(firstword $(CC))),,$(error $(CC) not found; `make deps` sa
 endif
 MARCH := $(firstword $(foreach f,-march=native -mcpu=native,$(if $(call try,$(CC) $(f) -xc),$(f))))
 OMP := $(if $(call try,$(CC) -fopenmp -include omp.h -x c),-fopenmp)
-SAN = $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++)
+SAN = $(eval SAN := $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++))$(SAN)
 # Adds the headers that Debian's gcc-multilib would link to: that package conflicts with ARM
 # cross-compilers; gcc-12-multilib does not.
 CC32 = $(CC) -m32 -msse2 -mfpmath=sse -idirafter /usr/include/$(shell $(CC) -print-multiarch)
-M32 = $(call try,$(CC32) -include errno.h -x c,-lm)
+M32 = $(eval M32 := $(call try,$(CC32) -include errno.h -x c,-lm))$(M32)
 FUZZ_CC = $(firstword $(foreach c,clang clang-14,$(call on_path,$(c))) clang)
 # If nvcc is a symbolic link, as in /usr/bin, its headers and the programs it calls are next to the
 # link's target (unless that is ccache, which has another name). make would split a path
@@ -42,8 +44,9 @@ CUDA_LIBRARIES := $(wildcard $(foreach h,$(filter-out /usr,$(CUDA_HOME)),$h/lib6
 GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=compute_cap \
          --format=csv,noheader 2>/dev/null | grep -x '[0-9]*\.[0-9]' | tr -d . | awk '$$1>74')))
 ARCH ?= $(patsubst 90,90a,$(GPU))
-CUDA_HEADERS = $(call try,$(CXX) $(CUDA_INCLUDE) -include cublasLt.h -include cuda_bf16.h -x c++)
-NCCL := $(and $(NVCC),$(call try,$(CXX) $(CUDA_INCLUDE) -include nccl.h -x c++,-lnccl))
+headers = $(call try,$(CXX) $(CUDA_INCLUDE) $(1:%=-include %.h) -x c++,$(2))
+CUDA_HEADERS = $(eval CUDA_HEADERS := $(call headers,cublasLt cuda_bf16))$(CUDA_HEADERS)
+NCCL = $(eval NCCL := $(and $(NVCC),$(call headers,nccl,-lnccl)))$(NCCL)
 PROGRAM := $(if $(and $(NVCC),$(GPU),$(wildcard train_gpt2.cu)),train_gpt2cu,train_gpt2)
 ifndef REPORTED
 export REPORTED := yes
@@ -81,8 +84,10 @@ WITH_NCCL = $(if $(NCCL),-DGPT2_NCCL=1 -lnccl)
 # DEPEND: records the headers that a program includes, for the next build.
 DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # VARIANT: flags that follow from the target's name. Test builds put gaps and poison in the arena.
+# Two of them compile for longer than they run, so -O1 is faster in all.
 VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@),1,0)) \
           $(if $(filter build/test_gpt2% build/train_gpt2%,$@),-DGPT2_POISON=1) \
+          $(if $(filter %test_gpt2cu_cpu %test_gpt2_double,$@),-O1) \
           $(if $(findstring double,$@),-DGPT2_DOUBLE=1) $(if $(findstring asan,$@),$(ASAN)) \
           $(if $(findstring avx2,$@),-march=x86-64 -mavx2 -mfma)
 # --- Targets --------------------------------------------------------------------------------------
