@@ -39,12 +39,12 @@ def runs(tmp_path_factory):
             os.chdir(folder)
             write_corpus()
             write_own_data()
-            shape = 2, 2, 32, 16, 320
+            shape = 2, 1, 32, 16, 320
             write_model("padded", safetensors({}, hugging_face(shape)), config_text(shape))
             tokens = [256, 97, 98, 99, 256, 100, 256, *range(97, 120)] * 60
             Path("documents.bin").write_bytes(shard(tokens, BYTES))
             out = "run%d" % len(known)
-            line = "-i train.bin -e l2h2c32t16 -b 1 -d 64 -x 2 -l 3e-3 --quiet -o " + out
+            line = "-i train.bin -e l2h1c32t16 -b 1 -d 64 -x 2 -l 3e-3 --quiet -o " + out
             for name in conditions:
                 for option in re.findall(r"(-\S+ \S+)", TABLE[name]):
                     line, found = re.subn(r"(?<=\S )?%s \S+" % option.split()[0], option, line)
@@ -63,10 +63,10 @@ def runs(tmp_path_factory):
 
 
 def test_pairs(runs):
-    """A dozen random pairs; 100 with ALL=1. If neither changes nothing, a third one does."""
+    """Ten random pairs; 100 with ALL=1. If neither changes nothing, a third one does."""
     seed = random.randrange(10**6)
     pick = random.Random(seed)
-    for a, b in pick.sample(PAIRS, 100 if ALL else 12):
+    for a, b in pick.sample(PAIRS, 100 if ALL else 10):
         third = pick.choice([c for c in NEUTRAL if (c, a) in PAIRS and (c, b) in PAIRS] or [a])
         pairs = [((a,), (a, b), b), ((b,), (a, b), a)]
         pairs += [] if a in NEUTRAL else [((a, b), (third, a, b), third)]

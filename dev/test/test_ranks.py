@@ -8,8 +8,9 @@ from files import *
 
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
-# A small model with C = 80, so that shards of 3 ranks end within a kernel's block; T below 16.
-ODD = "-i train.bin -j val.bin -e l3h5c80t16 -t 12 -b 2 "
+# A small model with C = 80, so that shards of 3 ranks end within a kernel's block; T below 16. Its
+# one head keeps the emulated attention cheap.
+ODD = "-i train.bin -j val.bin -e l3h1c80t16 -t 12 -b 2 "
 PORT = 10000 + os.getpid() % 10000  # not in the range of ports that the system assigns
 
 
@@ -19,8 +20,8 @@ def train(arguments, folder, **env):
 
 
 def numbers(folder):
-    keys = ["loss", "grad_norm", "val_loss"]
-    return [event[key] for key in keys for event in log(folder) if key in event]
+    return [event[key] for key in ("loss", "grad_norm", "val_loss") for event in log(folder)
+            if key in event]
 
 
 def same(a, b, steps):
@@ -46,8 +47,7 @@ def torchrun(rank, ranks, **more):
 
 
 def children(process):
-    text = Path("/proc/%d/task/%d/children" % (process.pid, process.pid)).read_text()
-    return [int(pid) for pid in text.split()]
+    return [*map(int, Path("/proc/%d/task/%d/children" % ((process.pid,) * 2)).read_text().split())]
 
 
 def start_long(more="", ranks=3, **env):
@@ -92,7 +92,7 @@ def test_numbers(counts, tokens, options, tolerance):
     """Several ranks have the numbers of one rank up to rounding, 1e-6 in fp32, and, with a learning
     rate of 0, the same validation loss to the bit. In fp16 each rank scales its loss. On 5 and 7
     ranks, which share no matrix evenly, Muon has groups of two blocks."""
-    line = ODD if tokens < 900 else ODD.replace("l3h5c80t16 -t 12 -b 2", "l4h1c16t16 -t 12 -b 16")
+    line = ODD if tokens < 900 else ODD.replace("l3h1c80t16 -t 12 -b 2", "l4h1c16t16 -t 12 -b 16")
     for ranks in counts:
         train(line + "-d %d -v 1 -m 7 %s --gpus %s" % (tokens, options, ranks), "out" + ranks)
         want, got = numbers("out1"), numbers("out" + ranks)
@@ -111,7 +111,7 @@ STAGES = [(3, 1, ""), (2, 3, "--moments bf16 -w none"), (2, 1, "--grad-dtype fp3
 @pytest.mark.parametrize("ranks,micros,options", STAGES)
 def test_stages(ranks, micros, options):
     """All stages give the same bits with one micro-step. With more, stages 2 and 3 round gradients
-    once per micro-step. Tested with clipping, skipped steps, all types and stream orders."""
+    once per micro-step."""
     line = ODD + "-x 3 --clip 0.5 -v 3 -m 2 --gpus %d -d %d %s -z " % (
         ranks, 24 * ranks * micros, options)
     for stage in range(4):
@@ -270,36 +270,23 @@ def test_ranks_do_not_match(ranks, more, expected):
     assert [o.status for o in all_ended] == [1] * len(ranks) and expected in all_ended[0].err
 
 
-def fake_rank(rank, ranks):
-    """Connects as a rank and sends its first message. Returns the socket."""
-    def connected():
-        nonlocal peer
+def connected(message):
+    """Connects to rank 0 as soon as it listens, and sends a first message. Returns the socket."""
+    while True:
         try:
             peer = socket.create_connection(("localhost", PORT))
-            return True
-        except OSError:
-            return False
-
-    peer = None
-    wait_until(connected)
-    peer.sendall(struct.pack("<Qii", 0x7472616E6B320000, rank, ranks))
-    assert len(peer.recv(16)) == 16
-    return peer
+            peer.sendall(message)
+            return peer
+        except ConnectionRefusedError:
+            time.sleep(0.01)
 
 
 def test_stranger():
     """A port scanner that connects first is not mistaken for a rank."""
     zero = start(TINY + "-x 1 --quiet", env=port_of(0))
-    scanner = None
-    while not scanner:
-        try:
-            scanner = socket.create_connection(("localhost", PORT))
-        except OSError:
-            time.sleep(0.01)
-    scanner.sendall(b"x" * 1000)
-    assert all(o.status == 0 for o in outcomes([zero, start(TINY + "-x 1 --quiet",
-                                                            env=port_of(1))]))
-    scanner.close()
+    with connected(b"x" * 1000):
+        one = start(TINY + "-x 1 --quiet", env=port_of(1))
+        assert all(o.status == 0 for o in outcomes([zero, one]))
 
 
 def test_late_for_handshake():
@@ -309,7 +296,8 @@ def test_late_for_handshake():
     ranks += start_ranks(TINY + "-x 1 --quiet", [port_of(2, 3)])
     assert [o.status for o in outcomes(ranks)] == [0] * 3
     zero = start(TINY + "-x 1 --quiet --timeout 2", env=port_of(0))
-    peer, began = fake_rank(1, 2), time.monotonic()
+    peer, began = connected(struct.pack("<Qii", 0x7472616E6B320000, 1, 2)), time.monotonic()
+    assert len(peer.recv(16)) == 16
     while time.monotonic() < began + 7:  # the limit for the first message is 5 s
         assert zero.poll() is None, zero.communicate()
         time.sleep(0.1)
@@ -317,22 +305,15 @@ def test_late_for_handshake():
     ends(zero, "rank 1 exited before all ranks were connected")
 
 
-def test_default_type():
-    """Ranks whose GPUs have different default types say so."""
-    both = start_ranks(ODD + "-x 1 --quiet", [port_of(0), port_of(1, EMU_CC="75")])
-    zero, one = outcomes(both)
-    assert zero.status == one.status == 1
-    assert "rank 1 has a GPU with a different default --dtype than rank 0\n" in zero.err
-
-
 @pytest.mark.parametrize("change,expected", [
     ("--seed 7", "rank 1 was given different options than rank 0"),
     ("-l 1e-5", "rank 1 was given different options than rank 0"),
     ("train.bin", "rank 1 reads different data than rank 0"),
     ("val.bin", "rank 1 reads different data than rank 0"),
+    ("old card", "rank 1 has a GPU with a different default --dtype than rank 0\n"),
     ("program", "rank 1 runs a different build of the program than rank 0")])
 def test_mixed(change, expected, tmp_path):
-    """Rank 0 names the first rank whose options, data or program differ, and no rank trains."""
+    """Rank 0 names the first rank whose options, data, card or program differ; no rank trains."""
     line = ODD + "-x 1 -o out "
     if change.endswith(".bin"):
         (tmp_path / "there").mkdir()
@@ -346,7 +327,8 @@ def test_mixed(change, expected, tmp_path):
         os.chmod("program", 0o755)
         second = start(["./program", *line.split()], env=port_of(1))
     else:
-        second = start(line + change, env=port_of(1))
+        old = change == "old card"
+        second = start(line + change * (not old), env=port_of(1, **{"EMU_CC": "75"} if old else {}))
     zero, one = outcomes([start(line, env=port_of(0)), second])
     assert zero.status == one.status == 1 and expected in zero.err, (zero, one)
     assert zero.err.count("\n") == 1
@@ -579,11 +561,10 @@ def test_killed_parent():
     none_left(ranks)
 
 
-@pytest.mark.parametrize("fault,expected", [
-    (None, ", while training; this rank or one it is waiting for is hung"),
-    ({"EMU_FAULT_RANK": "2", "EMU_FAULT_LAUNCH": "500"}, ", while training; this rank or one"),
-    ({"EMU_FAULT_RANK": "1", "EMU_FAULT_SKIP": "200"}, ", while training; this rank or one")])
-def test_hangs(fault, expected):
+@pytest.mark.parametrize("fault", [
+    None, {"EMU_FAULT_RANK": "2", "EMU_FAULT_LAUNCH": "500"},
+    {"EMU_FAULT_RANK": "1", "EMU_FAULT_SKIP": "200"}])
+def test_hangs(fault):
     """A rank that is stopped, hangs or skips a collective ends the run within the timeout."""
     if fault:
         process = start(ODD + "-d 72 --gpus 3 -z 1 -x 10000 --quiet --timeout 3",
@@ -592,9 +573,8 @@ def test_hangs(fault, expected):
     else:
         process, ranks = start_long("--timeout 3")
         os.kill(ranks[1], signal.SIGSTOP)
-    began = time.monotonic()
-    err = ends(process, "no progress for 3 s (--timeout) after step ", expected)
-    assert time.monotonic() - began < 60, err
+    ends(process, "no progress for 3 s (--timeout) after step ",
+         ", while training; this rank or one it is waiting for is hung")
     none_left(ranks)
 
 
@@ -643,10 +623,8 @@ def test_fault():
 
 
 def test_nccl_fails():
-    """An NCCL error ends the run with one line."""
     env = {"EMU_FAULT_RANK": "1", "EMU_FAULT_INIT": "1", "EMU_NCCL_HANG": "1"}
-    err = refused(TINY + "-x 1 --quiet --gpus 2", "rank 1: ", env=env)
-    assert "unhandled system error" in err
+    assert "rank 1: " in refused(TINY + "-x 1 --gpus 2", "unhandled system error", env=env)
 
 
 # What the emulated device logs.
@@ -746,7 +724,7 @@ def test_skip():
     for dtype in ["bf16", "fp16"]:
         line = ODD + "-d 72 --gpus 3 -k constant --dtype %s -z " % dtype
         for stage in (0, 1, 3):
-            calls = [text for text in logged(line + "%d -x 2 -o counted%d" % (stage, stage))
+            calls = [text for text in logged(line + "%d -x 2 -o %s%d" % (stage, dtype, stage))
                      if text.startswith(("AllGather", "ReduceScatter", "Broadcast"))]
             step_2 = max(i for i, text in enumerate(calls) if text.startswith("ReduceScatter")) + 1
             train(line + "%d -x 4" % stage, "nan%d" % stage, EMU_FAULT_RANK="2",
@@ -756,25 +734,19 @@ def test_skip():
             if dtype == "fp16":
                 assert [event["loss_scale_log2"] for event in events] == [16, 15, 15, 15]
             same("nan0", "nan%d" % stage, 4)
-        for folder in ["counted0", "counted1", "counted3"]:
-            shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("stage,tokens,optimizer", [(0, 48, "adamw"), (3, 144, "muon")])
-def test_first(stage, tokens, optimizer):
+@pytest.mark.parametrize("options", [
+    ODD + "-d 48 -z 0", ODD + "-d 144 -z 3 --optimizer muon",
+    "-i train.bin -j val.bin -e l3h1c64t16 -b 2 -d 128 -z 3"])    # with Hopper's attention kernels
+def test_first(options):
     """No kernel or matmul is called for the first time while a collective may be waiting for
     another rank: with algorithms that were timed, were read from the file, or were read from a
     checkpoint. The emulated device ends a program that violates this."""
-    line = ODD + ("-d %d --gpus 2 -z %d --optimizer %s -v 1 -m 3 -s 1 -g 2 --logit-rows 9 --quiet "
-                  "-o out -x " % (tokens, stage, optimizer))
+    line = options + " --gpus 2 -v 1 -m 3 -s 1 -g 2 --logit-rows 9 --quiet -o out -x "
     succeeds(line + "1", env={"EMU_LT_TIMES": "951"})
     succeeds(line + "2 -y 1", env={"EMU_LT_TIMES": "951"})
     succeeds(line + "3 -y 1", env={"EMU_LT_TIMES": "159", "XDG_CACHE_HOME": os.getcwd() + "/other"})
-
-
-def test_first_attention():
-    """The same for Hopper's attention kernels, which need heads of 64 channels."""
-    succeeds("-i train.bin -e l3h1c64t16 -b 2 -d 128 -x 2 -v 0 --gpus 2 -z 3", env={"EMU_CC": "90"})
 
 
 def test_gradients():
