@@ -28,17 +28,8 @@
 #endif
 // The builds, one bit each. A test skipped in one build runs in another with the same input.
 // THIS_BUILD is a macro because harness.h reads it. EMULATED marks tests of the emulated device.
-enum {
-    FLOAT = 1,
-    DOUBLE = 2,
-    ASAN = 4,
-    HOST = FLOAT | ASAN,
-    ALL = FLOAT | DOUBLE | ASAN,
-    CUDA = 8,
-    CUDA_ASAN = 16,
-    CUDA_ALL = CUDA | CUDA_ASAN,
-    NO_BUILD = 32
-};
+enum { FLOAT = 1, DOUBLE = 2, ASAN = 4, HOST = FLOAT | ASAN, ALL = FLOAT | DOUBLE | ASAN,
+       CUDA = 8, CUDA_ASAN = 16, CUDA_ALL = CUDA | CUDA_ASAN, NO_BUILD = 32 };
 #define THIS_BUILD                                                                                 \
     (TEST_CUDA ? (TEST_ASAN ? CUDA_ASAN : CUDA) : GPT2_DOUBLE ? DOUBLE : TEST_ASAN ? ASAN : FLOAT)
 #if TEST_CUDA
@@ -53,6 +44,7 @@ enum { EMULATED = CUDA_CPU ? CUDA : NO_BUILD, EMULATED_ALL = CUDA_CPU ? CUDA_ALL
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <numeric>
 
 // -------------------------------------------------------------------------------------------------
 // 1. Harness

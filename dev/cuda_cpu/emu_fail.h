@@ -10,8 +10,6 @@
 //
 // Each function is wrapped in a macro of the same name, which records the line of the call. Within
 // these headers, which precede the macros, the functions call each other directly.
-//
-// Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #pragma once
 #include "emu_core.h"
 #include <map>

@@ -19,8 +19,6 @@
 //  - The program ends if a product is issued without a wgmma_fence() since the last wait, if lanes
 //    or warps of a warpgroup issue different products, or if a block ends with products under way.
 // Source: PTX ISA 9.0, section 9.7.15, "Asynchronous Warpgroup Level Matrix Instructions".
-//
-// Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #pragma once
 #include "emu_ptx.h"
 

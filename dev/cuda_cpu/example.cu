@@ -5,8 +5,6 @@
 //
 //     g++ -x c++ -std=c++17 -Idev/cuda_cpu -isystem <CUDA>/include example.cu -o example
 //     EMU_SEED=1 ./example race
-//
-// Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #include "launch.h"
 #include <cstdio>
 #include <cstring>

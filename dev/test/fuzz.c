@@ -619,24 +619,13 @@ static const struct {
     void (*run)(const unsigned char *bytes, size_t size);
 } targets[] = {
 #if FUZZ_PROGRAM == 1
-    {"text", target_text},
-    {"bpe_train", target_bpe_train}};
+    {"text", target_text}, {"bpe_train", target_bpe_train}};
 #else
-    {"shard", target_shard},
-    {"llmc", target_llmc},
-    {"weights", target_weights},
-    {"config", target_config},
-    {"index", target_index},
-    {"safetensors", target_safetensors},
-    {"manifest", target_manifest},
-    {"state", target_state},
-    {"state_text", target_state_text},
-    {"eval", target_eval},
-    {"bpe_merges", target_bpe_merges},
-    {"bpe_encode", target_bpe_encode},
-    {"options", target_options},
-    {"plan", target_plan},
-    {"sizes", target_sizes},
+    {"shard", target_shard}, {"llmc", target_llmc}, {"weights", target_weights},
+    {"config", target_config}, {"index", target_index}, {"safetensors", target_safetensors},
+    {"manifest", target_manifest}, {"state", target_state}, {"state_text", target_state_text},
+    {"eval", target_eval}, {"bpe_merges", target_bpe_merges}, {"bpe_encode", target_bpe_encode},
+    {"options", target_options}, {"plan", target_plan}, {"sizes", target_sizes},
     {"json", target_json}};
 #endif
 enum { TARGETS = sizeof targets / sizeof targets[0] };

@@ -111,24 +111,17 @@ TEST(options_table, HOST) {
         }
         Words wrong = {row.type == OPT_TEXT || row.type == OPT_FLAG ? "" : "no-such"};
         if (row.type == OPT_INT || row.type == OPT_REAL || row.type == OPT_SWITCH) {
-            wrong = {text("%.17g", row.low - 1),
-                     text("%.17g", row.high * 2 + 2),
-                     "nan",
-                     "1e999",
-                     "99999999999999999999",
-                     "3x",
-                     "0x",
-                     "--plan"};
+            wrong = {text("%.17g", row.low - 1), text("%.17g", row.high * 2 + 2), "nan", "1e999",
+                     "99999999999999999999", "3x", "0x", "--plan"};
         }
         if (row.type == OPT_BYTES) {
             wrong.push_back(text("%.17g", row.high * 2));
         }
         for (const Text &w : wrong) {
             if (!w.empty() && !(row.type == OPT_SWITCH && w[0] == '-')) {  // needs no value
-                expect_death(
-                    parse(&o, (name + " " + w).c_str()),
-                    (name + (row.letter ? text(" (-%c)", row.letter) : Text()) +
-                     ": invalid value '" + w + "'; expected ").c_str());
+                const Text letter = row.letter ? text(" (-%c)", row.letter) : Text();
+                expect_death(parse(&o, (name + " " + w).c_str()),
+                             name + letter + ": invalid value '" + w + "'; expected ");
             }
         }
     }
@@ -149,23 +142,17 @@ TEST(options_table, HOST) {
 TEST(options_text, HOST) {
     static const struct {
         const char *name, *given, *recorded;
-    } known[] = {{"lr", "0.000300000001", "0.000300000001"},
-                 {"lr", "3e-4", "0.0003"},
-                 {"beta2", "0.95000000000000007", "0.9500000000000001"},
-                 {"eps", "1e-8", "1e-08"},
-                 {"master", "1", "split"},
-                 {"master", "0", "none"},
-                 {"offload", "none", "none"},
-                 {"offload", "master", "master"},
-                 {"offload", "master,moments", "moments,master"},
+    } known[] = {{"lr", "0.000300000001", "0.000300000001"}, {"lr", "3e-4", "0.0003"},
+                 {"beta2", "0.95000000000000007", "0.9500000000000001"}, {"eps", "1e-8", "1e-08"},
+                 {"master", "1", "split"}, {"master", "0", "none"}, {"offload", "none", "none"},
+                 {"offload", "master", "master"}, {"offload", "master,moments", "moments,master"},
                  {"gpu-mem", "16GiB", "17179869184"}};
     for (auto &k : known) {
         Options o;
         char value[64];
-        const OptionRow *row = option_rows;
-        while (strcmp(row->name, k.name) != 0) {
-            row++;
-        }
+        const OptionRow *row = std::find_if(option_rows, std::end(option_rows), [&](auto &each) {
+            return strcmp(each.name, k.name) == 0;
+        });
         for (const Text &typed : {Text(k.given), Text(k.recorded)}) {
             parse(&o, ("--plan --" + Text(k.name) + "=" + typed).c_str());
             expect(Text(option_text(value, &o, row)) == k.recorded, "--%s %s: %s", k.name,
@@ -175,7 +162,7 @@ TEST(options_text, HOST) {
     Options o;
     for (const char *wrong : {"none,master", "moments,", ",", "moments|master", "mome"}) {
         expect_death(parse(&o, (Text("--offload=") + wrong).c_str()),
-                     (Text("--offload: invalid value '") + wrong +
-                      "'; expected a comma-separated list of none|weights|gradients|").c_str());
+                     Text("--offload: invalid value '") + wrong +
+                     "'; expected a comma-separated list of none|weights|gradients|");
     }
 }

@@ -68,18 +68,14 @@ static void set_order(int order) {
 
 // Returns environment variables with which another run uses the current order as its order 0.
 static Text order_switches() {
+    char words[512] = "";
 #if CUDA_CPU
-    char *words = NULL;
-    size_t length = 0;
-    FILE *f = open_memstream(&words, &length);
+    FILE *f = fmemopen(words, sizeof words, "w");
     emu::print_switches(f, "");
+    fputc(' ', f);
     fclose(f);
-    Text all(words, length);
-    free(words);
-    return all + " ";
-#else
-    return "";
 #endif
+    return words;
 }
 
 // Returns whether a case should run. Sanitizers check addresses, not numbers, so their builds run
@@ -185,11 +181,11 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
 TEST(gpu_embedding, CUDA_ALL) {
     static const int shapes[][5] = {
         {1, 1, 48, 257, 1}, {2, 65, 80, 257, 70}, {3, 17, 16, 50257, 17}, {1, 130, 1600, 257, 256}};
-    for (auto &s : shapes) {
-        if (sampled(s[1] == 65)) {
-            check_embedding<float, float>(s[0], s[1], s[2], s[3], s[4]);
-            check_embedding<bf16, bf16>(s[0], s[1], s[2], s[3], s[4]);
-            check_embedding<bf16, float>(s[0], s[1], s[2], s[3], s[4]);
+    for (const auto &[B, T, C, V, max_T] : shapes) {
+        if (sampled(T == 65)) {
+            check_embedding<float, float>(B, T, C, V, max_T);
+            check_embedding<bf16, bf16>(B, T, C, V, max_T);
+            check_embedding<bf16, float>(B, T, C, V, max_T);
         }
     }
 }
@@ -605,12 +601,9 @@ template <int FORM> static void check_wgmma(bool of_a) {
 
 TEST(gpu_wgmma, CUDA_ALL) {
     need_wgmma();
-    check_wgmma<0>(true);
-    check_wgmma<0>(false);
-    check_wgmma<1>(true);
-    check_wgmma<1>(false);
-    check_wgmma<2>(true);
-    check_wgmma<2>(false);
+    for (bool of_a : {true, false}) {
+        check_wgmma<0>(of_a), check_wgmma<1>(of_a), check_wgmma<2>(of_a);
+    }
 }
 
 static void choose_wgmma(int kernels) {
@@ -929,23 +922,14 @@ TEST(gpu_clip, CUDA_ALL) {
         int good_steps;
         float next;
         int next_steps, moved;
-    } table[] = {{4, 1, 0.25f, 0, 0, 0, 0, 0},
-                 {0.5f, 1, 1, 0, 0, 0, 0, 0},
-                 {1, 1, 1, 0, 0, 0, 0, 0},
-                 {4, 0, 1, 0, 0, 0, 0, 0},
-                 {0, 1, 1, 0, 0, 0, 0, 0},
-                 {1.25f, 1, 0.8f, 0, 0, 0, 0, 0},
-                 {inf, 1, 0, 0, 0, 0, 0, 0},
-                 {NAN, 1, 0, 0, 0, 0, 0, 0},
-                 {4, 1, 0.25f, 65536, 0, 65536, 1, 0},
-                 {1, 1, 1, 65536, 3, 65536, 4, 0},
-                 {1, 0, 1, 65536, 4, 131072, 0, 1},
-                 {inf, 1, 0, 65536, 4, 32768, 0, -1},
-                 {NAN, 1, 0, 65536, 1, 32768, 0, -1},
-                 {inf, 1, 0, 4, 0, 2, 0, -1},
-                 {inf, 1, 0, 2, 3, 2, 0, 0},
-                 {0, 1, 1, last, 3, last, 4, 0},
-                 {0, 1, 1, last, 4, last, 0, 0},
+    } table[] = {{4, 1, 0.25f, 0, 0, 0, 0, 0}, {0.5f, 1, 1, 0, 0, 0, 0, 0},
+                 {1, 1, 1, 0, 0, 0, 0, 0}, {4, 0, 1, 0, 0, 0, 0, 0}, {0, 1, 1, 0, 0, 0, 0, 0},
+                 {1.25f, 1, 0.8f, 0, 0, 0, 0, 0}, {inf, 1, 0, 0, 0, 0, 0, 0},
+                 {NAN, 1, 0, 0, 0, 0, 0, 0}, {4, 1, 0.25f, 65536, 0, 65536, 1, 0},
+                 {1, 1, 1, 65536, 3, 65536, 4, 0}, {1, 0, 1, 65536, 4, 131072, 0, 1},
+                 {inf, 1, 0, 65536, 4, 32768, 0, -1}, {NAN, 1, 0, 65536, 1, 32768, 0, -1},
+                 {inf, 1, 0, 4, 0, 2, 0, -1}, {inf, 1, 0, 2, 3, 2, 0, 0},
+                 {0, 1, 1, last, 3, last, 4, 0}, {0, 1, 1, last, 4, last, 0, 0},
                  {inf, 1, 0, last, 4, last / 2, 0, -1}};
     for (auto &row : table) {
         const float unit_of = row.scale ? row.scale : 1, norm = row.norm * unit_of;

@@ -26,10 +26,7 @@ TEST(sampling, ALL) {
     Options o;
     for (auto &c : cases) {
         int counts[V] = {0};
-        double sum = 0;
-        for (int v = 0; v < V; v++) {
-            sum += c.want[v];
-        }
+        const double sum = std::accumulate(c.want, c.want + V, 0.0);
         o.temperature = c.temperature;
         o.top_p = c.top_p;
         o.top_k = c.top_k;
@@ -54,10 +51,8 @@ TEST(sampling, ALL) {
 // A log line that contains every byte and non-finite numbers is valid JSON in ASCII.
 TEST(log, HOST) {
     FILE *f = fopen("text", "w");
-    char bytes[257];
-    for (int i = 0; i < 256; i++) {
-        bytes[i] = (char)i;
-    }
+    char bytes[256];
+    std::iota(bytes, bytes + 256, 0);
     json_print(f, "{'sample':'%.*s','x':%.9g,'y':%.9g,'z':%.9g}", 255, bytes + 1,  // no byte is 0
                NAN, -HUGE_VAL, 0.1);
     fclose(f);

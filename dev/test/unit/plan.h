@@ -26,10 +26,7 @@ TEST(model_sizes, HOST) {
     static const struct {
         const char *name;
         int64_t parameters;
-    } known[] = {{"d12", 124439808},
-                 {"gpt2", 124439808},
-                 {"d24", 354823168},
-                 {"d36", 774030080},
+    } known[] = {{"d12", 124439808}, {"gpt2", 124439808}, {"d24", 354823168}, {"d36", 774030080},
                  {"d48", 1557611200}};
     for (auto &k : known) {
         Model m = shape(k.name, GPT2_VOCABULARY);
@@ -187,8 +184,8 @@ TEST(plan_layout, ALL) {
             }
         }
         size_t most = *std::max_element(live.begin(), live.end());
-        expect(end[0] == p.device_bytes && end[1] == p.host_bytes, "%s", who.c_str());
-        expect(p.device_bytes >= most, "%s", who.c_str());
+        expect(end[0] == p.device_bytes && end[1] == p.host_bytes && p.device_bytes >= most, "%s",
+               who.c_str());
         for (const int state : {BUF_M, BUF_V, BUF_MASTER}) {
             const int id = p.index[state];
             const int64_t least = model_parameters(&s.model) / s.ranks;
@@ -553,8 +550,8 @@ TEST(traffic, FLOAT) {
     detail = "500 random settings";
 }
 
-// With two or more ranks, the bytes of the plan do not grow with the ZeRO
-// stage or, except for padding, the number of ranks. First-fit fragmentation is at most 2 %.
+// With several ranks, the plan does not grow with the ZeRO stage or, except for padding, the number
+// of ranks. First-fit fragmentation is at most 2 %.
 TEST(plan_ranks, FLOAT) {
     static const int ranks[] = {2, 3, 4, 7, 8, 1024};
     double worst_layout = 1;
@@ -724,11 +721,7 @@ struct Net {
         }
 #endif
         settings_from_options(&s, &o, &m, gpu);
-        if (o.generate) {
-            settings_generate(&s);
-        } else if (o.eval) {
-            settings_forward(&s);
-        }
+        o.generate ? settings_generate(&s) : o.eval ? settings_forward(&s) : (void)0;
         plan_build(&plan, &s);
 #if TEST_CUDA
         (gpu ? gpu_engine_open : cpu_open)(&e, &plan, &o);
@@ -741,8 +734,7 @@ struct Net {
         engine_initialize(&e, &m, 3);
         for (int tensor = 0; tensor < TENSORS; tensor++) {
             for (int l = 0; l < tensor_copies(&m, tensor); l++) {
-                size_t size =
-                    (size_t)(tensor_rows(&m, tensor) * tensor_cols(&m, tensor));
+                const size_t size = (size_t)(tensor_rows(&m, tensor) * tensor_cols(&m, tensor));
                 Reals w = noise(size, 0.15, (uint64_t)(tensor * 100 + l));
                 for (real &x : w) {
                     x += (real)(tensor_table[tensor].init == INIT_ONE);
