@@ -14,8 +14,7 @@ def sampled():
 
 
 def test_no_vocabulary(sampled):
-    """Without the vocabulary a sample of GPT-2 tokens is printed as numbers, and a prompt is
-    refused; no other vocabulary is accepted, even if well formed."""
+    """Without vocab.bpe, samples are numbers, and prompts and other vocabularies are refused."""
     assert len(sampled) == 9
     Path("made").write_text(made_merges())
     for more, expected in {
@@ -73,10 +72,26 @@ def test_eval_command():
         process = start(command, stdout=out, before=default_signal())
     wait_until(lambda: "example " in Path("stdout").read_text())
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
+    assert process.wait(LIMIT_S) == 0
     assert process.stderr.read() == "stopping; send the signal again to quit immediately\n"
     assert re.search("e.bin: interrupted after .* of 60 examples, accuracy ",
                      Path("stdout").read_text())
+
+
+def test_eval_eta():
+    """The eta is that of the examples left at the mean speed, which a pause makes known."""
+    Path("e.bin").write_bytes(eval_file(questions(300, 257, 2)))
+    began = time.monotonic()
+    process = start("-e l4h4c128t64v257 --eval e.bin -b 1")
+    lines = filter(None, map(re.compile(r"example +(\d+)/300 .* eta (.*)").match, process.stdout))
+    next(lines)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    process.send_signal(signal.SIGCONT)
+    done, eta = next(lines).groups()
+    left = 300 / int(done) - 1    # of the examples scored
+    assert 3 * left - 1 <= seconds(eta) <= (time.monotonic() - began) * left + 1
+    process.communicate()
 
 
 def test_eval_checkpoint():

@@ -60,25 +60,18 @@ BAD_OPTIONS = [
     ("--plan --gpu-mem 5XB", "--gpu-mem: invalid value '5XB'; expected a size"),
     ("-i train.bin -e d13", "--model (-e): unknown model 'd13'"),
     ("-i train.bin -e l2h3c16t8", "--model (-e): unsupported model: 2 layers, 3 heads, 16"),
-    ("-i train.bin -e l0h1c16t8", "expected 1-400 layers"),
-    ("-i train.bin -e l2h2c16t0", "expected 1-400 layers"),
-    ("-i train.bin -e l2h0c16t8", "expected 1-400 layers"),
-    ("-i train.bin -e l2h2c16t16x", "unknown model"),
-    ("-i train.bin -e l2h2c16t16v", "unknown model"),
-    ("-i train.bin -e l2h2c16t16v1", "expected 1-400 layers"),
+    *(("-i train.bin -e " + e, "expected 1-400 layers") for e in (
+        "l0h1c16t8", "l2h2c16t0", "l2h0c16t8", "l2h2c16t16v1", "l2h2c-16t16", "l2h2c99999t1")),
+    *(("-i train.bin -x 2 -b 2 -e " + e, "unknown model") for e in (
+        "l2h2c16t16x", "l2h2c16t16v", "l\t2h2c16t16", "l2h\n2c16t16")),
     ("-i train.bin -e l2h2c16t16v65536", "a vocabulary of 2-65535"),
     ("-i train.bin -e l2h2c16t16v1000",
      "l2h2c16t16v1000 has a vocabulary of 1000 tokens, but the data in train.bin has 257"),
-    ("-i train.bin -x 2 -b 2 --model=l\t2h2c16t16", "unknown model"),
-    ("-i train.bin -x 2 -b 2 --model=l2h\n2c16t16", "unknown model"),
-    ("-i train.bin -e l2h2c-16t16", "expected 1-400 layers"),
-    ("-i train.bin -e l2h2c99999t1", "expected 1-400 layers"),
     ("-i train.bin -e l2h2c16t16 -t 17", "--seq-len (-t): 17 exceeds the model's maximum of 16"),
     ("-i train.bin -e l2h2c16t16 -r 2", "expected auto, or a list of none=0|gelu"),
     ("-i train.bin -e l2h2c16t16 -r half", "--recompute (-r): invalid value 'half'"),
-    ("-i train.bin -e l2h2c16t16 -r block:3", "K in block:K to be between 0 and 2, "),
-    ("-i train.bin -e l2h2c16t16 -r block:", "K in block:K to be between 0 and 2, "),
-    ("-i train.bin -e l2h2c16t16 -r block:1x", "K in block:K to be between 0 and 2, "),
+    *(("-i train.bin -e l2h2c16t16 -r block:" + K, "K in block:K to be between 0 and 2, ")
+      for K in ("3", "", "1x")),
     ("-i train.bin -e l2h2c16t16 -r block:1,gelu:2", "K in gelu:K to be between 0 and 1, "),
     ("-i train.bin -e l2h2c16t16 -r block:1,", "expected auto, or a list of none=0|gelu"),
     ("-i train.bin -e l2h2c16t16 -r gelu,block", "'; expected K in block:K to be between 0 and"),
@@ -98,14 +91,9 @@ BAD_OPTIONS = [
     ("--fit bits -e d12 --gpus 4", "unknown memory size; use --gpu NAME"),
     ("--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "B x T x ranks = 1 x 1024 x 4"),
     ("--minimum -e d12 -z 1", "--zero (-z) 1 requires several GPUs; use --gpus N"),
-    ("--minimum -e d12 -b 2", "--minimum sets --batch automatically; omit"),
-    ("--minimum -e d12 -r gelu", "sets --recompute automatically"),
-    ("--minimum -e d12 --offload none", "sets --offload automatically"),
-    ("--minimum -e d12 --logit-rows 64", "sets --logit-rows automatically"),
-    ("--minimum -e d12 --moments fp32", "sets --moments automatically"),
-    ("--minimum -e d12 --workspace 1", "sets --workspace automatically"),
-    ("--minimum -e d12 -w split", "sets --master automatically"),
-    ("--minimum -e d12 --gpu-mem 8G", "sets --gpu-mem automatically"),
+    *(("--minimum -e d12 " + option, "--minimum sets %s automatically; omit" % option.split("=")[0])
+      for option in ("--batch=2", "--recompute=gelu", "--offload=none", "--logit-rows=64",
+                     "--moments=fp32", "--workspace=1", "--master=split", "--gpu-mem=8G")),
     ("--plan -e d12 --gpu-mem 16", "--gpu-mem is below 1 MiB; did you mean GiB?"),
     ("--fit bits -e d12 --gpu 4090 -b 3 -d 4096", "4096 is not a multiple of B x T x ranks = 3 x"),
     ("--minimum -e l2h2c16t16 -d 100", "100 is not a multiple of B x T x ranks = 1 x 16"),
@@ -262,9 +250,9 @@ def test_plan(options, status, texts):
     assert o.status == status, o
     out = flat(o.out)
     assert [text for text in texts if text not in out and text not in o.out] == []
-    for found in re.findall(r"t: ([\d,]+) tokens/s, ([\d,]+) tokens in (\d*?):?(\d+):(\d+);", out):
-        rate, tokens, h, m, s = [int(x.replace(",", "") or 0) for x in found]
-        assert tokens / rate == pytest.approx(3600 * h + 60 * m + s, rel=1e-3, abs=1)
+    for *found, time in re.findall(r"t: ([\d,]+) tokens/s, ([\d,]+) tokens in ([\d:]+);", out):
+        rate, tokens = [int(x.replace(",", "")) for x in found]
+        assert tokens / rate == pytest.approx(seconds(time), rel=1e-3, abs=1)
     for all, left, word in re.findall(r": ([\d.]+) GiB; \D+ ([\d.]+) GiB (free|short)", out):
         total = number_after(o.out, "\ntotal per GPU") / 2**30
         assert float(all) - total == pytest.approx(float(left) * (1 if word == "free" else -1),
@@ -272,8 +260,7 @@ def test_plan(options, status, texts):
 
 
 def test_plan_steps():
-    """dev/reading.md's excerpt is the output. Lines follow the streams' order, and the JSON has the
-    same instructions."""
+    """dev/reading.md's excerpt is the output, in the streams' order; the JSON has the same."""
     text = (TOP / "dev/reading.md").read_text().split("$ ./train_gpt2 ", 1)[1].split("\n\n")[0]
     command, *shown = [line.strip() for line in text.split("\n")]
     printed = iter([line.strip() for line in succeeds(command).split("\n")])
@@ -288,8 +275,7 @@ def test_plan_steps():
 
 
 def test_first_page():
-    """A plan suggests at most five changes; --plan all shows all of them. Lines are wrapped only on
-    a terminal, never between a number and its unit."""
+    """A plan suggests at most five changes, --plan all all; only on terminals lines are wrapped."""
     lines = lambda text: text.replace("\r", "").split("\n")
     ways = lambda text: len([line for line in lines(text) if " % " in line])
     for options in " -e gpt2-xl --gpu 4060ti -r none --offload none", " -e d12":
@@ -415,8 +401,7 @@ def test_fit_given(options, part):
 
 
 def test_fit_listed():
-    """--fit recommends a setting that it lists, and `slower` compares with the fastest listed. If
-    speeds are unknown, it does not call a setting the fastest."""
+    """--fit recommends a setting that it lists; without speeds, it calls none the fastest."""
     for card in "t4", "4090", "h200":
         found = query("--fit bits -e d12 --gpu " + card)
         rates = [way["tokens_per_s"] for way in found["ways"]]
@@ -520,8 +505,7 @@ def test_version():
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS",
                                       "WORLD_SIZE"])
 def test_launcher(variable):
-    """A run that a launcher starts several times is refused in one line, because each copy would
-    train the whole model independently. A plan is not affected."""
+    """A run that a launcher starts several times is refused in one line; a plan is not."""
     refused(TINY + "-x 1 -o out", variable + " is 8, but only one rank is supported: this "
             "program runs", env={variable: "8"})
     assert not Path("out").exists()
@@ -540,7 +524,7 @@ def test_plan_signal(query):
     wait_until(lambda: "pipe_write" in Path("/proc/%d/wchan" % process.pid).read_text() or
                "S" in Path("/proc/%d/stat" % process.pid).read_text().rsplit(")", 1)[1][:3])
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == -signal.SIGINT and process.stderr.read() == ""
+    assert process.wait(LIMIT_S) == -signal.SIGINT and process.stderr.read() == ""
 
 
 def test_memory_shown():
@@ -588,6 +572,23 @@ def test_log_every():
     last, = log_steps("cut")
     assert process.returncode == 0 and last >= 20 and "interrupted after step %d," % last in out
     assert re.search(r"\nstep +%d/99999999  loss " % last, out)
+
+
+def test_eta():
+    """A step's eta is that of the steps left at their mean time, smoothed over about 20 steps; the
+    first step, which is often slow, counts only until the second."""
+    with open("stdout", "w") as out:
+        process = start(TINY + "-x 999999 -k constant --log-every 1 -o out", stdout=out,
+                        before=default_signal())
+    wait_until(lambda: Path("out/log.jsonl").exists() and len(log_steps()) > 40)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT_S) == 0
+    shown = re.findall(r"^step +(\d+)/999999 .* eta ([\d:]+)$", Path("stdout").read_text(), re.M)
+    mean = 0
+    for (step, eta), event in zip(shown, (e for e in log() if "loss" in e), strict=True):
+        mean = event["ms"] if event["step"] <= 2 else 0.95 * mean + 0.05 * event["ms"]
+        assert int(step) == event["step"]
+        assert seconds(eta) == pytest.approx((999999 - int(step)) * mean / 1000, abs=1)
 
 
 def on_terminal(arguments, columns=80, statuses=(0,)):
