@@ -162,7 +162,7 @@ def test_signal():
                         before=default_signal())
     wait_until(lambda: os.path.getsize("stdout") > 200)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == -signal.SIGINT
+    assert process.wait(LIMIT_S) == -signal.SIGINT
     reader, writer = os.pipe()
     os.close(reader)
     assert run("--generate -e l1h1c8t16 -g 100000", stdout=writer).status == -signal.SIGPIPE

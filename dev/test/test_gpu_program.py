@@ -88,8 +88,7 @@ def test_start():
 
 @emulated
 def test_auto():
-    """On a card with little memory -r auto finds levels that fit, and results stay bit-identical.
-    With --gpu-mem a larger card has the same plan, to the byte."""
+    """-r auto finds levels that fit, with the same bits; --gpu-mem gives larger cards its plan."""
     options = "-i train.bin -e l3h2c16t16 -b 4 -x 3 --offload none "
     none, block = total(options + "-r none"), total(options + "-r block")
     succeeds(options + "-r none -o plain")
@@ -120,8 +119,7 @@ def test_host_memory():
 
 @emulated
 def test_header():
-    """An emulated run prints its settings at once, even to a file, because its start may take
-    minutes. A second signal ends it during the start."""
+    """An emulated run prints its settings at once; a second signal ends it during the start."""
     with open("stdout", "w") as out:
         process = start("-i train.bin -e l6h6c384t64 -b 4", stdout=out)
     wait_until(lambda: "\ncommand  " in Path("stdout").read_text())
@@ -129,7 +127,7 @@ def test_header():
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: (signals := re.search(r"ShdPnd:\s*(\w+)", Path(
             "/proc/%d/status" % process.pid).read_text())) is None or not int(signals[1], 16))
-    assert process.wait(60) in (128 + signal.SIGTERM, -signal.SIGTERM)
+    assert process.wait(LIMIT_S) in (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 @pytest.mark.parametrize("options", ["--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none",
@@ -403,7 +401,7 @@ def test_stopped():
     process = start(CHOOSING, env={"EMU_LT_TIMES": "951"})
     wait_until(choices().exists)
     process.send_signal(signal.SIGTERM)
-    process.wait(60)
+    process.wait(LIMIT_S)
     kept = choices().read_text()
     shutil.rmtree("out", ignore_errors=True)
     shutil.rmtree("cache")
@@ -431,8 +429,7 @@ def test_batches():
 
 
 def test_generate():
-    """In fp32, --generate prints the same text as the CPU program, even beyond the 16 positions.
-    Its plan contains no gradients, moments or master weights."""
+    """In fp32, the CPU program's text, even beyond the 16 positions; the plan has no gradients."""
     rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc"
     out = succeeds("-i train.bin -e l2h2c16t16 -b 2 -x 40 -l 3e-3 -s 40 -o out --dtype fp32" + rule)
     generate = "--generate -e out/step-00000040 --quiet" + rule

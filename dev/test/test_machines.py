@@ -101,8 +101,7 @@ def test_rebuild(machine):
 
 
 def test_no_data(machine):
-    """A failure to prepare data prints one line, and the program is built anyway. Two builds of
-    data/tokenize at the same time use different temporary names."""
+    """Failing to prepare data is one line; two builds of data/tokenize use different names."""
     (machine.clone / "data/some.bin").unlink()
     compiler = "CC=%s/bin/nvcc" % machine.toolkit
     mirror = {"DATA_MIRROR": str(machine.clone / "absent")}
@@ -123,8 +122,7 @@ def test_no_data(machine):
 
 
 def test_train_data(machine):
-    """make train prepares data if there is none, and does not try again once there are stories. If
-    the only card is too old, it builds the CPU program."""
+    """make train prepares data only if there is none, and uses the CPU if the card is too old."""
     said = machine.make("-n", "train", GPU="6.1")[1]
     assert "data/prepare.sh" in said and "-o train_gpt2 " in said and "train_gpt2cu" not in said
     (machine.clone / "data/stories_bpe_train.bin").touch()
@@ -239,7 +237,7 @@ def test_plans_32_bits(tmp_path):
 def driver(base, path, **body):
     """A command of the WebDriver protocol, to which chromedriver answers."""
     asked = urllib.request.Request(base + path, json.dumps(body).encode(), method="POST")
-    return json.load(urllib.request.urlopen(asked, timeout=60))["value"]
+    return json.load(urllib.request.urlopen(asked, timeout=LIMIT_S))["value"]
 
 
 @pytest.fixture
@@ -255,7 +253,7 @@ def browser():
             "alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}})
         yield base + "/" + session["sessionId"]
         urllib.request.urlopen(urllib.request.Request(base + "/" + session["sessionId"],
-                                                      method="DELETE"), timeout=60)
+                                                      method="DELETE"), timeout=LIMIT_S)
         p.terminate()
 
 

@@ -303,8 +303,7 @@ def test_not_finite(dtype, name, element, values):
 
 
 def test_parts():
-    """A model split into several files loads the same weights as a single one; contradictions are
-    refused with the names of the tensor and file."""
+    """A split model loads the same weights; contradictions name the tensor and the file."""
     shape = 2, 2, 4, 16, 257
     members = hugging_face(shape, ["F32", "BF16"], "transformer.")
     write_model("whole", safetensors({}, members), config_text(shape))

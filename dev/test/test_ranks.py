@@ -110,8 +110,7 @@ STAGES = [(3, 1, ""), (2, 3, "--moments bf16 -w none"), (2, 1, "--grad-dtype fp3
 
 @pytest.mark.parametrize("ranks,micros,options", STAGES)
 def test_stages(ranks, micros, options):
-    """All stages give the same bits with one micro-step. With more, stages 2 and 3 round gradients
-    once per micro-step."""
+    """All stages have the same bits; with micro-steps, stages 2 and 3 round in each of them."""
     line = ODD + "-x 3 --clip 0.5 -v 3 -m 2 --gpus %d -d %d %s -z " % (
         ranks, 24 * ranks * micros, options)
     for stage in range(4):
@@ -210,7 +209,7 @@ def test_two_jobs():
     stranger = start(line + "--timeout 30", env=torchrun(1, 2, TORCHELASTIC_RUN_ID="b", **port))
     ranks = [torchrun(r, 2, TORCHELASTIC_RUN_ID="a", **port) for r in range(2)]
     assert all(o.status == 0 for o in outcomes(start_ranks(line, ranks)))
-    assert stranger.wait(timeout=60) == 1
+    assert stranger.wait(timeout=LIMIT_S) == 1
 
 
 @pytest.mark.parametrize("variables,expected", [
@@ -443,8 +442,7 @@ def test_one_visible_gpu(card, mib):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resume(optimizer):
-    """Any number of ranks can resume a checkpoint of three: three continue with the same bits,
-    other numbers agree up to rounding, at every stage."""
+    """Any number of ranks resumes a checkpoint of three; three continue with the same bits."""
     line = ODD + "--dtype fp32 -d 144 -k constant -n 2 -v 0 --optimizer %s " % optimizer
     whole = "--gpus 3 -z 3 "
     train(line + whole + "-x 4", "whole")
@@ -589,19 +587,18 @@ def test_stopped_as_a_whole():
     steps = len(log_steps())
     wait_until(lambda: len(log_steps()) > steps + 5)
     process.terminate()
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=LIMIT_S) == 0
 
 
 @pytest.mark.parametrize("rank,number", [(-1, signal.SIGTERM), (2, signal.SIGUSR1),
                                          (1, signal.SIGINT), (0, signal.SIGINT)])
 def test_signals(rank, number):
-    """A signal to the parent or to any rank makes all save the same step and end with status 0; the
-    resumed run ends with the bytes of an uninterrupted one."""
+    """A signal to any process makes all save the same step; a resumed one has the same bytes."""
     line = TINY + "-j val.bin --gpus 3 -z 1 -k constant -v 2 -m 3 -s 2 -g 5 --quiet "
     process = start(line + "-x 1000 -o out")
     wait_until(lambda: Path("out/log.jsonl").exists() and len(log_steps()) >= 1)
     os.kill(process.pid if rank < 0 else children(process)[rank], number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0 and err == "", err
     last = log_steps()[-1]
     assert last < 1000 and names("out", "step") == ["step-%08d" % last]
@@ -642,8 +639,7 @@ def stream(line, before=" on stream "):
 
 
 def test_overlap():
-    """Each block's gradients are reduced as soon as its backward pass is queued, and compute waits
-    for none of them before all blocks are done."""
+    """Gradients are reduced once a block's backward pass is queued; compute waits at the end."""
     lines = logged(ODD + "-d 72 --gpus 3 -x 1 -v 0 -z 1")
     last = max(i for i, line in enumerate(lines) if line.startswith("adamw_kernel"))
     step = lines[:last]
@@ -662,8 +658,7 @@ def test_overlap():
 
 @pytest.mark.parametrize("options", ["-z 1 -d 72", "-z 2 -d 144"])
 def test_gathers(options):
-    """After the update each bucket of weights is gathered as soon as its own AdamW is queued. In
-    the next forward pass, the compute stream waits for each bucket just before using it."""
+    """Weights are gathered right after their bucket's AdamW, and awaited just before their use."""
     lines = logged(ODD + "--gpus 3 -x 3 -v 0 " + options)
     updates = [i for i, line in enumerate(lines) if line.startswith("adamw_kernel")]
     assert len(updates) >= 4 * 6  # in the warm-up, too; vectors first, then five buckets

@@ -182,7 +182,7 @@ def test_truncated():
     process = start("--bytes -o new long")
     wait_until(lambda: names(".", "new"))
     os.truncate("long", 4096)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1 and names(".", "new") == [], (out, err)
     assert err == "tokenize: %s was truncated or became unreadable while in use\n" % (
         Path("long").absolute())
@@ -215,8 +215,7 @@ def test_tokens():
 
 
 def test_leftovers():
-    """Old shards that a glob pattern would also match are named before anything is replaced, and,
-    where this is known, before the text is read."""
+    """Old shards that a pattern would also match are named, if possible before reading the text."""
     succeeds("--bytes -o out --shard-tokens 4 text")
     before = shards()
     Path("binary").write_bytes(b"a\0")
@@ -227,8 +226,7 @@ def test_leftovers():
 
 
 def test_replaced():
-    """The files of a tokenizer are replaced as a set. A text that yields fewer merges than asked
-    for gives all of them."""
+    """A tokenizer's files are replaced as a set; a small text gives all merges that it yields."""
     Path("own").mkdir()
     Path("own/merges.txt").write_text("#version: 0.2\n")
     Path("own/vocab.json").write_text(json.dumps({c: 256 - i for i, c in enumerate(
