@@ -388,7 +388,7 @@ def test_own_text_recipe(tmp_path):
 def manual(title):
     """The commands or the program of a section of dev/manual.md."""
     text = (TOP / "dev/manual.md").read_text()
-    section = text.split("\n## %s\n" % title)[1].split("\n## ")[0].replace("\\\n    ", "")
+    section = re.sub(r"\\\n +", "", text.split("\n## %s\n" % title)[1].split("\n## ")[0])
     return re.sub("^    ", "", "\n".join(re.findall("^    .*", section, re.M)), flags=re.M)
 
 
