@@ -55,6 +55,8 @@ def test_names():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= options, name
         if name in ("dev/README.md", "dev/reading.md", "data/README.md", "dev/cuda_cpu/README.md"):
             assert set(re.findall(r"`([a-z]+_\w+)(?:\(\))?`", text)) <= names | {"gpu_NAME"}, name
+    for field in re.findall(r"`([a-z]\w+)`", str(rows(MANUAL, "object | fields"))):
+        assert field in names, field
 
 
 def test_commands():
