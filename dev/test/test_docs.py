@@ -47,16 +47,20 @@ def test_links():
 
 
 def test_names():
-    """Options are the programs'; functions and tables that dev/ names are in the sources."""
+    """Options are the programs'; functions, tables and switches that dev/ names are in the sources,
+    and dev/README lists what dev/ contains."""
     options = set(re.findall("--[a-z][a-z0-9-]*", succeeds("--help all") + said(
         "data/tokenize", "--help"))) | OTHERS
     names = set(said("git", "grep", "-hwoE", "[A-Za-z_][A-Za-z_0-9]*", "--", ":!*.md").split())
     for name, text in DOCS.items():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= options, name
         if name in ("dev/README.md", "dev/reading.md", "data/README.md", "dev/cuda_cpu/README.md"):
-            assert set(re.findall(r"`([a-z]+_\w+)(?:\(\))?`", text)) <= names | {"gpu_NAME"}, name
+            found = re.findall(r"\bEMU_\w+|(?<=`)[a-z]+_[a-z_\d]+(?=`|\(\)`)", text)
+            assert set(found) <= names, set(found) - names
     for field in re.findall(r"`([a-z]\w+)`", str(rows(MANUAL, "object | fields"))):
         assert field in names, field
+    for path in said("git", "ls-files", "dev").split():
+        assert path.split("/")[1].split(".")[0] in DOCS["dev/README.md"] + "CHANGELOG", path
 
 
 def test_commands():
