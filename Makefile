@@ -94,7 +94,7 @@ VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@
 # These can also be built without the prefix build/.
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_gpt2_avx2 test_cuda_cpu test_gpt2cu_cpu \
             test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
-            train_gpt2_asan cuda_example
+            train_gpt2_asan
 .PHONY: help train test one page fuzz check_torch data style install \
         deps clean FORCE some_data $(PROGRAMS)
 help: ## this list
@@ -157,10 +157,9 @@ train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the GPU program, 
 build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
 build/test_gpt2cu_cpu build/test_gpt2cu_cpu_asan: test_gpt2.cu build/flags
 build/test_cuda_cpu build/test_cuda_cpu_asan: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
-build/cuda_example: dev/cuda_cpu/example.cu build/flags
 build/bench_cuda_cpu: dev/check/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
-test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
+test_cuda_cpu test_cuda_cpu_asan bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
 BOOK := train_gpt2.c $(addprefix data/,files.c tokens.c weights.c checkpoint.c)
 build/sm_%.log: train_gpt2.cu $(BOOK) build/flags

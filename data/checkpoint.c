@@ -520,7 +520,7 @@ static void save_agree(Saving *save) {
 }
 
 // Fails unless every rank can create a file in a folder that rank 0 creates in `output`. The folder
-// is named like an unfinished checkpoint of step `word`. All ranks call this function.
+// is named like an unfinished checkpoint; `word` is a nonce. All ranks call this function.
 static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     static Snapshot snapshot;
     static Saving save;

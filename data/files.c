@@ -455,7 +455,7 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
     }
     if (h.words[1] != versions[0] && h.words[1] != versions[1]) {
         die("%s: %s with unsupported version %d; expected %d%s", name, what, h.words[1],
-            versions[0], versions[1] != versions[0] ? " (fp32) and 5 (bf16)" : "");
+            versions[0], versions[1] != versions[0] ? " (fp32) or 5 (bf16)" : "");
     }
     return h;
 }

@@ -32,7 +32,7 @@ add - yes train_gpt2 data/tokenize data/stories
 add "CUDA headers" "$cuda" train_gpt2cu_cpu
 if [ "$part" != rest ]; then
     add - yes build/{test_gpt2,test_gpt2_double,fuzz_replay} build/test/data
-    add "CUDA headers" "$cuda" build/{test_gpt2cu_cpu,test_cuda_cpu,cuda_example}
+    add "CUDA headers" "$cuda" build/{test_gpt2cu_cpu,test_cuda_cpu}
     add "32-bit libraries (gcc-multilib)" "${M32-}" build/plan_32
     add "emcc or chromium" "$page" build/plan.html
     add nvcc "${NVCC-}" build/sm_80.log build/sm_90a.log

@@ -92,7 +92,7 @@ template <bool BARRIER> static __global__ void k_neighbours(float *out) {
     }
     out[t] = sum;
 }
-// A missing warp barrier is found by some of eight seeds; example.cu shows a block's.
+// A missing warp barrier is found by some of eight seeds; README.md shows a block's.
 TEST(seeds) {
     int differ[2] = {0, 0};
     for (long seed = 0; seed < 8; seed++) {

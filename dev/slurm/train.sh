@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GPT-2 124M on two machines with eight GPUs each: sbatch dev/slurm/train.sh [OPTION...], from the
-# top of the repository. Submit it again to resume from the newest checkpoint.
+# top of the repository. It has run only with emulated GPUs. Submit it again to resume.
 #
 # srun starts one process per GPU. They connect by TCP: rank 0 listens on MASTER_PORT of the job's
 # first machine. This needs neither MPI nor PMIx (which Debian's and Ubuntu's Slurm lacks), only a

@@ -374,7 +374,7 @@ def test_own_text_recipe(tmp_path):
 def manual(title):
     """The commands or the program of a section of dev/manual.md."""
     text = (TOP / "dev/manual.md").read_text()
-    section = re.search(r"\n## %s\n(.*?)\n## " % title, text, re.S)[1]
+    section = re.sub(r"\\\n +", "", text.split("\n## %s\n" % title)[1].split("\n## ")[0])
     return re.sub("^    ", "", "\n".join(re.findall("^    .*", section, re.M)), flags=re.M)
 
 
@@ -384,7 +384,7 @@ def test_out_of_memory():
     """The manual's way from the error to a run: the first command recommends a command such as the
     last one, which fits; of a smaller model, the others run."""
     here, machine, last = [line.split("#")[0].strip() for line in
-                           manual("CUDA out of memory").splitlines()]
+                           manual('What do I do about "CUDA out of memory"?').splitlines()]
     best = shell(shlex.join(on_cpu(here.split(" ", 1)[1]))).splitlines()[-1]
     assert re.search("/train_gpt2cu -e gpt2-xl -b .* -d 524288 -r .* --offload ", best)
     options = last.split(" -i ")[0].split(" ", 1)[1]
@@ -404,7 +404,7 @@ def test_out_of_memory():
 def test_tensorboard(reported):
     """The manual's script copies the numbers of a log."""
     pytest.importorskip("torch.utils.tensorboard")
-    Path("log.py").write_text(manual("TensorBoard and W&B"))
+    Path("log.py").write_text(manual("How do I log to TensorBoard or W&B?"))
     assert shell([sys.executable, "log.py", "run"]) == ""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator("run").Reload()
