@@ -278,7 +278,8 @@ def test_plan(options, status, texts):
     assert o.status == status, o
     out = flat(o.out)
     assert [text for text in texts if text not in out and text not in o.out] == []
-    for found in re.findall(r"t: ([\d,]+) tokens/s.*, ([\d,]+) tokens in (\d*?):?(\d+):(\d+);", out):
+    for found in re.findall(r"t: ([\d,]+) tokens/s.*, ([\d,]+) tokens in (\d*?):?(\d+):(\d+);",
+                            out):
         rate, tokens, h, m, s = [int(x.replace(",", "") or 0) for x in found]
         assert tokens / rate == pytest.approx(3600 * h + 60 * m + s, rel=1e-3, abs=1)
     for all, left, word in re.findall(r": ([\d.]+) GiB; \D+ ([\d.]+) GiB (free|short)", out):
