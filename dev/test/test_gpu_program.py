@@ -138,12 +138,6 @@ def test_check(options):
     assert succeeds("-i train.bin --check " + options).count("  ok\n") == 17
 
 
-def test_compare():
-    succeeds(TINY + "--compare --offload weights,moments", "  -r none\n", "  -r block\n")
-    found = query(TINY + "--compare -r mlp")
-    assert [run["recompute"] for run in found["runs"]] == ["none", "mlp"] and found["time_ratio"]
-
-
 def test_eval():
     """--eval gives the same bytes in both programs, and needs only the memory of a forward pass."""
     Path("e.bin").write_bytes(eval_file(questions(3, 50257, 2)))

@@ -34,7 +34,7 @@ BAD_OPTIONS = [
     ("-i [tv]*.bin -j val.bin", "--val-data (-j): val.bin is also training data (-i), as val.bin"),
     ("-i train.bin -e gpt3", "expected a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
     ("--generate", "--generate: no checkpoint found in runs/; use --model (-e)"),
-    ("--json", "--json requires --plan, --fit, --minimum, --largest, --compare"),
+    ("--json", "--json requires --plan, --fit, --minimum, --largest or --eval"),
     ("--eval x.bin --plan", "are mutually exclusive"),
     ("--plan --fit bits", "are mutually exclusive"),
     ("--fit most", "--fit: invalid value 'most'; expected one of bits|any|all"),
@@ -227,8 +227,12 @@ def flat(text):
     ("-e gpt2-xl --gpu 4060ti -b 2 -d 524288 -r gelu --offload moments,master --host-mem 14GiB", 3,
      ["4060ti: 15.60 GiB; fits, ", "host memory (--host-mem): 13.94 GiB; DOES NOT FIT, 584."]),
     ("-e d12 --gpu NVIDIA_GeForce_RTX_4090", 0, ["RTX_4090: 23.60 GiB; fits, "]),
+    ("-e d12 --gpu NVIDIA_H100_80GB_HBM3", 0, ["HBM3: 79.10 GiB; fits, "]),
+    ("-e d12 --gpu NVIDIA_A100-SXM4-40GB", 0, ["40GB: 39.50 GiB; fits, "]),
+    ("-e d12 --gpu Tesla_V100-SXM2-16GB", 1, ["16GB: 15.78 GiB; fits, "]),
+    ("-e d12 --gpu NVIDIA_GeForce_RTX_4090_Laptop_GPU", 1, []),  # another chip, with 16 GB
     ("-e d12 --gpu v100", 1, ["15.78 GiB; fits, ", "this program needs compute capability 7.5"]),
-    ("-e d12 --gpu 4090 -x 100", 0, ["\nforecast: ", " tokens/s, 409,600 tokens in ",
+    ("-e d12 --gpu 4090 -x 100", 0, ["\nforecast: ", " tokens/s (", ", 409,600 tokens in ",
                                      "; predicted for this card, not measured\n"]),
     ("-e d12 --gpu 4090 -x 100 -d 524288", 0, [" tokens/s, 52,428,800 tokens in "]),
     ("-e d12 --gpu h100 --gpus 16", 0, ["; predicted for these cards in one machine\n"]),
@@ -250,7 +254,7 @@ def test_plan(options, status, texts):
     assert o.status == status, o
     out = flat(o.out)
     assert [text for text in texts if text not in out and text not in o.out] == []
-    for *found, time in re.findall(r"t: ([\d,]+) tokens/s, ([\d,]+) tokens in ([\d:]+);", out):
+    for *found, time in re.findall(r"t: ([\d,]+) tokens/s.*, ([\d,]+) tokens in ([\d:]+);", out):
         rate, tokens = [int(x.replace(",", "")) for x in found]
         assert tokens / rate == pytest.approx(seconds(time), rel=1e-3, abs=1)
     for all, left, word in re.findall(r": ([\d.]+) GiB; \D+ ([\d.]+) GiB (free|short)", out):
@@ -438,7 +442,49 @@ def test_fit_data():
         refused(few + "--fit bits " + more,
                 "few.bin has only 24 sequences of 16 tokens, but a step needs 32")
     assert run("--fit bits -e d48 --gpu-mem 1100M").out.startswith("nothing fits; see --minimum")
+    assert run("--fit -b 8 -r none --offload none -e d48 --gpu 4060ti").out.startswith(
+        "nothing fits with -b 8 -r none --offload none; see --minimum\n")
+    assert run("--fit -i few.bin -e l2h2c16t16 --gpu 4090").out.startswith(
+        "assuming the vocabulary of few.bin: ")
     succeeds("--fit bits -e l2h2c16t16")
+
+
+def test_host_mem():
+    """--host-mem limits every query, and is what the answer fits in, less the program's own."""
+    limit, mine = 12 << 30, (16 << 20) + 20 * 1600**2
+    base = "-e gpt2-xl --gpu 4060ti --host-mem %d " % limit
+    hosts = lambda ways: [way["host_bytes"] for way in ways]
+    more = query("--fit bits -d 524288 -e gpt2-xl --gpu 4060ti")["ways"]
+    ways = query("--fit bits -d 524288 " + base)["ways"]
+    assert 0 < max(hosts(ways)) <= limit - mine < max(hosts(more))
+    for command in "--plan", "--largest seq-len --offload auto -b 1", "--minimum":
+        found = query(command + " " + base)
+        best = found["plan"] if command == "--plan" else found["best"]
+        assert best[0]["fits"] and max(hosts(best)) <= limit - mine, command
+    assert 0 < max(hosts(query("--minimum " + base)["best"])) < max(
+        hosts(query("--minimum -e gpt2-xl --gpu 4060ti")["best"]))
+    all = "--offload weights,gradients,moments,master,residuals "
+    short = query("--plan " + all + base, 3)
+    assert not short["plan"][0]["fits"] and max(hosts(short["suggestions"])) <= limit - mine
+    two = query("--fit bits --gpus 2 -z 1 -d 524288 " + base)["ways"]  # the ranks share it
+    assert max(hosts(two)) <= limit // 2 - mine
+
+
+def test_includes_validation():
+    """A pattern that also matches the validation shard of a training shard is refused."""
+    for name in "train", "val":
+        shutil.copy(name + ".bin", "both_%s.bin" % name)
+    refused("-i both_*.bin -e l2h2c16t16",
+            "--train-data (-i): both_*.bin includes the validation shard both_val.bin")
+
+
+def test_usual_step():
+    """Without -d, a plan says what a step of GPT-2's size would give."""
+    out = flat(succeeds("--plan -e gpt2-xl --gpu 4060ti"))
+    rate, step = re.search(r"s \(([\d,]+) with -d (\d+)\), ", out).groups()
+    assert step == "524288" and "forecast: %s tokens/s, " % rate in succeeds(
+        "--plan -e gpt2-xl --gpu 4060ti -d " + step)
+    refused("--plan -e d12 -b 1 -t 1 -d 3000000000", "--tokens-per-step (-d): ")
 
 
 @pytest.mark.parametrize("gpus", ["", "--gpus 2 "])

@@ -359,7 +359,7 @@ def test_one_gpu():
     ("--gpus 3 -d 100", {}, "is not a multiple of B x T x ranks = 2 x 12 x 3"),
     ("--gpus 2 -z 4", {}, "--zero (-z): invalid value '4'"),
     ("--gpus 2 -z 3 --eval nothing", {}, "--eval does not support --zero (-z) 3"),
-    ("--gpus 2 --check", {}, "--gpus 2: --check, --compare and --generate support only one GPU"),
+    ("--gpus 2 --check", {}, "--gpus 2: --check and --generate support only one GPU"),
     ("--timeout 9", {}, "--timeout requires multiple ranks"),
     ("--gpus 2 --offload gradients", {}, "gradients is not supported on 2 GPUs"),
     ("--gpus 2 --offload weights", {}, "--offload weights on 2 GPUs requires --zero (-z) 3"),
