@@ -82,10 +82,12 @@ def test_figures():
     for b, size in zip(sizes, mib):
         assert round(plan("-e d12 --gpu h200 -b" + b)["device_bytes"] / 2**20) == int(size)
     ways = {}
-    for level, *_, device, slower in rows(MANUAL, "`-r`"):
+    for level, _, kept, device, slower in rows(MANUAL, "`-r`"):
         pair = [plan("-e %s -b 4 -d 524288 --gpu h100 -r %s" % (model, level.split("`")[0]))
                 for model in ("d12", "gpt2-xl")]
         ways.setdefault("none", pair)
+        freed = (ways["none"][1]["device_bytes"] - pair[1]["device_bytes"]) / 4096 / 48 / 1600
+        assert kept == "%.0f C" % (32 - freed)
         assert device == "%.2f / %.2f GiB" % tuple(p["device_bytes"] / 2**30 for p in pair)
         assert slower == "%.1f / %.1f %%" % tuple(100 * none["tokens_per_s"] / p[
             "tokens_per_s"] - 100 for none, p in zip(ways["none"], pair))
