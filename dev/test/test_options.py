@@ -441,7 +441,7 @@ def test_fit_data():
                 "few.bin has only 24 sequences of 16 tokens, but a step needs 32")
     out = flat(run("--fit bits -b 8 -r none --offload none -e d48 --gpu-mem 1100M").out)
     assert out.startswith("nothing fits for ") and out.endswith(
-        " -e d48 -b 8 -r none --gpu-mem 1153433600 --offload none; see --minimum\n")
+        " -e d48 -b 8 -r none --offload none --gpu-mem 1153433600; see --minimum\n")
     assert run("--fit -i few.bin -e l2h2c16t16 --gpu 4090").out.startswith(
         "assuming the vocabulary of few.bin: ")
     succeeds("--fit bits -e l2h2c16t16")
