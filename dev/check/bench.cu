@@ -18,6 +18,7 @@
 
 #define GPT2_NO_MAIN 1
 #include "../../train_gpt2.cu"
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
@@ -122,13 +123,15 @@ static double case_bytes(const Case &c) {
     return bytes;
 }
 
+static bool is_asked(const std::string &name) {
+    return bench.what.empty() || std::any_of(bench.what.begin(), bench.what.end(), [&](auto *word) {
+        return name.compare(0, strlen(word), word) == 0;
+    });
+}
+
 // Times a case and prints one line; "-" if a limit is not known.
 static void bench_case(const Case &c) {
-    bool asked = bench.what.empty();
-    for (const char *prefix : bench.what) {
-        asked |= c.name.compare(0, strlen(prefix), prefix) == 0;
-    }
-    const std::vector<Buffers> buffers = asked ? case_buffers(c) : std::vector<Buffers>();
+    const auto buffers = is_asked(c.name) ? case_buffers(c) : decltype(case_buffers(c))();
     if (buffers.empty()) {
         return;
     }
@@ -287,11 +290,7 @@ template <class E, class M> static void bench_host_update() {
     const size_t bytes = count * (low + 2 * sizeof(M)), all = count * (sizeof(E) + sizeof(Grad<E>));
     const UpdateState state = {1, 1, 1, 0, 0};
     char *host, *device = bench.arena;
-    bool asked = bench.what.empty();
-    for (const char *prefix : bench.what) {
-        asked |= strncmp(name, prefix, strlen(prefix)) == 0;
-    }
-    if (!asked || all + 256 > bench.arena_bytes) {
+    if (!is_asked(name) || all + 256 > bench.arena_bytes) {
         return;
     }
     cuda_check(cudaMallocHost((void **)&host, bytes));

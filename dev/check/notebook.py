@@ -74,16 +74,12 @@ def faults_of_text(text):
 
 
 def faults(path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            book = json.load(file)
-        cells = book["cells"]
-        if book["nbformat"] != 4 or not isinstance(book["metadata"], dict):
-            yield "not nbformat 4"
-        lines = sum(len(cell["source"]) for cell in cells)
-    except (ValueError, KeyError, TypeError) as error:
-        yield f"not a notebook: {error!r}"
-        return
+    with open(path, encoding="utf-8") as file:
+        book = json.load(file)
+    cells = book["cells"]
+    if book["nbformat"] != 4 or not isinstance(book["metadata"], dict):
+        yield "not nbformat 4"
+    lines = sum(len(cell["source"]) for cell in cells)
     if lines > MAX_LINES:
         yield f"{lines} lines, more than {MAX_LINES}"
     for number, cell in enumerate(cells, 1):

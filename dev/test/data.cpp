@@ -580,14 +580,10 @@ static Outcome eval_parsed(const Text &bytes) {
     }));
 }
 
-// Two questions: one of 34 bytes, one of 22.
-static Text small_eval() {
-    return eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
-}
-
 // Files with one wrong field are refused with a message about that field.
 TEST(eval_fields) {
-    const Text good = small_eval();
+    const Text good = eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}},  // 34 bytes
+                                  {0, {1}, {{1}, {2}}}});                  // 22
     const size_t body = LLMC_HEADER_BYTES, second = body + 2 * 17;
     auto with_word = [&](size_t at, int word) {
         Text bad = good;

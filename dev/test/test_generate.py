@@ -93,18 +93,6 @@ def test_end():
     refused("--generate -e odd", "odd: cannot find its merges; use --tokenizer FILE")
 
 
-def test_gpt2():
-    """GPT-2 tokens are printed as text if a vocabulary is next to the weights, else as numbers."""
-    Path("gpt2.bin").write_bytes(shard([50256, 995, 995, 995] * 100, GPT2))
-    succeeds("-i gpt2.bin -e l1h2c16t16 -b 2 -x 40 -l 2e-2 --quiet -o out")
-    generate = "--generate -e out/step-00000040 --temperature 0 --quiet -g 3 "
-    assert made(generate) == "995 995 995 \n"
-    refused(generate + "--prompt=Hello", "GPT-2's vocab.bpe; run data/prepare.sh")
-    Path("out/step-00000040/merges.txt").write_text(vocab_bpe())
-    assert made(generate) == " world world world\n"
-    assert made(generate + "--prompt=Hello,\xe9").startswith("Hello,\xe9")
-
-
 def test_own():
     """A model of 1,000 custom tokens trains, samples, saves its tokenizer, resumes with the same
     bits, and generates text from its checkpoint, or from a copy of two files and the merges."""

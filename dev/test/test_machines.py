@@ -85,13 +85,6 @@ def test_gpu_build(machine, gpu, arguments, expected, absent):
         "No GPU found: train_gpt2cu is built for sm_80 .* ARCH=75 a T4", said.replace("\n", " "))
 
 
-def test_line_ends():
-    """A clone made by Git for Windows has LF in its scripts."""
-    said = subprocess.run(["git", "-C", TOP, "check-attr", "eol", "dev/train.sh", "Makefile"],
-                          text=True, stdout=subprocess.PIPE).stdout
-    assert said.count("eol: lf") == 2 or not (TOP / ".git").exists()
-
-
 def test_rebuild(machine):
     """Changing a flag, library or list of GPUs rebuilds a program; changing WERROR does not."""
     for arguments, built in (["ARCH=80"], 1), (["ARCH=80", "WERROR=-Werror"], 0), (
@@ -211,7 +204,7 @@ def drawn_plans(count, seed):
 
 
 # With --dtype, --minimum leaves out the CPU program, whose workspace depends on vectors' width.
-QUERIES = ["--fit any -e gpt2-xl --gpu 4090", "--fit all -e d24 --gpu 3080 -d 65536",
+QUERIES = ["--fit any -e d24 --gpu 4090", "--fit all -e d24 --gpu 3080 -d 65536",
            "--plan --gpu all -e gpt2-xl", "--largest batch -e d36 --gpu 4070",
            "--largest seq-len -e d36 --gpu 4070 -b 2", "--minimum -e gpt2-xl --dtype bf16"]
 
@@ -223,15 +216,15 @@ def test_plans_32_bits(tmp_path):
     other = str(shutil.copy(TOP / "build/plan_32", tmp_path / "train_gpt2"))
     seed = random.randrange(10**6)
     print("seed", seed)
-    plans = ["--plan " + options for options in drawn_plans(40, seed)]
+    plans = ["--plan " + options for options in drawn_plans(30, seed)]
     valid = 0
-    for query in plans + [plan + " --json" for plan in plans] + QUERIES:
+    for query in plans[::2] + [plan + " --json" for plan in plans[1::2]] + QUERIES:
         a = run([words("")[0], *query.split()])
         b = run([other, *query.split()])
         assert (a.status, a.out.replace(words("")[0], other), a.err) == (b.status, b.out, b.err), (
             "seed %d: %s" % (seed, query))
         valid += a.status != 1
-    assert valid > 60
+    assert valid > 20
 
 
 def driver(base, path, **body):

@@ -102,10 +102,8 @@ def test_numbers(counts, tokens, options, tolerance):
             assert want[-1] == got[-1]
 
 
-STAGES = [(3, 1, ""), (2, 3, "--moments bf16 -w none"), (2, 1, "--grad-dtype fp32 -l 100 -c 1"),
-          (3, 3, "-r block"), (3, 1, "--dtype fp16"),
-          (2, 1, "--optimizer muon --moments bf16 -w none"),
-          (2, 1, "--dtype fp16 --optimizer muon")]
+STAGES = [(3, 1, ""), (2, 3, "--optimizer muon --moments bf16 -w none"), (3, 3, "-r block"),
+          (2, 1, "--grad-dtype fp32 -l 100 -c 1"), (3, 1, "--dtype fp16 --optimizer muon")]
 
 
 @pytest.mark.parametrize("ranks,micros,options", STAGES)
@@ -206,7 +204,7 @@ def test_two_jobs():
     jobs = [{**OPEN_MPI(r, 2), "PMIX_NAMESPACE": job} for job in "ab" for r in range(2)]
     assert all(o.status == 0 for o in outcomes(start_ranks(line, jobs, [""] * 4, [""] * 4)))
     port = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(PORT)}
-    stranger = start(line + "--timeout 30", env=torchrun(1, 2, TORCHELASTIC_RUN_ID="b", **port))
+    stranger = start(line + "--timeout 10", env=torchrun(1, 2, TORCHELASTIC_RUN_ID="b", **port))
     ranks = [torchrun(r, 2, TORCHELASTIC_RUN_ID="a", **port) for r in range(2)]
     assert all(o.status == 0 for o in outcomes(start_ranks(line, ranks)))
     assert stranger.wait(timeout=LIMIT_S) == 1
@@ -716,9 +714,9 @@ def test_traffic(ranks, stage, optimizer):
 
 def test_skip():
     """If one rank sends a NaN, all ranks skip the step, and in fp16 halve their loss scales."""
-    for dtype in ["bf16", "fp16"]:
+    for dtype, stages in ("bf16", (0, 1, 3)), ("fp16", (0, 3)):
         line = ODD + "-d 72 --gpus 3 -k constant --dtype %s -z " % dtype
-        for stage in (0, 1, 3):
+        for stage in stages:
             calls = [text for text in logged(line + "%d -x 2 -o %s%d" % (stage, dtype, stage))
                      if text.startswith(("AllGather", "ReduceScatter", "Broadcast"))]
             step_2 = max(i for i, text in enumerate(calls) if text.startswith("ReduceScatter")) + 1

@@ -331,13 +331,17 @@ def test_recipes():
         assert "; fits" in said and "forecast: " in said
 
 
-def test_own_text():
-    """Each path and each contents has shards and a run of its own; a second call resumes."""
-    for folder in "data", "dev", "a", "b":
+def own_text_folders(*more):
+    for folder in "data", "dev", *more:
         Path(folder).mkdir()
     shutil.copy(words("")[0], "train_gpt2")
     shutil.copy(TOP / "data/tokenize", "data/tokenize")
     shutil.copytree(TOP / "dev/recipes", "dev/recipes")
+
+
+def test_own_text():
+    """Each path and each contents has shards and a run of its own; a second call resumes."""
+    own_text_folders("a", "b")
     train = lambda path: shell(["dev/recipes/own_text.sh", path, "train", "-e", "l1h1c16t16",
                                 "--steps=2", "-u", "0", "-b", "1", "-v", "0",
                                 "--sample-every", "0"])
@@ -359,11 +363,7 @@ def test_own_text_recipe(tmp_path):
     text = TOP / os.environ.get("DATA_MIRROR", "data") / "tinyshakespeare.txt"
     if not text.exists():
         pytest.skip("neither DATA_MIRROR nor data/ has tinyshakespeare.txt")
-    for folder in "data", "dev":
-        Path(folder).mkdir()
-    shutil.copy(words("")[0], "train_gpt2")
-    shutil.copy(TOP / "data/tokenize", "data/tokenize")
-    shutil.copytree(TOP / "dev/recipes", "dev/recipes")
+    own_text_folders()
     shutil.copy(text, "play.txt")
     said = shell("dev/recipes/own_text.sh play.txt train")
     loss = float(re.findall(r"validation loss ([\d.]+)", said)[-1])

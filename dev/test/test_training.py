@@ -161,7 +161,6 @@ def test_data_cut(file):
     succeeds(options + "-y 1 -x %d" % (last + 5))
 
 
-
 def test_many_shards():
     """There may be more shards than a process may open files: the rest are opened for each read."""
     tokens = Path("train.bin").read_bytes()

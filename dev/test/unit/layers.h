@@ -151,9 +151,8 @@ static void naive_matmul_backward(Nums *dinp, Nums *dweight, Nums *dbias, const 
 // out = addend + bias + inp weight^T, with and without each; addend may be out itself.
 TEST(matmul_forward, ALL) {
     give_workspace();
-    for (auto &shape : matmul_shapes) {
-        const int N = shape[0], C = shape[1], OC = shape[2];
-        Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), none;
+    for (const auto &[N, C, OC] : matmul_shapes) {
+        Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2);
         Reals bias = noise(OC, 1, 3), addend = noise(N * OC, 1, 4);
         Nums product = naive_matmul(inp, weight, N, C, OC);
         for (int has = 0; has < 4; has++) {
@@ -184,11 +183,9 @@ TEST(matmul_forward, ALL) {
 // dbias and dweight accumulate; dinp is overwritten and may be inp; dinp and dbias may be NULL.
 TEST(matmul_backward, ALL) {
     give_workspace();
-    for (auto &shape : matmul_shapes) {
-        const int N = shape[0], C = shape[1], OC = shape[2];
+    for (const auto &[N, C, OC] : matmul_shapes) {
         Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), dout = noise(N * OC, 1, 3);
-        Reals dinp((size_t)(N * C), (real)NAN), dweight = noise(OC * C, 1, 4),
-                                                dbias = noise(OC, 1, 5);
+        Reals dinp(inp.size(), (real)NAN), dweight = noise(OC * C, 1, 4), dbias = noise(OC, 1, 5);
         Nums want_dinp, want_dweight = nums(dweight), want_dbias = nums(dbias);
         naive_matmul_backward(&want_dinp, &want_dweight, &want_dbias, dout, inp, weight, N, C, OC);
         Reals dweight2 = dweight, dweight3 = dweight, dinp2 = inp;
@@ -417,8 +414,7 @@ TEST(attention, ALL) {
                                     {3, 33, 80, 5}, {1, 129, 80, 5}, {1, 66, 256, 2},
                                     {2, 17, 35, 5}, {1, 260, 64, 2}, {1, 63, 24, 1}};
     give_workspace();
-    for (auto &shape : shapes) {
-        const int B = shape[0], T = shape[1], C = shape[2], NH = shape[3];
+    for (const auto &[B, T, C, NH] : shapes) {
         for (int sharp = 1; sharp <= 4; sharp += 3) {  // scores with standard deviation 1 and 16
             const int n = B * T * C;
             Reals qkv = noise(3 * n, sharp, 1), dout = noise(n, 1, 2), out(n, (real)NAN);

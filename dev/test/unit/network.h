@@ -222,10 +222,8 @@ TEST(network_facts, ALL) {
     Reals logits((size_t)m.V);
     for (int length = 1; length <= T; length += 5) {
         n.e.logits(&n.e, logits.data(), b.inputs.data(), 0, length);
-        double most = -HUGE_VAL, sum = 0;
-        for (real x : logits) {
-            most = std::max(most, (double)x);
-        }
+        const double most = (double)*std::max_element(logits.begin(), logits.end());
+        double sum = 0;
         for (real x : logits) {
             sum += exp((double)x - most);
         }
