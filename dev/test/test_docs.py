@@ -1,9 +1,6 @@
 """What documents state of the code is what it says; their links, options and commands work."""
 
-import json
-import re
 import shlex
-import subprocess
 
 from program import *
 
