@@ -12,7 +12,7 @@ TOP = Path(__file__).parents[2]
 TINY = "-i train.bin -e l2h2c16t16 -b 2 "
 ALL, FULL = ("" if os.environ.get(name, "0") == "0" else os.environ[name]
              for name in ("ALL", "FULL"))
-LIMIT_S = 3600 if FULL else 600  # what takes longer hangs, however busy the machine is
+LIMIT_S = 3600 if FULL else 300  # what takes longer hangs, however busy the machine is
 path = None  # of the program under test
 cpu_path = None  # of the CPU program
 started = []  # processes of the current test; conftest.py ends those that are still running
