@@ -79,8 +79,7 @@ def test_newest():
 
 
 def test_end():
-    """A model that memorized one line prints it and stops at the end-of-text token, or after the
-    maximum number of tokens. An untrained model is reported."""
+    """A model that memorized a line prints it up to the end of text; an untrained one is named."""
     Path("line.bin").write_bytes(shard([*b"abcdefg", 256] * 50, BYTES))
     succeeds("-i line.bin -e l1h2c32t16 -b 4 -x 150 -l 1e-2 --quiet -o out")
     generate = "--generate -e out/step-00000150 --temperature 0 "

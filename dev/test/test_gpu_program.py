@@ -337,8 +337,7 @@ def test_choices_old():
 
 @emulated
 def test_choices_resume():
-    """A run resumes with its checkpoint's choices, even if it would choose differently itself; on
-    another GPU, or with another workspace, it says that it uses its own."""
+    """A run resumes with its checkpoint's choices, or says that it uses its own."""
     differ = " differ from those in out/step-00000002; losses may differ due to rounding\n"
     tuned(CHOOSING, EMU_LT_TIMES="951")
     end = training_state(4)
@@ -460,8 +459,7 @@ def test_fp16():
 
 
 def test_fp16_fails():
-    """Steps skipped while the loss scale falls do not count for --max-skips. If no scale helps, the
-    run ends, and its newest checkpoint is from before the weights were lost."""
+    """Skips while the loss scale falls do not count; if no scale helps, the run ends."""
     refused("-i train.bin -e l2h2c16t16 -b 2 -l 1 -c 11 -k constant -x 90 --dtype fp16 --max-skips "
             "3 -v 0 -n 1 --quiet -o out", "--max-skips: 3 consecutive steps were skipped")
     steps = [e for e in log() if "loss" in e]

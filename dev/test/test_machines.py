@@ -123,8 +123,7 @@ def test_train_data(machine):
 
 
 def test_toolkit(machine):
-    """nvcc is called in its toolkit, not through a link, unless the link leads to ccache; its
-    headers are system headers, unless in /usr/include; its path may contain spaces."""
+    """nvcc is called in its toolkit, whose headers are system headers; its path may have spaces."""
     toolkit, emulated = machine.toolkit, ("-n", "train_gpt2cu_cpu", "CUDA_HEADERS=yes")
     sass = lambda path="": machine.make("-n", "build/sm_80.log", path=path)[1]
     assert "-isystem %s/include" % toolkit in machine.make(*emulated)[1]
@@ -145,8 +144,7 @@ def test_toolkit(machine):
 
 
 def test_dry_run(machine):
-    """With make -n, nothing that is printed is executed. nvidia-smi, which takes seconds, is called
-    only if something is built."""
+    """make -n executes nothing; nvidia-smi, which takes seconds, is called only to build."""
     _, said, calls = machine.make("-n", "test", "style")
     assert re.search("dev/deps.sh test.*dev/test.sh", said, re.S) and "nvidia-smi" in calls
     assert not re.search("passed|^build  ", said, re.M)

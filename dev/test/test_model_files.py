@@ -340,8 +340,7 @@ def test_parts():
 
 
 def test_other_names():
-    """Only lm_head.weight, as save_model() of safetensors writes a tied model; transformers' other
-    names of the sizes, and another spelling of 1e-5."""
+    """Only lm_head.weight; transformers' other names of the sizes; another spelling of 1e-5."""
     shape = 2, 2, 20, 7, 257
     members = hugging_face(shape)
     config = config_text(shape).replace("1e-05", "1.0e-5")

@@ -613,8 +613,7 @@ def test_log_every():
 
 
 def test_eta():
-    """A step's eta is that of the steps left at their mean time, smoothed over about 20 steps; the
-    first step, which is often slow, counts only until the second."""
+    """The steps left at their mean time, over about 20 steps; the first counts until the second."""
     with open("stdout", "w") as out:
         process = start(TINY + "-x 999999 -k constant --log-every 1 -o out", stdout=out,
                         before=default_signal())
@@ -661,8 +660,7 @@ def test_sample_bytes():
 
 
 def test_drawn_planner_commands():
-    """Random planner commands end with status 0, 1 or 3 and print only JSON with --json. What they
-    list can be typed: it gives the same plan at the same speed."""
+    """Random planner commands print only JSON with --json; what they list gives the same plan."""
     seed = random.randrange(10**6)
     pick = random.Random(seed)
     axes = [("-e d12", "-e l4h4c128t64", "-e l6h5c80t512", "-e l8h2c64t64v8192"),

@@ -371,8 +371,7 @@ def test_refused(arguments, env, expected):
 # Choices and memory.
 
 def test_matmul_sms():
-    """With several ranks, matmuls of the backward pass leave two SMs to NCCL over PCIe: in the last
-    micro-step, in all with sharded gradients, and in Muon's batches."""
+    """Matmuls that run beside NCCL over PCIe, backward or Muon's, leave two SMs to it."""
     line = ODD + "-d 48 -x 1 --optimizer muon --quiet -o "
     for ranks, stage, sms in (1, 0, {""}), (2, 0, {"", ":130"}), (2, 2, {":130"}):
         out = "out%d%d" % (ranks, stage)
@@ -386,8 +385,7 @@ def test_matmul_sms():
 
 
 def test_choices():
-    """All ranks compute with rank 0's choice, here the third algorithm, and say nothing if the
-    caches of two machines differ. If the kinds of GPUs differ, all use the defaults."""
+    """All ranks compute with rank 0's choice, here the third; unlike GPUs use the defaults."""
     line = ODD + "-d 48 -x 2 --quiet -o "
     cases = {"all": {}, "one": {"EMU_LT_WRONG": "3"}, "unlike": {"EMU_UNLIKE": "1"}}
     for name, env in cases.items():
@@ -457,8 +455,7 @@ def test_resume(optimizer):
 
 
 def test_resume_alone():
-    """`-o FOLDER -y` keeps the tokens per step for another number of ranks, on which the loss over
-    all of the validation data does not depend."""
+    """`-o FOLDER -y` keeps the tokens per step, and so the loss, on another number of ranks."""
     succeeds(TINY + "-j val.bin -v 1 -m 0 -l 0 --dtype fp32 -x 1 --gpus 2 -z 1 -o out")
     for gpus in 1, 2:
         out = succeeds("-o out -y --gpus %d -x %d" % (gpus, gpus + 1))
@@ -524,8 +521,7 @@ def test_lost_output():
     (3, "-P out/step-00000002/state-1-of-3.safetensors -e trace=openat "
         "-e inject=openat:delay_enter=3000000:when=2")], ids=["save", "load"])
 def test_slow_files(steps, call):
-    """Saving or loading may take ten times --timeout, whichever rank is slow: here rank 0. A resume
-    opens a file first to verify it, then to load it."""
+    """Saving or loading may take ten times --timeout. A resume opens a file twice: it verifies."""
     if not shutil.which("strace"):
         pytest.skip("no strace")
     line = TINY + "--quiet -o out -y 1 "
@@ -743,8 +739,7 @@ def test_first(options):
 
 
 def test_gradients():
-    """Without clipping and with --beta1 0 the first moment is the gradient. Several ranks have the
-    gradient of one in every bucket, even in the last shard, which is padded."""
+    """The gradient (--beta1 0: the first moment) is one rank's in every bucket, even if padded."""
     line = ODD + "-d 144 -x 1 --beta1 0 --clip 0 --dtype fp32 "
     train(line, "one")
     want = training_state(1, "one")[1]

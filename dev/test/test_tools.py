@@ -77,8 +77,7 @@ def test_report_run(reported):
 
 
 def test_report_resumed():
-    """What a run recorded after the step from which it was resumed does not count, nor do resumes
-    from there. The table has the numbers of the steps that do."""
+    """What a run recorded after the step from which it was resumed does not count."""
     succeeds("-i train.bin -j val.bin -e l2h2c16t16 -b 2 -x 5 -v 2 -m 1 -s 4 -n 2 --quiet -o run")
     events = log("run")
     read = runpy.run_path(str(TOP / "dev/report.py"))
@@ -137,8 +136,7 @@ def test_report_plans(reported):
 
 
 def test_report_refused():
-    """Each check of the arguments and files ends in one line, after the usage if it is about the
-    arguments alone. A line that a crash has cut is not a fault."""
+    """Each check ends in one line, after the usage if it is about the arguments alone."""
     start = '{"event":"start","options":{},"plan_bytes":1,"model":{"parameters":1}}\n'
     for name, text in {"plan.json": '{"plan":[]}', "run.jsonl": start + '{"step":1,"lo',
                        "broken.jsonl": "\n" + start, "empty.jsonl": '{"step":1,"loss":2}\n',
@@ -257,8 +255,7 @@ def test_gpu_check_fails(stage, when, fault, failed, gpus):
 
 
 def test_gpu_check_page():
-    """The ratios to forecast and PyTorch, an update's rate in host memory, and the stages cut.
-    Losses and norms of several ranks may differ a little."""
+    """Ratios to forecast and PyTorch, an update's rate in host memory, and the stages cut."""
     said = gpu_check("check bits speed update torch offload gpus", "*-z 2*",
                      "loss=4.00003 norm=2.0001", 0)
     for row in ("-r 0 -b 16 --offload none | 64.00 | 4000 | 2.00 | - | 0 | 4.00 |",

@@ -51,8 +51,7 @@ def test_make_train():
 
 @BOTH
 def test_micro_batches(fp32):
-    """One batch of 4, two micro-steps of 2 and four micro-steps of 1 train alike: every step has
-    the same sequences, even past the end of the data, and averages loss and gradient over all."""
+    """Micro-batches of 4, 2 and 1 train alike, even past the end of the data."""
     for b in 4, 2, 1:
         succeeds("-i train.bin -e l2h2c16t16 -d 64 -x 60 -u 5 -l 3e-3 --clip 0.5 --quiet -b %d -o "
                  "b%d%s" % (b, b, fp32))
@@ -72,8 +71,7 @@ def test_seed():
 
 @BOTH
 def test_validation(fp32):
-    """The validation loss is a mean over sequences: it is the same for any batch size and, if the
-    sequences are identical, equals the loss of one. The last, partial batch counts too."""
+    """The validation loss is a mean over sequences, for any batch size; a partial batch counts."""
     T, windows = 16, 11  # the last windows differ from the others
     Path("val").write_bytes(shard([97 + i % 3 if i < 8 * T else i * 37 % 256
                                    for i in range(windows * T + 1)], BYTES))
@@ -126,8 +124,7 @@ def test_max_skips():
 
 
 def test_skip_zscore():
-    """--skip-zscore compares a norm with the last 128: an unusual batch is skipped even though
-    norms early in the run were as large. A resumed run skips the same steps."""
+    """--skip-zscore compares a norm with the last 128; a resumed run skips the same steps."""
     calm, other = [97 + i % 4 for i in range(16 * 400 + 1)], [200, 33, 150, 64, 90, 11, 45, 180] * 4
     calm[16 * 390:16 * 392], calm[16 * 220:16 * 221] = other, other[:16]
     Path("calm.bin").write_bytes(shard(calm, BYTES))
@@ -177,8 +174,7 @@ def test_many_shards():
 
 @pytest.mark.parametrize("chosen", [False, True])
 def test_waiting(chosen, monkeypatch):
-    """The program restarts itself once so that its OpenMP threads spin for microseconds only;
-    arguments and process id stay the same, and the user's OMP_WAIT_POLICY is kept."""
+    """The program restarts itself once, for threads that spin briefly, unless the user chose."""
     if "no OpenMP" in succeeds("--version"):
         pytest.skip("no OpenMP")
     for name in "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY":
