@@ -22,6 +22,7 @@
 #   MODELS="d12 d48"           models that are timed; the first is also checked
 #   STEPS=20 LARGEST_BATCH=16  steps (d48: at most 8) and largest batch of a timed run
 #   TOKENS=524288              tokens per step of the timed run with the settings of --fit bits
+#   FP8="d48:16 d24:32"        models and batches that are timed with and without fp8 matmuls
 #   GPUS=                      number of GPUs; default: as many as nvidia-smi lists
 #   DTYPE=                     the 16-bit type; default: bf16, or fp16 below compute capability 8.0
 #   SECONDS_IN_ALL=            total time limit; default: none
@@ -36,13 +37,14 @@ unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
 # The stages, and for each the time limit of its commands, in seconds, on a machine with 16 or more
 # cores; with fewer cores the limits are proportionally longer.
-all_stages="build check speed update torch bench bits test sanitizer offload gpus"
-declare -A limit_s=([build]=150 [check]=60 [speed]=600 [update]=120 [torch]=300 [bench]=120
-                    [bits]=120 [test]=180 [sanitizer]=90 [offload]=60 [gpus]=60)
+all_stages="build check speed update fp8 torch bench bits test sanitizer offload gpus"
+declare -A limit_s=([build]=150 [check]=60 [speed]=600 [update]=120 [fp8]=300 [torch]=300
+                    [bench]=120 [bits]=120 [test]=180 [sanitizer]=90 [offload]=60 [gpus]=60)
 cores=$(nproc)
 STAGES=${STAGES-$all_stages}
 LOGS=${LOGS:-build/gpu_check} PYTHON=${PYTHON:-python3} MODELS=${MODELS:-d12 d48}
 STEPS=${STEPS:-20} LARGEST_BATCH=${LARGEST_BATCH:-16} TOKENS=${TOKENS:-524288}
+FP8=${FP8-d48:16 d24:32}
 SECONDS_IN_ALL=${SECONDS_IN_ALL:-1000000}
 given_program=${GPT2CU:-} given_test=${TEST:-} given_bench=${BENCH:-}
 GPT2CU=${GPT2CU:-./train_gpt2cu} TEST=${TEST:-build/test_gpt2cu} BENCH=${BENCH:-build/bench}
@@ -341,6 +343,26 @@ stage_update() {
         none=${none:-$ms}
         [[ $options == *none* ]] || report "in host memory" ok "$(awk -v ms="$ms" -v none="$none" \
             -v bytes="$host" 'BEGIN { print(ms > none ? bytes / (ms - none) / 1e6 : "-") }') GB/s"
+    done
+}
+
+# Losses of 50 steps with fp8 matmuls beside bf16's, then both times where fp8 must be faster.
+stage_fp8() {
+    local row matmul said steps=50
+    for matmul in dtype fp8; do
+        run "$work/fp8.$matmul" -e "$first_model" -r 0 -b 4 --matmul $matmul && continue
+        grep -q 'matmul fp8 requires' "$work/last" && said=skipped || said=FAILED
+        report fp8 $said "$(why)"
+        return
+    done
+    said=$(near_steps "$work/fp8.dtype" "$work/fp8.fp8" 2e-2 3e-1) &&
+        report "50 steps" ok "$said" || report "50 steps" FAILED "$said"
+    steps=$STEPS
+    for row in $FP8; do
+        for matmul in dtype fp8; do
+            timed "${row/:/ -b } --matmul $matmul" -e "${row%:*}" -r 0 -b "${row#*:}" \
+                --offload none --matmul $matmul
+        done
     done
 }
 

@@ -381,6 +381,34 @@ template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
     return cases;
 }
 
+// The products D (n,m) = B (n,k) A (m,k)^T of a block's layer in fp8, and the conversion of inp.
+static std::vector<Case> fp8_cases(const LayerShape &l) {
+    typedef __nv_bfloat16 E;
+    const size_t N = (size_t)l.rows, C = (size_t)l.C, OC = (size_t)l.OC;
+    const std::string name = std::string("matmul fp8 ") + l.name + " ";
+    cudaStream_t stream = bench.stream;
+    const Array x = {N * C + 16, READ};  // the matrix and its factor
+    std::vector<Case> cases = {{name + "convert", 0, 0, {{N * C * 2, READ_WRITE}, x, x, {4, READ}},
+                                [=](const Buffers &p) {
+        unsigned *largest = p[3];
+        gpu_fp8_largest(largest, p[0], N * C, stream);
+        gpu_fp8(p[1], p[2], largest, p[0], (int)N, (int)C, stream);
+    }}};
+    const struct { const char *what; size_t m, n, k; bool bias; } products[] = {
+        {"forward", OC, N, C, true}, {"dinp", C, N, OC, false}, {"dweight =", C, OC, N, false}};
+    for (const auto &s : products) {
+        cases.push_back({name + s.what, 0, 2.0 * (double)(s.m * s.n * s.k),
+                         {{s.m * s.n * 2, WRITE}, {s.m * s.k + 16, READ}, {s.n * s.k + 16, READ},
+                          {s.m * 2, READ}}, [=](const Buffers &p) {
+            const Fp8 *A = p[1], *B = p[2];
+            const E *bias = p[3];
+            matmul_run<Fp8, E>(p[0], A, B, s.bias ? bias : nullptr, bias, false, true, false,
+                               (int)s.m, (int)s.n, (int)s.k, stream);
+        }});
+    }
+    return cases;
+}
+
 template <class E> static void bench_model(const Settings *s) {
     const Model *m = &s->model;
     const int N = s->B * s->T, C = m->C, L = m->L, rows = (int)min_i64(s->logit_rows, N);
@@ -399,6 +427,13 @@ template <class E> static void bench_model(const Settings *s) {
     }
     for (const LayerShape &layer : layers) {
         for (const Case &c : matmul_cases<E>(layer)) {
+            bench_case(c);
+        }
+    }
+    const bool fp8 = traits<E>.type == TYPE_BF16 && gpu_present()->capability >= FP8_CAPABILITY &&
+                     N % FP8_UNIT == 0 && C % FP8_UNIT == 0;
+    for (int i = 0; i < 4 * fp8; i++) {
+        for (const Case &c : fp8_cases(layers[i])) {
             bench_case(c);
         }
     }

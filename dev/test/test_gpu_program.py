@@ -33,6 +33,8 @@ def total(options, **more):
     ("-z 4", "--zero (-z): invalid value '4'; expected an integer between 0 and 3"),
     ("--dtype fp32 --moments bf16", "--moments bf16 requires --dtype bf16"),
     ("--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 requires --dtype bf16"),
+    ("--dtype fp16 --matmul fp8", "--matmul fp8 requires --dtype bf16"),
+    ("-e l2h2c16t24 --matmul fp8", "channels that are multiples of 16"),
     ("--dtype fp64", "--dtype: invalid value 'fp64'"), ("-r block:3", "0 and 2, the number of"),
     ("-e l2h2c20t16", "20 channels in 2 heads are not supported; on a GPU, channels must be a "
                       "multiple of 8"),
@@ -48,6 +50,7 @@ def test_refused(arguments, expected):
 @pytest.mark.parametrize("arguments, env, status, expected", [
     (TINY, {"EMU_GPUS": "0"}, 1, "no NVIDIA GPU found"),
     (TINY + "--dtype bf16", {"EMU_CC": "75"}, 1, "; use fp16 or fp32"),
+    (TINY + "--matmul fp8", {"EMU_CC": "80"}, 1, "compute capability 8.9"),
     (TINY + "--dtype bf16 --plan", {"EMU_CC": "75"}, 1, "; use fp16 or fp32"),
     (TINY + "--offload moments", {"EMU_HOST_MEM": "4096"}, 1,
      " of host memory: out of memory; cannot pin more host memory"),

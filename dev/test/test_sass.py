@@ -97,6 +97,8 @@ classifier                  bf16,true          -          800      0   64      1
 classifier                  bf16,false         -          800      0   64      1 15/64
 classifier                  fp16,true          75         800      0   64      1 21.9/64
 classifier                  fp16,false         75         800      0   64      1 15.1/64
+fp8                                            89,90a,120 256      0   48      5 9.2/64   s5
+fp8_largest                                    -          256      0   24      6 3/8L
 grad_square_sum             bf16               -          256      0   31      6
 update_decide                                  -            1      0   24     24
 adamw                       bf16,bf16,float    -          256      0   54      4 109.8/4L   s2

@@ -217,9 +217,10 @@ def gpu_check(stage, when="", fault="", status=1, **more):
 @pytest.mark.emulated
 def test_gpu_check():
     """On the emulated GPU, all stages that can run pass; the archive has the logs."""
-    stages = "check speed update bits test offload gpus"
+    stages = "check speed update fp8 bits test offload gpus"
     said = gpu_check(stages, status=0, GPT2CU=words("")[0], TEST="true", MODELS="l2h2c64t64",
-                     STEPS="4", LARGEST_BATCH="1", TOKENS="64", GPUS="2", DTYPE="bf16")
+                     STEPS="4", LARGEST_BATCH="1", TOKENS="64", GPUS="2", DTYPE="bf16",
+                     FP8="l2h2c64t64:1")
     for stage in stages.split():
         assert re.search(r"^%s .* ok\b" % stage, said, re.M), said
     listed = shell(["tar", "-tzf", "logs.tar.gz"])
@@ -240,6 +241,7 @@ def test_gpu_check():
     ("speed", "* -x 20 *", "echo oh; exit 9", "d12 -r 0 B 16 .* exit status 9: oh", 1),
     ("speed", "* -x 1 *", "exit 9", "d48 -r 1 .* exit status 9", 1),
     ("test", "", "", "false .* exit status 1", 1), ("bench", "", "", "false .* exit status 1", 1),
+    ("fp8", "*--matmul fp8*", "loss=4.1", "50 steps .* losses within 2.4e-02", 1),
     ("offload", "*weights*", "loss=4.1", "offload weights .* differ from", 1),
     ("offload", "*none*", "echo oh; exit 9", "offload none .* exit status 9: oh", 1),
     ("gpus", "*-b 4*", "echo oh; exit 9", "one rank .* exit status 9: oh", 1),

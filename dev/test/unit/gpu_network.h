@@ -296,13 +296,16 @@ TEST(gpu_bits, CUDA_ALL) {
     int runs = 0;
     for (const char *dtype :
          {"fp32", "bf16", "fp16", "bf16 --grad-dtype fp32 --moments bf16 -w none",
-          "bf16 --optimizer muon"}) {
-        if (!sampled(strcmp(dtype, "bf16") == 0)) {
+          "bf16 --optimizer muon", "bf16 --matmul fp8"}) {
+        const bool fp8 = strstr(dtype, "fp8") != nullptr;
+        if ((fp8 && gpu_present()->capability < FP8_CAPABILITY) ||
+            !sampled(fp8 || strcmp(dtype, "bf16") == 0)) {
             continue;
         }
         Model m = shape("l3h2c32t17", 257);
         auto run = [&](const Text &level) {
-            Net n(m, Text("-b 2 -t 17 --logit-rows 20 -r ") + level + " --dtype " + dtype);
+            Net n(m, text("-b 2 -t %d --logit-rows 20 -r ", fp8 ? 16 : 17) + level + " --dtype " +
+                         dtype);
             Trace t = trace(&n, 3);  // a pinned slot is refilled within a step
             runs++;
             return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
@@ -321,6 +324,104 @@ TEST(gpu_bits, CUDA_ALL) {
         }
     }
     detail = text("%d runs", runs);
+}
+
+static std::map<int, Reals> fp8_made;  // by item and block, as the stages made it
+static double fp8_worst;               // error, as a fraction of its bound
+static int fp8_products;
+static void (*fp8_run)(void *pass, const Instr *i);
+
+static Reals fp8_rounded(Reals x) {
+    const int shift = fp8_exponent(x);
+    for (real &v : x) {
+        v = (real)ldexp(fp8_value(fp8_nearest(ldexp(v, shift))), -shift);
+    }
+    return x;
+}
+
+// Compares `got` (rows, cols) with `add` plus the sum of a(row, i) b(i, col) over i < k.
+static void fp8_product(const Reals &got, const Reals &add, int cols, int k, double unit,
+                        const Reals &a, int a_row, int a_k, const Reals &b, int b_col, int b_k) {
+    fp8_products++;
+    for (int n = 0; n < (int)got.size(); n++) {
+        double sum = add[n], terms = fabs(sum);
+        for (int i = 0; i < k; i++) {
+            const double term =
+                (double)a[n / cols * a_row + i * a_k] * b[n % cols * b_col + i * b_k];
+            sum += term;
+            terms += fabs(term);
+        }
+        // A GPU's tensor cores sum fp8 products with fewer bits.
+        const double bound = fabs(sum) * unit + terms * (CUDA_CPU ? (k + 4) * 0x1p-24 : 0x1p-10);
+        const double error = fabs(got[n] - sum) / (bound + 1e-38);
+        fp8_worst = fmax(fp8_worst, isnan(error) ? HUGE_VAL : error);
+    }
+}
+
+// Executes an instruction and checks a linear layer's products.
+static void fp8_spy(void *self, const Instr *i) {
+    const GpuPass *pass = (const GpuPass *)self;
+    const GpuBlock<bf16, float> b = {pass->net, i};
+    const Model *m = &pass->net->plan->settings.model;
+    const StageEntry &e = stage_table[i->stage];
+    const int N = pass->B * pass->T, w = e.weight, act = e.makes[0];
+    const int C = (int)tensor_cols(m, w), OC = (int)tensor_rows(m, w);
+    auto made = [&](int item) -> Reals & {
+        return fp8_made[item * MAX_LAYERS + (item == GRAD_RES ? 0 : i->layer)];
+    };
+    fp8_run(self, i);
+    if (i->op != RUN || i->layer < 0 || e.op == OP_HEAD || e.op == OP_FP8) {
+        return;
+    }
+    if (e.op != OP_LINEAR && e.op != OP_LINEAR_BACK) {
+        made(act) = device_reals(b.out(0), act < BLOCK_BUFFERS ? act_count(m, act, N) : N * m->C);
+        return;
+    }
+    const Reals W = fp8_rounded(device_reals(b.weight(w), OC * C));
+    const Reals in = fp8_rounded(made(e.reads[0]));
+    if (e.op == OP_LINEAR) {
+        const Reals bias = device_reals(b.weight(w + 1), OC);
+        Reals add = e.reads[1] ? device_reals(b.in(1), N * OC) : Reals(N * OC);
+        for (int n = 0; n < N * OC; n++) {
+            add[n] += bias[n % OC];
+        }
+        fp8_product(device_reals(b.out(0), N * OC), add, OC, C, 0x1p-8, in, C, 1, W, C, 1);
+    } else {
+        const Reals x = fp8_rounded(made(e.reads[1]));
+        fp8_product(device_reals(b.out(0), N * C), Reals(N * C), C, OC, 0x1p-8, in, OC, 1, W, 1, C);
+        fp8_product(device_reals(b.dmatrix(w), OC * C), Reals(OC * C), C, N, 0x1p-23, in, 1, OC, x,
+                    1, C);
+    }
+}
+
+// Every product of the blocks is that of its operands rounded to fp8, computed in fp64 from what
+// the stages made: a wrong scale, operand or transpose still trains. With fp32 gradients of
+// matrices, only the sum is rounded. A weight's scale is not that of the other block's. Only
+// forward products may be summed fast.
+TEST(gpu_fp8_products, CUDA_ALL) {
+    if (gpu_present()->capability < FP8_CAPABILITY) {
+        skip("this GPU has no fp8 matmuls");
+    }
+    for (const char *level : {"none", "gelu", "norm", "block"}) {
+        Net n(shape("l2h2c32t32", 65),
+              Text("-b 2 --dtype bf16 --grad-dtype fp32 --matmul fp8 -r ") + level);
+        GpuNetwork *net = (GpuNetwork *)n.e.self;
+        const Range qkv = tensor_range(&n.s.model, QKVW, 1, 0, tensor_size(&n.s.model, QKVW));
+        n.e.write(&n.e, BUF_WEIGHTS, qkv, noise((size_t)qkv.count, 0.01, 9).data());
+        fp8_products = 0;
+        fp8_run = std::exchange(net->run, fp8_spy);
+        trace(&n, 1);
+        expect(fp8_products >= 2 * 12 && fp8_worst <= 1, "-r %s: %.3g of the bound", level,
+               fp8_worst);
+#if CUDA_CPU
+        for (int i = 0; i < matmul_library.plans; i++) {
+            MatmulPlan &plan = matmul_library.plan[i];
+            const bool forward = plan.key.input_type == TYPE_FP8 && plan.key.has_bias;
+            expect(emu::matmul(&plan.description).fast == forward, "fast: %d", i);
+        }
+#endif
+    }
+    detail = text("%.2f of the bound", fp8_worst);
 }
 
 // Like gpu_bits, for each wgmma variant of attention. Counts of launches show which variants ran:

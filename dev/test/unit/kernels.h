@@ -17,6 +17,17 @@ template <class E> static Reals noise_in(size_t n, double scale, uint64_t seed) 
     return x;
 }
 
+template <class T> static Reals device_reals(const T *p, size_t n) {
+    std::vector<T> host(n);
+    cuda_check(cudaDeviceSynchronize());
+    cuda_check(cudaMemcpy(host.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+    Reals values;
+    for (T x : host) {
+        values.push_back(to_float(x));
+    }
+    return values;
+}
+
 // An array on the device, initially NaN.
 template <class T> struct Array {
     size_t n;
@@ -43,13 +54,7 @@ template <class T> struct Array {
         cuda_check(cudaMemcpy(host.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
         return host;
     }
-    Reals get() const {
-        Reals values;
-        for (T x : raw()) {
-            values.push_back(to_float(x));
-        }
-        return values;
-    }
+    Reals get() const { return device_reals(p, n); }
 };
 
 // EMU_SEED, EMU_ORDER and EMU_GUARD select order 0. The other orders, which only kernel tests use,
@@ -410,6 +415,81 @@ TEST(gpu_matmul_sms, EMULATED_ALL) {
     gpu_matmul_close();
 }
 #endif
+
+// e4m3: sign, exponent and mantissa; exponent 0 has units of 2^-9. 127 is NaN.
+static double fp8_value(int code) {
+    const int e = code >> 3 & 15;
+    return (code & 127) == 127 ? NAN : ldexp(e ? 8 + code % 8 : code % 8, std::max(e, 1) - 10) *
+                                       (code & 128 ? -1 : 1);
+}
+
+// Returns the code of the number that is nearest to x, with ties to even, saturated; NaN is NaN.
+static int fp8_nearest(double x) {
+    int best = isnan(x) ? 127 : 0;
+    for (int code = 1; code < 127 && !isnan(x); code++) {
+        const double error = fabs(fp8_value(code) - fabs(x));
+        const double least = fabs(fp8_value(best) - fabs(x));
+        best = error < least || (error == least && code % 2 == 0) ? code : best;
+    }
+    return best | (signbit(x) ? 128 : 0);
+}
+
+// Returns the exponent of the largest power of two, at most 2^63, that scales all x to at most 448.
+static int fp8_exponent(const Reals &x) {
+    double largest = 0;
+    for (real v : x) {
+        largest = fmax(largest, fabs(v));
+    }
+    int shift = largest == 0 || isinf(largest) ? 0 : 63;
+    while (ldexp(largest, shift) > 448 && !isinf(largest)) {
+        shift--;
+    }
+    return shift;
+}
+
+// Operands of fp8 matmuls, their transposes and the factors are exact, with zeros, the smallest and
+// largest numbers, infinity and NaN.
+TEST(gpu_fp8, CUDA_ALL) {
+    static const struct {
+        int rows, cols;
+        double scale, special;
+    } cases[] = {{144, 272, 1, 0}, {16, 16, 1, NAN}, {32, 400, 1e-38, 0}, {272, 48, 1e37, 0},
+                 {16, 32, 0, 0}, {128, 128, 1, INFINITY}, {16, 144, 1e-5, 1.75}, {48, 16, 1e-3, 1}};
+    if (gpu_present()->capability < FP8_CAPABILITY) {
+        skip("this GPU has no fp8 matmuls");
+    }
+    for (auto &row : cases) {
+        const size_t n = (size_t)row.rows * row.cols;
+        Reals x = noise_in<bf16>(n, row.scale, 1), spread = noise(n, 12, 2);
+        for (size_t i = 1; i < n; i++) {
+            x[i] = rounded_to<bf16>((real)ldexp(x[i], -(int)fabs(spread[i])));
+            x[i] = i == 5 && row.special != 0 ? (real)row.special : x[i];
+        }
+        const int shift = fp8_exponent(x);
+        const double factor = isinf(row.special) ? NAN : ldexp(1, -shift);
+        Array<bf16> in(x);
+        Array<Fp8> y[] = {Array<Fp8>(n + 4), Array<Fp8>(n + 4), Array<Fp8>(n + 4),
+                          Array<Fp8>(n + 4)};
+        Array<unsigned> largest(1);
+        gpu_fp8_largest(largest.p, in.p, n, nullptr);
+        gpu_fp8(y[0].p, y[1].p, largest.p, in.p, row.rows, row.cols, nullptr);
+        gpu_fp8(y[2].p, nullptr, largest.p, in.p, row.rows, row.cols, nullptr);
+        gpu_fp8(nullptr, y[3].p, largest.p, in.p, row.rows, row.cols, nullptr);
+        cuda_check(cudaDeviceSynchronize());
+        for (int k = 0; k < 4; k++) {
+            const std::vector<Fp8> got = y[k].raw();
+            float undo;
+            memcpy(&undo, &got[n], 4);
+            expect(undo == factor || (isnan(undo) && isnan(factor)), "factor %g", undo);
+            for (size_t i = 0; i < n; i++) {
+                const int code = got[k % 2 ? i % row.cols * row.rows + i / row.cols : i].__x;
+                const int want = fp8_nearest(ldexp(x[i], shift));
+                expect(want == code || (want & code & 127) == 127, "%g: %02x, not %02x", x[i], code,
+                       want);
+            }
+        }
+    }
+}
 
 // Tests matmuls with widths of C, 3 C and 4 C, with few and with many rows.
 TEST(gpu_matmul, CUDA_ALL) {

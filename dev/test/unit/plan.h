@@ -111,6 +111,7 @@ static Settings draw_placements() {
         const int hosted = draw(0, 1) && !(needs_one && s.ranks > 1);
         s.placement[state] = (uint8_t)((sharded ? PLACE_SHARD : 0) | (hosted ? PLACE_HOST : 0));
     }
+    s.fp8 = s.dtype == TYPE_BF16 && draw(0, 1);
     return s;
 }
 
@@ -435,7 +436,7 @@ static Text list_fault(const TwoSteps &all, size_t without) {
                 return who + "a wait for nothing";
             }
             if (i.event < EVENT_BUCKET && i.stream == COMPUTE && i.stage != JOIN &&
-                since[i.event] > 0 && i.tick - since[i.event] < F_STAGES - 4) {
+                since[i.event] > 0 && i.tick - since[i.event] < 4) {
                 return who + "no time for the copy";
             }
             continue;
@@ -452,7 +453,8 @@ static Text list_fault(const TwoSteps &all, size_t without) {
         }
         auto slot = [&](int b) { return b < BUF_SLOT || b >= STATE_BUFFERS ? -1 : b - BUF_SLOT; };
         for (int k = 0; k < STAGE_ITEMS && i.op == RUN; k++) {
-            const int at = slot(i.items[k]), block = i.layer + (stage_item(i.stage, k) == ACT_NEXT);
+            const int at = slot(i.items[k]), next = stage_item(0, i.stage, k) == ACT_NEXT;
+            const int block = i.layer + next;
             const bool makes = k >= READS && (k < READS + MAKES ||
                                               (k == STAGE_ITEMS - 1 && !all.adds[n]));
             if (at >= 0 && holds[at] != block + 1 && !(makes && !holds[at])) {
@@ -598,18 +600,19 @@ TEST(plan_ranks, FLOAT) {
 }
 
 // Returns whether a block keeps an activation for backward at a recomputation level.
-static bool kept_at(int level, int item) {
+static bool kept_at(int level, int item, int fp8) {
     Settings s = {};
     Plan p = {};
     s.model.L = s.ranks = 1;
     s.level[0] = (uint8_t)level;
+    s.fp8 = fp8;
     plan_stages(&p, &s);
     const bool kept = lifetime_spans(&p.lives[block_buffer(&s.model, item, 0, 0)], p.at[HEAD]);
     plan_free(&p);
     return kept;
 }
 
-// The number and order of ticks are correct; every level keeps its documented number of channels.
+// The number and order of ticks are correct; every level keeps its documented bytes per channel.
 TEST(stages, HOST) {
     Settings s = planned("-e l3h1c8t4 --gpus 2");
     Tick ticks[128];
@@ -620,20 +623,22 @@ TEST(stages, HOST) {
     expect(ticks[28 + 15 + 9].stage == B_FC && ticks[28 + 15 + 9].layer == 1);
     s.ranks = 1;  // a single rank has no join tick
     expect(ticks_list(ticks, &s) == 75);
-    // Channels kept per token and block at each level.
-    static const int kept[RECOMPUTE_LEVELS] = {16, 12, 10, 6, 3, 1};
-    for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
-        int channels = 0;
+    // Bytes kept per token, block and channel at each level, with and without fp8.
+    static const int kept[2][RECOMPUTE_LEVELS] = {{32, 24, 20, 12, 6, 2}, {26, 22, 20, 12, 6, 2}};
+    for (int k = 0; k < 2 * RECOMPUTE_LEVELS; k++) {
+        const int fp8 = k % 2, level = k / 2;
+        int bytes = 0;
         for (int i = ACT_X; i < BLOCK_BUFFERS; i++) {
-            channels += kept_at(level, i) * std::max(act_table[i].channels, 0);
+            bytes += kept_at(level, i, fp8) * std::max(act_table[i].channels, 0) *
+                     (act_is_fp8(i) ? 1 : 2);
         }
-        expect(channels == kept[level], "%s keeps %d", level_name(level).s, channels);
+        expect(bytes == kept[fp8][level], "%s keeps %d", level_name(level).s, bytes);
     }
 }
 
 // Returns the first fault in the declared network at a recomputation level, or an empty text: a
 // stage must read only what an earlier stage of the pass has made, or what forward has kept.
-static Text graph_fault(int level) {
+static Text graph_fault(int level, int fp8) {
     bool there[MATRICES] = {}, needed[MATRICES] = {};
     for (int item : {0, (int)ACT_X, (int)GRAD_RES}) {
         there[item] = true;  // nothing, and what other blocks have made
@@ -642,12 +647,13 @@ static Text graph_fault(int level) {
         const int back = step >= F_STAGES, stage = back ? step - F_STAGES : step;
         const StageEntry &e = stage_table[stage];
         for (int i = 1; i < BLOCK_BUFFERS && step == F_STAGES; i++) {
-            there[i] = kept_at(level, i);
+            there[i] = kept_at(level, i, fp8);
         }
-        if (back && stage < F_STAGES && e.level > level) {
+        if ((back && stage < F_STAGES && e.level > level) || (e.op == OP_FP8 && !fp8)) {
             continue;
         }
-        for (int item : e.reads) {
+        for (int i = 0; i < READS; i++) {
+            const int item = stage_item(fp8, stage, i);
             if (!there[item]) {
                 return text("%s%s reads item %d too early", back ? "backward: " : "", e.name, item);
             }
@@ -661,7 +667,8 @@ static Text graph_fault(int level) {
         }
     }
     for (const StageEntry &e : stage_table) {  // what is repeated must be needed
-        if (e.level <= level && !needed[e.makes[0]]) {
+        if (e.level <= level && !needed[e.makes[0]] && !needed[e.makes[1]] &&
+            (e.op != OP_FP8 || fp8)) {
             return text("%s is repeated in vain", e.name);
         }
     }
@@ -671,9 +678,9 @@ static Text graph_fault(int level) {
 // Every level is closed and keeps less than the one before it; each tensor of a block has one stage
 // in forward and one in backward; of the stages of a block, only the last one makes the next x.
 TEST(graph, HOST) {
-    for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
-        const Text fault = graph_fault(level);
-        expect(fault.empty(), "%s: %s", level_name(level).s, fault.c_str());
+    for (int k = 0; k < 2 * RECOMPUTE_LEVELS; k++) {
+        const Text fault = graph_fault(k / 2, k % 2);
+        expect(fault.empty(), "%s: %s", level_name(k / 2).s, fault.c_str());
     }
     for (int tensor = LN1W; tensor < LNFW; tensor++) {
         int stages[2] = {0, 0};
