@@ -258,7 +258,7 @@ def test_batch(options, spare, batch):
     eight = total("-i train.bin -e l1h1c16t16 -d 384 -b 8 -r none")
     memory = (4 << 30) if spare is None else (1 << 30) + eight + spare
     out = succeeds("-i train.bin -e l1h1c16t16 -x 1 " + options, env={"EMU_GPU_MEM": str(memory)})
-    assert re.search(r"\nstep     \d+ x (\d+) x ", out)[1] == str(batch), out
+    assert re.search(r"\nstep     .* x B (\d+) x T ", out)[1] == str(batch), out
 
 
 @emulated
@@ -267,7 +267,7 @@ def test_batch_resume():
     options = "-i train.bin -e l1h1c16t16 -d 384 -o out -y 1 -x "
     eight = (1 << 30) + total("-i train.bin -e l1h1c16t16 -d 384 -b 8 -r none")
     large = {"EMU_GPU_MEM": str(4 << 30)}
-    batch = lambda more, env=large: int(re.search(r"\nstep     \d+ x (\d+) x ", succeeds(
+    batch = lambda more, env=large: int(re.search(r"\nstep     .* x B (\d+) x T ", succeeds(
         options + more, env=env))[1])
     assert batch("1", {"EMU_GPU_MEM": str(eight)}) == 8
     assert [batch("2"), batch("3 --gpus 2"), batch("4 -b 6")] == [8, 12, 6]
