@@ -276,6 +276,8 @@ def test_plan_steps():
     lines = re.findall(r"^ +([\d.]+) +([\d.]+)  (\w+) +(\w+) +(.*)$", succeeds(command), re.M)
     assert lines == [("%.3f" % row["begin_ms"], "%.3f" % row["end_ms"], row["stream"], row["op"],
                       row["text"]) for row in rows]
+    halves = re.findall(r"_fp8: .*", succeeds(command + " --dtype bf16 --matmul fp8"))
+    assert halves and all(" -> " in text for text in halves)    # also with one result
     for stream in "compute", "up", "down":
         own = [row for row in rows if row["stream"] == stream and row["part"] == 0]
         assert own and all(a["end_ms"] <= b["begin_ms"] + 1e-9 for a, b in zip(own, own[1:]))
