@@ -8,7 +8,6 @@
 #include "../../data/tokenize.c"
 #undef main
 #include "files.h"
-#include <sys/time.h>
 #include <map>
 #include <set>
 
@@ -18,33 +17,6 @@ inline Text random_bytes(size_t n, uint64_t seed) {
         out[i] = (char)(random_unit(seed, i) * 256);
     }
     return out;
-}
-
-// All bytes arrive through a pipe that is read slowly, even if a timer interrupts the writes.
-TEST(write_all) {
-    const Text data = random_bytes(1 << 20, 3);
-    int ends[2], status = 1;
-    expect(pipe(ends) == 0);
-    const pid_t reader = fork();
-    if (reader == 0) {
-        close(ends[1]);
-        Text got, piece(30000, 0);
-        for (ssize_t n; (n = read(ends[0], &piece[0], piece.size())) > 0; usleep(1000)) {
-            got.append(piece, 0, (size_t)n);
-        }
-        _exit(got != data);
-    }
-    close(ends[0]);
-    struct sigaction action = {};
-    action.sa_handler = [](int) {};  // without SA_RESTART
-    sigaction(SIGALRM, &action, NULL);
-    struct itimerval often = {{0, 700}, {0, 700}}, never = {};
-    setitimer(ITIMER_REAL, &often, NULL);
-    expect(write_all(ends[1], data.data(), data.size()) == 0, "%s", strerror(errno));
-    setitimer(ITIMER_REAL, &never, NULL);
-    close(ends[1]);
-    waitpid(reader, &status, 0);
-    expect(status == 0, "different bytes arrived");
 }
 
 // Messages are one line whatever a name contains; sizes are printed in readable units.

@@ -48,8 +48,7 @@ def test_bpe_samples(sampled):
 
 
 def test_eval_command():
-    """--eval needs no data file. Its output lines and JSON are as documented; its score does not
-    depend on B; it reports a T or vocabulary that is too small."""
+    """--eval's lines and JSON are as documented and do not depend on B; a small T is reported."""
     asked = questions(12, 50257, 2)
     command = "-e l1h1c16t16 --eval e.bin "
     Path("e.bin").write_bytes(eval_file(asked))

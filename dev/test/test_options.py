@@ -366,8 +366,7 @@ def keeps(way, typed, vary):
 
 
 def test_minimum():
-    """--minimum prints the least memory, with the smallest workspace, for a GPU, for a GPU with all
-    states on the host, and for the CPU program. With more GPUs, each needs less memory."""
+    """--minimum: the least memory on a GPU, with states on the host, on the CPU, on more GPUs."""
     device, host, cpu = query("--minimum -e d24")["settings"]
     assert host["device_bytes"] < device["device_bytes"] < cpu["device_bytes"]
     assert host["offload"] == "weights,gradients,moments,master,residuals"

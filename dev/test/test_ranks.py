@@ -339,7 +339,7 @@ def test_least_memory():
         env = [port_of(r, EMU_GPU_MEM="1g" if r == small else "2g") for r in range(2)]
         zero, one = outcomes(start_ranks(line + "-o out%d" % small, env))
         assert zero.status == one.status == 0, (zero, one)
-        steps = [re.search(r"step .*? x .*tokens", out).group() for out in (
+        steps = [re.search(r"step .*tokens = .* x .*?;", out).group() for out in (
             zero.out, succeeds(line + "--gpus 2", env={"EMU_GPU_MEM": "1g"}),
             succeeds(line + "--gpus 2", env={"EMU_GPU_MEM": "2g"}))]
         assert steps[0] == steps[1] != steps[2]
@@ -459,7 +459,7 @@ def test_resume_alone():
     succeeds(TINY + "-j val.bin -v 1 -m 0 -l 0 --dtype fp32 -x 1 --gpus 2 -z 1 -o out")
     for gpus in 1, 2:
         out = succeeds("-o out -y --gpus %d -x %d" % (gpus, gpus + 1))
-        assert re.search(r"\nstep .* x %d GPUs? = 64 tokens; " % gpus, out)
+        assert re.search(r"\nstep     64 tokens = .* x %d GPUs?; " % gpus, out)
     losses = [event["val_loss"] for event in log() if "val_loss" in event]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 

@@ -61,8 +61,7 @@ def write_tokenizer(folder, form, order, end=END):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("form", ["files", "added", "json", "both"])
 def test_ids(form, order):
-    """Text gets the ids of the folder, whatever their order, also from the files that are written
-    beside the shards; --documents uses the end of text of config.json."""
+    """Text gets the folder's ids, in any order, also from the files written beside the shards."""
     end = "</s>" if order == "others" else END
     ids = write_tokenizer("own", form, order, end)
     Path("text").write_text(TEXT)

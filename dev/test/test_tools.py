@@ -15,8 +15,7 @@ def shell(command, status=0, **more):
 
 
 def test_install(tmp_path):
-    """The manual page, made from --help all, lists every option and causes no groff warnings;
-    completion offers options and values; the version is the same everywhere."""
+    """Manual page and completion have every option; the version is the same everywhere."""
     shell(["make", "-s", "install", "PROGRAM=train_gpt2", "DESTDIR=%s/root" % tmp_path,
            "PREFIX=/usr"], cwd=TOP)
     page = Path("root/usr/share/man/man1/train_gpt2.1")
@@ -282,8 +281,7 @@ esac
 
 
 def test_gpu_check_sanitizer(tmp_path):
-    """A tool that itself fails is skipped; an error in a kernel of ours fails. racecheck leaves out
-    16-bit attention, initcheck 16-bit runs."""
+    """A tool that fails is skipped; our kernels' errors fail; no racecheck of 16-bit attention."""
     for name, text in ("compute-sanitizer", SANITIZER), ("nvcc", "#!/bin/sh\n"):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

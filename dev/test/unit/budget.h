@@ -361,50 +361,6 @@ TEST(forecast, HOST) {
     expect_near(forecast_step(&v, &mlp, 1) - forecast_step(&v, &s, 1), again, 1e-9, "-r mlp");
 }
 
-// Returns the settings that --fit finds; *best receives those that it recommends.
-static std::vector<Candidate> fit_ways(const Text &options, Candidate *best = nullptr) {
-    std::vector<Candidate> list(MAX_CANDIDATES);
-    Options o;
-    Settings s;
-    Model m;
-    parse(&o, options.c_str());
-    model_parse(&m, o.model);
-    model_set_vocabulary(&m, GPT2_VOCABULARY);
-    settings_from_options(&s, &o, &m, 1);
-    const MemoryBudget budget = budget_of_gpu(&o, &s);
-    const Search q = fit_search(&o, &m, &budget);
-    list.resize((size_t)candidates_find(list.data(), &q, o.fit == FIT_ALL));
-    for (const Candidate &w : list) {
-        expect(w.device <= budget.device && w.fits, "%s: -b %d", options.c_str(), w.s.B);
-    }
-    if (best) {
-        *best = *fit_choose(list.data(), (int)list.size());
-    }
-    return list;
-}
-
-// --fit finds what the README and the out-of-memory messages promise for GPT-2 1558M in 15 GiB.
-TEST(fit_sizes, FLOAT) {
-    auto chosen = [](const Text &options) {
-        Candidate best;
-        fit_ways(options, &best);
-        return best;
-    };
-    // --fit all also considers mixed levels, so its best result is no worse than that of --fit any.
-    const Candidate any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
-              all = chosen("--fit all -e d12 --gpu-mem 3GiB");
-    expect(all.tokens_per_s >= any.tokens_per_s && all.offload <= any.offload,
-           "%.0f tokens/s, any %.0f", all.tokens_per_s, any.tokens_per_s);
-    Candidate w = chosen("--fit any -e d48 --gpu-mem 15GiB");
-    expect(w.s.B >= 6 && w.s.moment_dtype == TYPE_BF16, "-b %d, offload %d", w.s.B, w.offload);
-    w = chosen("--fit bits -e d48 --gpu-mem 15GiB");
-    expect(w.s.B >= 24 && w.s.split_master && w.offload > 0, "-b %d, offload %d", w.s.B, w.offload);
-    w = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
-    expect(524288 % (w.s.B * 1024) == 0 && w.s.split_master, "-b %d", w.s.B);
-    w = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
-    expect(recompute_text(&w.s).s == Text("gelu") && w.offload == 0);
-}
-
 // -b auto chooses the largest batch that divides the step, fits the card without recomputation, and
 // has at most 65,536 tokens. It chooses 4 if no batch fits, -d is not given, or memory is unknown.
 TEST(auto_batch, FLOAT) {

@@ -452,32 +452,6 @@ TEST(gpu_bits_wgmma, CUDA_ALL) {
     }
 }
 
-// wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding.
-// Measures the error relative to fp32 for one chunk and for eight, the maximum up to 65,536 tokens.
-TEST(gpu_wte_rounding, CUDA_ALL) {
-    need_bf16();
-    Model m = shape("l1h1c32t64", 257);
-    Batch b(256, m.V, 1);
-    for (int rows : {256, 32}) {
-        Reals dwte[2];
-        for (int fp32 = 0; fp32 < 2; fp32++) {
-            Net n(m, text("-b 4 -t 64 --logit-rows %d --grad-dtype %s", rows,
-                          fp32 ? "fp32" : "bf16"));
-            n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
-            dwte[fp32] = Reals((size_t)tensor_size(&m, WTE));
-            n.e.read(&n.e, BUF_GRADS, tensor_range(&m, WTE, 0, 0, tensor_size(&m, WTE)),
-                     dwte[fp32].data());
-        }
-        const double error =
-            relative_error(dwte[0].data(), dwte[1].data(), (int64_t)dwte[0].size());
-        const int roundings = 256 / rows + 1;
-        expect_near((wide)error, 0, sqrt(roundings) * traits<bf16>.unit / 2, "%d roundings",
-                    roundings);
-        expect(error > 0, "bf16 rounds");
-        detail += text("%s%d roundings %.1e", rows == 256 ? "" : ", ", roundings, error);
-    }
-}
-
 #if CUDA_CPU
 // Values of EMU_ORDER: orders in which streams run.
 static const long stream_orders[] = {0, emu::EARLY, emu::LATE, 1, 2};
@@ -606,75 +580,7 @@ TEST(gpu_offload_later_wait, EMULATED_ALL) {
     emu::set.order = 0;
 }
 
-// Using a buffer outside its lifetime is an error that names it. A kernel that keeps its address is
-// stopped by ASan, or else reads NaN. ASan also detects accesses to the gap after a buffer.
-TEST(gpu_lifetimes, EMULATED_ALL) {
-#ifdef _OPENMP
-    omp_set_num_threads(1);  // as in TEST(arena)
 #endif
-    Model m = shape("l2h2c16t8", 257);
-    Net n(m, "-b 1 -t 8 -r block --dtype fp32");
-    auto *net = (GpuNetwork *)n.e.self;
-    Plan *p = net->plan;
-    plan_tick(p, 0);
-    plan_tick(p, p->at[HEAD]);
-    const Buffer &row = p->buffers[p->index[BUF_LOGITS]];
-    float *logits = gpu_buffer<float>(net, BUF_LOGITS);
-    Reals fresh(8);
-    copy_sync(fresh.data(), logits, 8 * sizeof(float), net->stream);
-    expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
-    auto launch_on = [&](float *x) {
-        return outcome(spawn([&] {
-            emu::cuda_user = 0;  // a real GPU would not allow this
-            gpu_gelu_forward<float>(x, x, 8, net->stream);
-            cuda_check(cudaStreamSynchronize(net->stream));
-        }));
-    };
-    expect(launch_on(logits).status == 0, "alive");
-    Outcome past = launch_on(logits + row.bytes / 4);
-    plan_tick(p, p->at[UPDATE]);
-    expect_death(gpu_buffer<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
-    Outcome dead = launch_on(logits);
-    if (TEST_ASAN) {
-        expect(dead.status == 86 && has(dead.err, "use-after-poison"), "dead, %d", dead.status);
-        expect(past.status == 86, "past the row, %d", past.status);
-    }
-}
-#endif
-
-// The losses of all tokens equal the reference's up to rounding; forward_loss returns their mean.
-TEST(gpu_losses, CUDA_ALL) {
-    for (const char *options :
-         {"-b 2 -t 33 --dtype fp32", "-b 2 -t 33 --dtype bf16", "-b 2 -t 33 --dtype fp16"}) {
-        Model m = shape("l2h2c64t40", 300);
-        Net n(m, options);
-        Reference reference(&n, n.s.logit_rows);
-        const size_t N = 2 * 33;
-        Batch b((int)N, m.V, 1);
-        Reals got(N), want(N);
-        every_order(
-            [&] {
-                got.assign(N, NAN);
-                double all = n.e.forward_loss(&n.e, got.data(), b.inputs.data(), b.targets.data());
-                double other = n.e.forward_loss(&n.e, NULL, b.targets.data(), b.inputs.data());
-                return Outputs{got, {(real)all, (real)other}};
-            },
-            options);
-        double sum = 0;
-        double mean = n.e.forward_loss(&n.e, got.data(), b.inputs.data(), b.targets.data());
-        reference.e.forward_loss(&reference.e, want.data(), b.inputs.data(), b.targets.data());
-        for (real loss : got) {
-            sum += (double)loss;
-        }
-        expect_near((wide)mean, (wide)(sum / N), 1e-6 * mean, "mean, %s", options);
-        expect(n.e.forward_loss(&n.e, NULL, &b.inputs[0], &b.targets[0]) == mean, "without them");
-        // 1e-5 as for gradients in fp32; in 16 bits, every logit is also rounded.
-        double tol = 1e-5;
-        with_type(n.s.dtype, [&](auto element) { tol += 2 * traits<decltype(element)>.unit; });
-        expect_near((wide)relative_error(got.data(), want.data(), (int64_t)N), 0, tol,
-                    "losses, %s", options);
-    }
-}
 
 // Logits computed with a KV cache, and those for the whole window, agree with the reference's: the
 // error is at most 1e-5 in fp32; in 16 bits, the cache at most doubles that of the whole window.
