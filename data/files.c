@@ -879,7 +879,7 @@ static void json_text(FILE *f, const char *text, size_t length) {
     }
 }
 
-// Writes JSON. `format` is a format of printf() in which ' stands for ". Strings are escaped, and
+// Writes JSON. `format` is a printf() format in which ' stands for ". Strings are escaped, and
 // numbers that are not finite become null.
 __attribute__((format(printf, 2, 3))) static void json_print(FILE *f, const char *format, ...) {
     char spec[16];
