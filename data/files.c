@@ -879,13 +879,13 @@ static void json_text(FILE *f, const char *text, size_t length) {
     }
 }
 
-// Writes JSON. `format` is a printf() format in which ' stands for ". Strings are escaped, and
-// numbers that are not finite become null.
+// Writes JSON to `f` unless it is NULL. `format` is a printf() format in which ' stands for ".
+// Strings are escaped, and numbers that are not finite become null.
 __attribute__((format(printf, 2, 3))) static void json_print(FILE *f, const char *format, ...) {
     char spec[16];
     va_list args;
     va_start(args, format);
-    for (const char *c = format; *c; c++) {
+    for (const char *c = format; f && *c; c++) {
         const size_t n = *c == '%' ? strcspn(c, "cdufgsx") + 1 : 1;
         snprintf(spec, sizeof spec, "%.*s", (int)n, *c == '\'' ? "\"" : c);
         c += n - 1;
