@@ -1,7 +1,7 @@
 // data/checkpoint.c -- saves, verifies, prunes and loads checkpoints.
 //
-// train_gpt2.c includes this file in chapter Weights and checkpoints. Nothing in a checkpoint is
-// trusted: sizes, names and hashes are verified before anything is allocated or loaded.
+// Part of train_gpt2.c (chapter Weights and checkpoints). Nothing in a checkpoint is trusted:
+// sizes, names and hashes are verified before anything is allocated or loaded.
 //
 // A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights; transformers loads both unchanged
@@ -25,17 +25,15 @@
 // Resuming skips a damaged step-N. Saving step N again removes the damaged folder, or renames it to
 // step-N.damaged if it contains unrelated files.
 // 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
-//    are synced. A folder with the final name was therefore complete when it was renamed, even
-//    after a power failure. A ".tmp" folder is never read. The next run that writes to the same
-//    output folder removes it.
+//    are synced. A folder with the final name is therefore complete, even after a power failure. A
+//    ".tmp" folder is never read, and the next run with this output folder removes it.
 // 2. A run resumes from the newest checkpoint in which every file matches the manifest.
 // 3. The engine copies states in chunks. Saving needs extra memory for only one tensor per rank.
-// 4. Chapter Sharding and offload defines the ranges of a state. The ranges in each file and their
-//    order are determined by the model and by the number of ranks that save the checkpoint. Any
-//    number of ranks can load it.
-// 5. All N ranks write at the same time; each writes 1/N of every bucket. Only rank 0 creates,
-//    renames and removes folders and writes the other files. After each phase, the ranks exchange
-//    their status. If one has failed, all ranks exit and the previous checkpoint is kept.
+// 4. The model and the number of ranks that save determine the ranges in each file and their order
+//    (chapter Sharding and offload). Any number of ranks can load a checkpoint.
+// 5. All N ranks write at the same time, each 1/N of every bucket. Only rank 0 creates, renames and
+//    removes folders and writes the other files. After each phase, the ranks exchange their status.
+//    If one has failed, all ranks exit and the previous checkpoint is kept.
 
 // The files of a checkpoint. Each rank of the run that saved it has one state file.
 enum {
@@ -77,8 +75,8 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint folder, starting with the manifest so that the folder does not look complete
-// if the process is killed midway. If the folder is a symbolic link, removes only the link.
+// Removes a checkpoint folder, or the link if it is a symbolic link. The manifest goes first: if
+// the process is killed midway, the folder does not look complete.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {
@@ -132,8 +130,8 @@ static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// Writes the identity of a run, which a resumed run must match. It consists of the options marked
-// SAME in option_rows and of properties of the model and data.
+// Writes the identity of a run, which a resumed run must match: properties of the model and data,
+// and the options marked SAME in option_rows.
 enum { IDENTITY_BYTES = 512 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
                          const Dataset *d) {
@@ -215,13 +213,12 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->range.first);
 }
 
-// Returns the ranges in the state file of `rank`, in file order: the rank's part of every bucket of
-// the masters' low halves (if `low`), m and v, without padding. If `muon`, blocks have no v. Sets
-// *count to the number of ranges. The caller frees the array.
+// Returns the `*count` ranges in the state file of `rank`, in file order: its part of every bucket
+// of the masters' low halves (if `low`), m and v, without padding. If `muon`, blocks have no v. The
+// caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
-    const int buckets = model_buckets(m);
-    const int all = BUF_STORE * buckets;
+    const int buckets = model_buckets(m), all = BUF_STORE * buckets;
     StateRange *ranges = (StateRange *)alloc_zero((size_t)all, sizeof *ranges);
     *count = 0;
     for (int i = low ? 0 : buckets; i < all; i++) {
@@ -265,8 +262,7 @@ static void range_save(Engine *e, const Model *m, const StateRange *r, real *val
     }
 }
 
-// Writes this rank's state file. The tensors are the norms and the ranges. The metadata include the
-// matmul algorithms because they affect results.
+// Writes this rank's state file: metadata, the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
     const Settings *s = snapshot->settings;
     const Options *options = snapshot->options;
@@ -384,7 +380,7 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
 }
 
 // Compares a file with the size and SHA-256 in `row`. Returns NULL if they match, otherwise an
-// error message. Does not map the file, because SIGBUS from an unreadable sector would end the run.
+// error message. The file is not mapped: SIGBUS from an unreadable sector would end the run.
 static const char *file_compare(const char *path, const ManifestRow *row) {
     Sha256 sha;
     char text[SHA256_TEXT];
@@ -473,22 +469,18 @@ static void save_file(Saving *save, int file) {
     if (this_rank.rank == 0 || file >= FILE_STATE) {
         writer_open(&w, save->folder, name);
     }
-    switch (file) {
-        case FILE_MODEL:
-            model_file_save(snapshot->engine, &s->model,
-                            s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, &w);
-            break;
-        case FILE_CONFIG:
-            config_save(&s->model, &snapshot->data->tokenizer, snapshot->bpe, &w);
-            break;
-        case FILE_MANIFEST: manifest_save(&save->manifest, snapshot->state->step, &w); break;
-        default:
-            if (file >= FILE_STATE) {
-                state_save(snapshot, &w);
-            } else {
-                const Mapping *extra = &snapshot->extras[file - FILE_EXTRA];
-                writer_put(&w, extra->bytes, extra->size);
-            }
+    if (file == FILE_MODEL) {
+        model_file_save(snapshot->engine, &s->model,
+                        s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, &w);
+    } else if (file == FILE_CONFIG) {
+        config_save(&s->model, &snapshot->data->tokenizer, snapshot->bpe, &w);
+    } else if (file == FILE_MANIFEST) {
+        manifest_save(&save->manifest, snapshot->state->step, &w);
+    } else if (file >= FILE_STATE) {
+        state_save(snapshot, &w);
+    } else {
+        const Mapping *extra = &snapshot->extras[file - FILE_EXTRA];
+        writer_put(&w, extra->bytes, extra->size);
     }
     writer_close(&w);
     row->bytes = w.bytes;
@@ -519,8 +511,8 @@ static void save_agree(Saving *save) {
     die("%s", save->problem);
 }
 
-// Fails unless every rank can create a file in a folder that rank 0 creates in `output`. The folder
-// is named like an unfinished checkpoint; `word` is a nonce. All ranks call this function.
+// Fails unless every rank can create a file in a folder, named like an unfinished checkpoint, that
+// rank 0 creates in `output`. `word` is a nonce. All ranks call this function.
 static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     static Snapshot snapshot;
     static Saving save;
@@ -673,10 +665,9 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
     return found;
 }
 
-// Removes checkpoints up to step `newest`, except for the newest `keep` and the best one. Any later
-// checkpoints were damaged and skipped when the run resumed; they do not count as kept. The newest
-// checkpoint records the lowest loss, and the best checkpoint is the oldest one with this loss. The
-// link `best` is not consulted, because some file systems do not support links. Checkpoints are
+// Removes checkpoints up to step `newest`, except the newest `keep` and the best one. Later ones
+// were damaged and skipped when the run resumed. The newest checkpoint records the lowest loss, and
+// the best is the oldest one with this loss (links such as `best` may not be supported). They are
 // renamed before removal so that a killed process leaves an unfinished one, not a damaged one.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
@@ -703,8 +694,8 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-// Returns the step in the path of the weights, or 0 if there is none. Sampling at this step
-// reproduces the samples of the run that saved the weights.
+// Returns the step in the path of the weights, or 0. Sampling at this step reproduces the samples
+// of the run that saved them.
 static int64_t weights_step(const ModelFile *f) {
     int64_t step = 0;
     for (const char *p = f->name; (p = strstr(p, "step-")) != NULL; p++) {
@@ -732,11 +723,10 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
     int i = 0, count = 0;
     safetensors_text(&out->files[r].map, "--optimizer", optimizer, sizeof optimizer);
     const int muon = strcmp(optimizer, "muon") == 0;  // AdamW if absent
-    for (; safetensors_next(f, &t); i++) {
-        if (i == 0) {
-            out->low = r ? out->low : strncmp(t.name, "master.", 7) == 0;
-            out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, muon, &count);
-        }
+    int more = safetensors_next(f, &t);  // 0 if all parts of this rank are padding
+    out->low = r ? out->low : more && strncmp(t.name, "master.", 7) == 0;
+    out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, muon, &count);
+    for (; more; more = safetensors_next(f, &t), i++) {
         StateRange *range = &out->files[r].ranges[i < count ? i : 0];
         range_name(name, range);
         file_require(i < count && strcmp(name, t.name) == 0 && t.count == range->range.count,
@@ -745,9 +735,6 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
                      f->name, t.name, "wrong dtype");
         range->span.data = t.data;
         range->span.type = t.type;
-    }
-    if (i == 0) {  // all parts of this rank may be padding
-        out->files[r].ranges = state_ranges(m, r, out->ranks, out->low, muon, &count);
     }
     file_require(i == count && (r > 0 || count > 0), f->name, name,
                  "is the last range, but more are expected");
@@ -792,8 +779,8 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
 }
 
 // Loads this rank's part of a range into the engine. Without a split master, joins the low halves
-// with the weights. In this case, every rank loads all unsharded weights with the same calls,
-// because read() gathers them from the sharded master in fp16. Other loads are local.
+// with the weights. Every rank then loads all unsharded weights with the same calls, because read()
+// gathers them from the sharded master in fp16. Other loads are local.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     const int bucket = r->range.bucket, in_weights = r->state == BUF_WEIGHTS && !s->split_master;
     const int whole =
@@ -842,8 +829,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
         const OptionRow *row = &option_rows[i];
         const char *now = option_text(text, run->options, row);
         option_was(was, f, row);
-        // An option that was not given takes the checkpoint's value unless the device does not
-        // support it. Older checkpoints do not record values chosen by the program.
+        // Options not given take the checkpoint's value if the device supports it. Older
+        // checkpoints do not record values chosen by the program.
         const int given = option_given(run->options, row->name);
         const int chosen = strcmp(row->subject, "Memory") == 0;
         if (row->on_resume == NEW || strncmp(now, was, sizeof was - 1) == 0 ||
@@ -861,8 +848,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
     }
 }
 
-// Makes the engine use the checkpoint's matmul algorithms and attention kernels, which affect
-// results. Returns NULL, or a description of the choices if the engine cannot use them.
+// Makes the engine use the checkpoint's matmul algorithms and kernels, which affect results.
+// Returns NULL, or a description of the choices if the engine cannot use them.
 static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     char choices[MATMUL_TEXT];
     safetensors_text(&f->files[0].map, "matmul", choices, MATMUL_TEXT);
@@ -871,8 +858,7 @@ static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     return took ? NULL : "matmul algorithms and attention kernels";
 }
 
-// Prints what the resumed run changes: weights or moments are rounded from fp32 to bf16, other
-// matmul algorithms and kernels are used, or the loss scale is dropped.
+// Prints what the resumed run changes.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 const char *others, const char *folder) {
     const Settings *s = run->settings;
@@ -955,11 +941,9 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
                             others, folder);
     }
     *state = f.run;
-    // If this run has no loss scale, the next checkpoint stores 0. If the checkpoint has none, the
-    // engine keeps its initial loss scale.
-    if (!run->engine->scale_loss) {
+    if (!run->engine->scale_loss) {  // the next checkpoint stores 0
         state->loss_scale_log2 = state->loss_scale_steps = 0;
-    } else if (state->loss_scale_log2) {
+    } else if (state->loss_scale_log2) {  // otherwise the engine keeps its initial scale
         run->engine->scale_loss(run->engine, (int)state->loss_scale_log2, state->loss_scale_steps);
     }
     for (int r = 0; r < ranks; r++) {

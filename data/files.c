@@ -34,21 +34,21 @@
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
 
-// The number of completed units of work. Several threads may increment it. The watchdog (chapter
-// Starting and watching the ranks) uses it to distinguish a long phase from a hang.
+// The number of completed units of work, which several threads may increment. It lets the watchdog
+// (chapter Starting and watching the ranks) distinguish a long phase from a hang.
 static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
-// Delay in ms before die() prints its message. If several ranks fail with the same error, the first
-// one prints it, and the others are terminated during their delay.
+// Delay in ms before die() prints its message. Of several ranks that fail with the same error, one
+// prints it and the others are terminated during their delay.
 static int grace_ms;
 
 // Exit status of die(): 1, or STATUS_TOO_LARGE if the requested run does not fit in memory.
 enum { STATUS_TOO_LARGE = 3 };
 static int die_status = 1;
 
-// Prints a one-line message and exits. Replaces control characters with '?', because names read
-// from files may contain line breaks or terminal escapes.
+// Prints a one-line message and exits. Control characters, which names read from files may contain,
+// become '?'.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
     char text[3 * PATH_BYTES];
     va_list args;
@@ -86,7 +86,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
 
-// Allocates a zeroed host table. Tensors are allocated in the arena (chapter Memory plan).
+// Allocates a zeroed host table. Tensors are in the arena (chapter Memory plan).
 static void *alloc_zero(size_t count, size_t size) {
     void *memory = calloc(count ? count : 1, size);
     if (!memory) {
@@ -109,8 +109,7 @@ static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
 
-// Extends the 64-bit FNV-1a hash `before` (initially fnv1a_start) with `bytes` bytes. Hash tables
-// and fingerprints use it because they need no cryptographic strength.
+// Extends the 64-bit FNV-1a hash `before` (at first fnv1a_start), for hash tables and fingerprints.
 static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
 static uint64_t fnv1a(uint64_t before, const void *data, size_t bytes) {
     const unsigned char *p = (const unsigned char *)data;
@@ -126,13 +125,13 @@ static double now_ms(void) {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
-// A short string that is returned by value. printf("%s", bytes_text(n).s) needs no buffer.
+// A string returned by value, so that printf("%s", bytes_text(n).s) needs no buffer.
 typedef struct {
     char s[32];
 } ShortText;
 
-// Appends formatted text at offset `n` of `text`, a buffer of `size` bytes. Truncates the text if
-// it does not fit. Returns the new length.
+// Appends formatted text at offset `n` of `text` (`size` bytes), truncated to fit. Returns the new
+// length.
 __attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, int n,
                                                           const char *format, ...) {
     va_list args;
@@ -161,9 +160,8 @@ static ShortText bytes_text(double bytes) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
     ShortText text;
     int u = 0;
-    while (fabs(bytes) >= 1024 && u < 4) {
+    for (; fabs(bytes) >= 1024 && u < 4; u++) {
         bytes /= 1024;
-        u++;
     }
     snprintf(text.s, sizeof text.s, u == 0 ? "%.0f %s" : u < 3 ? "%.1f %s" : "%.2f %s", bytes,
              units[u]);
@@ -172,16 +170,13 @@ static ShortText bytes_text(double bytes) {
 
 // Formats an integer with thousands separators: 1234567 becomes "1,234,567".
 static ShortText count_text(int64_t n) {
-    ShortText text;
-    char digits[24];
-    int length = snprintf(digits, sizeof digits, "%" PRId64, n), out = 0;
-    for (int i = 0; i < length; i++) {
-        if (i > (n < 0) && (length - i) % 3 == 0) {
-            text.s[out++] = ',';
-        }
-        text.s[out++] = digits[i];
+    ShortText text = {""};
+    if (n > -1000 && n < 1000) {
+        snprintf(text.s, sizeof text.s, "%d", (int)n);
+        return text;
     }
-    text.s[out] = 0;
+    text = count_text(n / 1000);
+    text_add(text.s, sizeof text.s, (int)strlen(text.s), ",%03d", abs((int)(n % 1000)));
     return text;
 }
 
@@ -208,9 +203,9 @@ static ShortText duration_text(double seconds) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// Only regular files are opened for reading, because opening a FIFO may block and a device may have
-// no end. Files that are parsed once are mapped. Files needed throughout a run are read by pread(),
-// which reports truncation as an error. Accessing a truncated mapping raises SIGBUS (on_bus_error).
+// Only regular files are opened for reading: opening a FIFO may block, and a device may be endless.
+// Files parsed once are mapped. Files needed throughout a run are read by pread(), which reports
+// truncation as an error. Accessing a truncated mapping raises SIGBUS (on_bus_error).
 
 // Formats a path into a buffer of PATH_BYTES bytes. Fails if the path does not fit.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
@@ -241,7 +236,7 @@ static int write_all(int fd, const void *data, size_t bytes) {
     return 0;
 }
 
-// Syncs `folder` so that a new or renamed entry survives a power failure. Does nothing on file
+// Syncs `folder` so that new or renamed entries survive a power failure. Does nothing on file
 // systems that cannot open or sync a folder (CIFS, drvfs, FUSE).
 static void fsync_folder(const char *folder) {
     const int fd = open(folder, O_RDONLY | O_DIRECTORY);
@@ -269,12 +264,10 @@ static void make_folders(const char *path) {
 }
 
 // Locks an output folder until this process exits. If another process holds the lock, fails and
-// names that process.
+// names it. On a file system without locks (such as Lustre without -o flock), prints a warning.
 // 1. The lock is a byte-range lock, because flock() on NFS is local to each machine. F_OFD_SETLK
 //    ties it to the open file; a plain fcntl() lock ends when any descriptor of the file is closed.
-// 2. The lock file is never removed. Otherwise, one process could lock the removed file and another
-//    process a new file of the same name.
-// 3. On a file system without locks (such as Lustre without -o flock), only prints a warning.
+// 2. The lock file is never removed: one process could lock the removed file, another a new one.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all;
@@ -307,8 +300,7 @@ static int file_same(const char *a, const char *b) {
     return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_ino == y.st_ino && x.st_dev == y.st_dev;
 }
 
-// Opens a regular file for reading and stores its size in bytes in *size. Returns the descriptor,
-// or -1 on failure; file_error() then returns the reason.
+// Opens a regular file of *size bytes for reading. Returns the descriptor, or -1 (see file_error).
 static int file_open(const char *path, int64_t *size) {
     struct stat status;
     char begin[25] = "";
@@ -354,8 +346,8 @@ typedef struct {
     size_t size;
 } Mapping;
 
-// Handles SIGBUS by failing with the name of the file mapped at the faulting address. Either the
-// file was truncated or its disk failed. Several threads may receive the signal at once.
+// Fails after SIGBUS, which several threads may receive at once: the file mapped at the faulting
+// address was truncated, or its disk failed.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
     static int once;
     char line[2 * PATH_BYTES] = "";
@@ -413,7 +405,7 @@ typedef struct {
     int32_t words[8];  // magic number, version, fields that depend on the kind of file
 } LlmcHeader;
 
-// Returns the kind of file (LLMC_*) identified by the magic number, or -1 if it is unknown.
+// Returns the kind of file (LLMC_*), or -1 if the magic number is unknown.
 static int llmc_kind(const unsigned char *bytes, size_t size) {
     int32_t magic = 0;
     int kind = LLMC_FILES - 1;
@@ -462,7 +454,7 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
 
 // -------------------------------------------------------------------------------------------------
 // 3. SHA-256
-// Implements FIPS 180-4. Uses the x86 SHA instructions if the compiler targets them. A checkpoint's
+// Implements FIPS 180-4, with the x86 SHA instructions if the compiler targets them. A checkpoint's
 // manifest stores the SHA-256 of each file.
 
 typedef struct {
@@ -483,12 +475,12 @@ static const uint32_t sha256_k[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
 // Updates the hash state `h` with `count` 64-byte blocks. The x86 SHA instructions are about six
-// times as fast as plain C. In plain C, hashing would be the slowest part of saving a checkpoint.
+// times as fast as plain C, which would be the slowest part of saving a checkpoint.
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// These functions call compiler built-ins directly. immintrin.h has better names, but in GCC 13 and
-// 14 it also uses built-ins that nvcc up to version 12.6 does not support.
+// Compiler built-ins, because immintrin.h of GCC 13 and 14 also uses some that nvcc up to version
+// 12.6 does not support.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
@@ -518,15 +510,10 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
         __m128i b = _mm_shuffle_epi8(sha256_load(p + 16), swap);
         __m128i c = _mm_shuffle_epi8(sha256_load(p + 32), swap);
         __m128i d = _mm_shuffle_epi8(sha256_load(p + 48), swap);
-        for (int i = 0; i < 16; i += 4) {
+        for (int i = 0; i < 16; i++) {  // the last four schedules are unused
             sha256_rounds(&abef, &cdgh, a, i);
-            sha256_rounds(&abef, &cdgh, b, i + 1);
-            sha256_rounds(&abef, &cdgh, c, i + 2);
-            sha256_rounds(&abef, &cdgh, d, i + 3);
-            a = sha256_schedule(a, b, c, d);  // the last iteration's results are unused
-            b = sha256_schedule(b, c, d, a);
-            c = sha256_schedule(c, d, a, b);
-            d = sha256_schedule(d, a, b, c);
+            const __m128i next = sha256_schedule(a, b, c, d);
+            a = b, b = c, c = d, d = next;
         }
         abef = _mm_add_epi32(abef, abef_before);
         cdgh = _mm_add_epi32(cdgh, cdgh_before);
@@ -544,7 +531,7 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
 
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-// Updates the hash state in plain C. If the x86 version is compiled, only tests call this function.
+// sha256_blocks() in plain C. If the x86 version is compiled, only tests call it.
 __attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p,
                                                         size_t count) {
     for (; count > 0; count--, p += 64) {
@@ -611,9 +598,9 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. UTF-8 and JSON
-// This chapter reads and writes JSON (RFC 8259). The reader validates neither literals
-// nor number syntax. It stores the first error in `fault` and then reads nothing more. Loops over
-// elements therefore terminate, and callers need to check for errors only once, at the end.
+// JSON is that of RFC 8259. The reader validates neither literals nor number syntax. It stores the
+// first error in `fault` and then reads nothing more, so loops over elements terminate, and callers
+// check for errors once, at the end.
 
 // Returns the length (2 to 4 bytes) of the multi-byte UTF-8 character at `text`, or 0 if it is
 // invalid (RFC 3629, section 4). Reads at most `left` bytes.
@@ -788,8 +775,8 @@ static void json_skip_to(Json *j, int depth) {
 
 static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
-// Moves to the value at a path of keys, such as "model.vocab", in the object at offset `from`. If a
-// key is repeated, the last member is used, as in Python. Returns 0 if there is none.
+// Moves to the value at a path of keys, such as "model.vocab", in the object at offset `from`. Of
+// repeated keys, the last counts, as in Python. Returns 0 if there is none.
 static int json_find(Json *j, size_t from, const char *path) {
     char key[64];
     const size_t length = strcspn(path, ".");
@@ -818,10 +805,7 @@ static int json_get(Json *j, size_t from, const char *path, char *out, size_t ca
 // Returns the integer at a path (json_find) or, if the value is an array, its first element.
 // Returns `otherwise` if the value is missing or null.
 static int64_t json_get_count(Json *j, size_t from, const char *path, int64_t otherwise) {
-    if (!json_find(j, from, path)) {
-        return otherwise;
-    }
-    return json_peek(j) == 'n' ? otherwise : json_count(j);
+    return json_find(j, from, path) && json_peek(j) != 'n' ? json_count(j) : otherwise;
 }
 
 // Fails if a value is present but not allowed. Each of the `count` rows contains a path and its
@@ -1012,10 +996,9 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     f->tiling += hash_u64(offset[1]) - hash_u64(offset[0]);
 }
 
-// Reads the next tensor. Returns 0 after the last one. Fails unless the tensors cover the data
-// without gaps or overlaps. To check this, sums hash(end) - hash(begin) over all tensors. The sum
-// telescopes to hash(size) - hash(0) for any order of tensors, so no sorting is needed. A forged
-// file can pass this check, but each range is also checked against the file size.
+// Reads the next tensor. Returns 0 after the last one, and fails unless the tensors cover the data
+// without gaps or overlaps: the sum of hash(end) - hash(begin) over all tensors, in any order, must
+// telescope to hash(size) - hash(0). A forged file can pass, but not with ranges beyond the file.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -1044,8 +1027,8 @@ static int safetensors_text(const Mapping *map, const char *key, char *out, size
     return map->size >= 8 && length <= map->size - 8 && json_get(&j, 8, path, out, capacity);
 }
 
-// Writes a file and hashes it. After an error, which is kept in `error`, further data are dropped.
-// Callers continue, because producing the data may involve collectives that every rank must join.
+// Writes a file and hashes it. After an error, further data are dropped, but callers continue:
+// producing the data may involve collectives that every rank must join.
 typedef struct {
     int fd;     // -1 if closed, or if another process writes the file
     int error;  // errno of the first failure, or 0

@@ -1,10 +1,9 @@
 // data/weights.c -- GPT-2 weights in the file formats of Hugging Face and llm.c.
 //
 // Reads Hugging Face's config.json and model.safetensors (whole or in parts) and llm.c's .bin
-// files. Writes safetensors. train_gpt2.c includes this file in chapter Weights and checkpoints.
-//
-// Hugging Face stores the weight matrices of a block as (in, out), the transpose of the layout in
-// memory, and stores wte without padding rows.
+// files; writes safetensors. Part of train_gpt2.c (chapter Weights and checkpoints). Hugging Face
+// stores a block's weight matrices as (in, out), the transpose of the layout in memory, and wte
+// without padding rows.
 
 // Tensors in Hugging Face's files that tensor_table lacks: the causal mask (two) and the tied head.
 enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
@@ -18,11 +17,9 @@ static const struct {
 static void file_tensor_name(char name[80], const char *prefix, int tensor, int layer) {
     const int extra = tensor - TENSORS;
     const char *hf_name = extra < 0 ? tensor_table[tensor].hf_name : extra_table[extra].hf_name;
-    char block[16] = "";
-    if (extra < 0 ? tensor_table[tensor].per_layer : extra_table[extra].per_layer) {
-        snprintf(block, sizeof block, "h.%d.", layer);
-    }
-    snprintf(name, 80, "%s%s%s", prefix, block, hf_name);
+    const int in_block = extra < 0 ? tensor_table[tensor].per_layer : extra_table[extra].per_layer;
+    const int n = snprintf(name, 80, in_block ? "%sh.%d." : "%s", prefix, layer);
+    text_add(name, 80, n, "%s", hf_name);
 }
 
 // Location of one layer's tensor in a mapped file.
@@ -48,11 +45,7 @@ static Span *file_span(Span *spans, int tensor, int layer) {
 // Converts `count` elements of a span, starting at element `first`, to `real`.
 static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
     const unsigned char *p = s->data + first * file_types[s->type].bytes;
-    const int plain = !GPT2_DOUBLE && s->type == FILE_F32;
-    if (plain) {
-        memcpy(out, p, (size_t)count * 4);
-    }
-    for (int64_t i = 0; i < count && !plain; i++) {
+    for (int64_t i = 0; i < count; i++) {
         uint32_t bits;
         uint16_t half;
         float value, scale = 1;
@@ -89,8 +82,7 @@ static int file_tensor_find(const char *name, int L, int *layer) {
     return -1;
 }
 
-// Locates the tensors of a safetensors file. `spans` has shape (L, FILE_TENSORS) and must be zeroed
-// before the call for the first file.
+// Adds the tensors of a safetensors file to `spans` (L, FILE_TENSORS), initially zero.
 static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
@@ -124,17 +116,15 @@ static void spans_complete(Span *spans, const Model *m, const char *name) {
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             file_tensor_name(tensor_name, "", tensor, l);
-            file_require(spans[l * FILE_TENSORS + tensor].data != NULL, name, tensor_name,
-                         "missing");
+            file_require(file_span(spans, tensor, l)->data != NULL, name, tensor_name, "missing");
         }
     }
-    const Span *head = &spans[FILE_HEAD], *wte = &spans[WTE];
+    const int64_t elements = spans[FILE_HEAD].data ? (int64_t)m->V * m->C : 0;
     real a[256], b[256];
-    int64_t elements = (int64_t)m->V * m->C;
-    for (int64_t i = 0; head->data && i < elements; i += 256) {
-        int64_t count = min_i64(256, elements - i);
-        span_values(a, head, i, count);
-        span_values(b, wte, i, count);
+    for (int64_t i = 0; i < elements; i += 256) {
+        const int64_t count = min_i64(256, elements - i);
+        span_values(a, &spans[FILE_HEAD], i, count);
+        span_values(b, &spans[WTE], i, count);
         file_require(memcmp(a, b, (size_t)count * sizeof *a) == 0, name, "lm_head.weight",
                      "must equal wte.weight, because GPT-2 ties its head to the embedding");
     }
@@ -270,14 +260,14 @@ static int parts_list(PartNames names, const char *folder) {
     char path[PATH_BYTES];
     glob_t found;
     for (int count = 1; count <= MODEL_FILES; count++) {
-        int found = 0;
+        int parts = 0;
         for (int i = 0; i < count; i++) {
             snprintf(names[i], sizeof names[i], "model-%05d-of-%05d.safetensors", i + 1, count);
             path_print(path, "%s/%s", folder, names[i]);
-            found |= (i == 0 || i == count - 1) && access(path, F_OK) == 0;
+            parts = (i == 0 || i == count - 1) && access(path, F_OK) == 0 ? count : parts;
         }
-        if (found) {
-            return count;
+        if (parts) {
+            return parts;
         }
     }
     for (int i = 0; i < 4 && !instead[0]; i++) {
@@ -415,10 +405,6 @@ static void model_file_load(Engine *e, const ModelFile *f) {
 
 // Converts numbers to a file type: FILE_F32, FILE_BF16, or FILE_U16 for low halves.
 static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
-    if (!GPT2_DOUBLE && type == FILE_F32) {
-        memcpy(out, values, (size_t)count * 4);
-        return;
-    }
     for (int64_t i = 0; i < count; i++) {
         const float value = (float)values[i];
         const uint16_t half = type == FILE_BF16 ? master_high(value) : master_low(value);
@@ -430,8 +416,8 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
     }
 }
 
-// Writes one tensor in Hugging Face's layout, without padding. `strip` and `out` hold one strip,
-// and `whole` holds a transposed tensor.
+// Writes one tensor in Hugging Face's layout, without padding. `strip` and `out` have room for one
+// strip, `whole` for a transposed tensor.
 static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *whole,
                         real *strip, unsigned char *out, Writer *w) {
     const int swap = tensor_table[tensor].transposed;
