@@ -4,11 +4,11 @@
 //     cat *.txt | data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
 //     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
 //
-// Files are memory-mapped and split into blocks. Threads encode blocks in parallel and write them
-// in order. With --train-bpe, a first pass counts the distinct pre-tokens of the training text.
+// Files are memory-mapped and split into blocks, which threads encode in parallel and write in
+// order. With --train-bpe, a first pass counts the distinct pre-tokens of the training text.
 //
-// 1. The shards do not depend on the number of threads. The start of a block is determined by the
-//    text near a multiple of BLOCK_BYTES. Except at an unsafe cut (CUT_BYTES), blocks give the same
+// 1. The shards do not depend on the number of threads: the text near a multiple of BLOCK_BYTES
+//    determines where a block starts. Except at an unsafe cut (CUT_BYTES), blocks give the same
 //    tokens as the whole file.
 // 2. A run writes either all of its files or none. Their names end in .part until all are complete.
 
@@ -241,8 +241,8 @@ static void corpus_add(Corpus *t, const char *name, const char *bytes, size_t si
     t->size += (int64_t)size;
 }
 
-// Maps all files and splits them into training text and validation text. Leaves the validation file
-// out of the training text, and fails if another file is given twice, under any names.
+// Maps all files and splits them into training and validation text. The validation file is not
+// trained on. Fails if another file is given twice, under any names.
 static void corpus_open(Corpus texts[2], const Arguments *a) {
     const int count = a->file_count + (a->val_file != NULL);
     Part *files = (Part *)alloc_zero((size_t)count, sizeof *files);
@@ -357,8 +357,8 @@ static void words_merge(WordTable *t, WordTable *more) {
 // -------------------------------------------------------------------------------------------------
 // Learning merges
 // Byte-pair encoding repeatedly merges the most frequent pair of adjacent tokens into a new token.
-// Ties go to the pair with the lowest left id and, among these, the lowest right id. Hugging Face's
-// BpeTrainer follows the same rule and learns the same merges.
+// Ties go to the lowest left id, then the lowest right id, as in Hugging Face's BpeTrainer, which
+// learns the same merges.
 // 1. A pair stores the number of its occurrences, including overlapping ones (aa in aaa), and a
 //    list of the words that may contain it.
 // 2. Only pairs that contain the newest token gain occurrences, so a count in the heap is never too
@@ -478,8 +478,8 @@ static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
     }
 }
 
-// Learns `merges` merges from words and adds them to `bpe`, which contains the 256 bytes. Returns
-// the number learned, which is less than `merges` if no pairs are left or a signal arrives.
+// Learns `merges` merges from words, or fewer if no pairs are left or a signal arrives, and adds
+// them to `bpe`, which contains the 256 bytes. Returns their number.
 static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
     Learner *l = (Learner *)alloc_zero(1, sizeof *l);
     int done = 0;
@@ -563,17 +563,18 @@ static int output_open(const char *path) {
     return fd;
 }
 
-static void output_write(int fd, const void *data, size_t bytes) {
-    if (write_all(fd, data, bytes) != 0) {
+// Fails unless writing the last output has succeeded.
+static void output_require(int ok) {
+    if (!ok) {
         die("cannot write %s.part: %s", outputs[output_count - 1], strerror(errno));
     }
 }
 
-static void output_close(int fd) {
-    if (fsync(fd) != 0 || close(fd) != 0) {
-        die("cannot write %s.part: %s", outputs[output_count - 1], strerror(errno));
-    }
+static void output_write(int fd, const void *data, size_t bytes) {
+    output_require(write_all(fd, data, bytes) == 0);
 }
+
+static void output_close(int fd) { output_require(fsync(fd) == 0 && close(fd) == 0); }
 
 // The shards of one split, training or validation.
 typedef struct {
@@ -593,8 +594,8 @@ static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
                s->split, index);
 }
 
-// Completes the open shard, if there is one. The SHA-256 in its header covers first all tokens and
-// then the header, with zeros in place of the hash.
+// Completes the open shard, if any. The SHA-256 in its header covers all tokens, then the header
+// with zeros in place of the hash.
 static void sink_finish(Sink *s) {
     if (s->fd < 0) {
         return;
@@ -609,9 +610,7 @@ static void sink_finish(Sink *s) {
     sha256_add(&s->sha, header, sizeof header);
     sha256_end(&s->sha, hash);
     memcpy(header + SHARD_SHA256, s->sha.h, sizeof s->sha.h);
-    if (lseek(s->fd, 0, SEEK_SET) != 0) {
-        die("cannot rewind %s: %s", s->path, strerror(errno));
-    }
+    output_require(lseek(s->fd, 0, SEEK_SET) == 0);
     output_write(s->fd, header, sizeof header);
     output_close(s->fd);
     s->fd = -1;
@@ -645,8 +644,8 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     }
 }
 
-// Fails if an earlier run left shards that the same glob pattern would match as this run's shards.
-// Their number is `shards`, or more before they are counted.
+// Fails if an earlier run left shards that this run's pattern would match. This run has `shards`
+// shards, or before they are counted at most as many.
 static void sink_check_others(const Sink *s, int64_t shards) {
     const int numbered = s->arguments->shard_tokens > 0;
     char path[2][PATH_BYTES];
@@ -671,8 +670,8 @@ typedef struct {
     WordTable *words;            // if not NULL, pre-tokens are counted here, not encoded
 } Coder;
 
-// Returns the first offset >= `offset` at which a part can be cut without changing the tokens
-// (bpe_cut_is_safe). If there is none within CUT_BYTES, returns a UTF-8 character boundary.
+// Returns the first offset >= `offset` where cutting a part keeps the tokens (bpe_cut_is_safe), or,
+// if there is none within CUT_BYTES, a UTF-8 character boundary.
 static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
     if (offset == 0 || offset >= part->size || coder->tokens) {
         return offset < part->size ? offset : part->size;
@@ -758,9 +757,8 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
 
 static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
     const Part *parts = text->parts;
-    const int count = text->count;
+    const int count = text->count, draws = isatty(STDOUT_FILENO);
     int64_t *first = (int64_t *)alloc_zero((size_t)count + 1, sizeof *first);
-    const int draws = isatty(STDOUT_FILENO);
     for (int i = 0; i < count; i++) {
         first[i + 1] = first[i] + ceil_div_i64((int64_t)parts[i].size, BLOCK_BYTES);
     }
@@ -859,7 +857,6 @@ static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *tra
            count_of(count, "distinct pre-token").s, merges < wanted ? ", which yield no more" : "");
 }
 
-// Opens the tokenizer: bytes, one learned by --train-bpe, one given by --tokenizer, or GPT-2's.
 static void tokenizer_open(Coder *coder, const Arguments *a, const Corpus *train) {
     char path[PATH_BYTES];
     if (a->train_bpe) {

@@ -1,16 +1,15 @@
 // data/tokens.c -- tokenizer, token shards and multiple-choice files.
 //
-// Encodes and decodes text with GPT-2's byte-level BPE; reads token shards and the files that
-// --eval scores. Nothing here depends on models, options or engines. train_gpt2.c and
-// data/tokenize.c include this file after data/files.c, as C11 or C++17. Formats: data/README.md.
+// Nothing here depends on models, options or engines. train_gpt2.c and data/tokenize.c include this
+// file after data/files.c, as C11 or C++17. Formats: data/README.md.
 
 // -------------------------------------------------------------------------------------------------
 // 1. Tokenizer
 // The byte tokenizer maps byte b to token b, and token 256 is <|endoftext|>. Every other tokenizer
 // is a byte-level BPE: GPT-2's, one learned by `data/tokenize --train-bpe`, or one from Hugging
 // Face. For valid UTF-8, GPT-2's gives the same tokens as encode_ordinary() of tiktoken.
-// 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). An invalid UTF-8 byte is treated
-//    as a character that is not a letter, number or space.
+// 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). An invalid UTF-8 byte counts as a
+//    character that is not a letter, number or space.
 // 2. Within a pre-token, adjacent tokens are merged repeatedly (bpe_merge). Each step merges the
 //    leftmost pair with the lowest-ranked concatenation.
 // 3. Ranks are assigned to the bytes, in the order of their characters, then to the merges, then to
@@ -26,8 +25,8 @@ static int vocabulary_is_gpt2(int V) {
 }
 enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of a BPE; 257 means no merges
 
-// Identifies a tokenizer. Token files, weights and merges store its hash. The hash covers the bytes
-// of every id but no special tokens, so a model with added tokens reads the same data.
+// Identifies a tokenizer. Token files, weights and merges store its hash, which covers the bytes of
+// every id but no special tokens, so a model with added tokens reads the same data.
 enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1, TOKENIZER_MERGES = 2 };
 typedef struct {
     int kind, vocabulary;  // vocabulary: the highest id, including `end`, plus 1; 0 if unknown
@@ -123,8 +122,8 @@ static int byte_character(int b) {
     return b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127 : b == 173 ? 323 : b;
 }
 
-// A vocabulary, which maps between ids and bytes and classifies characters. At 5 MiB, it is too
-// large for the stack. Tokens have at most BPE_LONGEST bytes each and BPE_TEXT bytes in total.
+// A vocabulary, too large for the stack (5 MiB). Tokens have at most BPE_LONGEST bytes each and
+// BPE_TEXT bytes in total.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512, NO_ID = 65535 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
@@ -167,10 +166,8 @@ static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *
 // Returns the rank of the byte or merge with these n bytes, or -1.
 static int bpe_rank(const Bpe *bpe, const char *bytes, size_t n) {
     uint32_t tag;
-    if (n == 0 || n > BPE_LONGEST) {
-        return -1;
-    }
-    return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
+    const int fits = n > 0 && n <= BPE_LONGEST;
+    return fits ? (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1 : -1;
 }
 
 // Appends a special token, which bpe_rank() does not find. Returns 0 if the vocabulary is full.
@@ -266,13 +263,11 @@ static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsig
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
                                       const unsigned char *end) {
-    if (*p == '\'' && end - p > 1) {
-        int a = p[1], b = end - p > 2 ? p[2] : 0;
-        if (a == 's' || a == 't' || a == 'm' || a == 'd') {
-            return p + 2;
-        }
-        if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) {
-            return p + 3;
+    static const char *const endings[] = {"s", "t", "re", "ve", "m", "ll", "d"};
+    for (int i = 0; *p == '\'' && i < 7; i++) {
+        const size_t n = strlen(endings[i]);
+        if ((size_t)(end - p) > n && memcmp(p + 1, endings[i], n) == 0) {
+            return p + 1 + n;
         }
     }
     const unsigned char *q = *p == ' ' && end - p > 1 ? p + 1 : p, *last = p;
@@ -283,17 +278,17 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
         } while (q < end && char_class(bpe, q, end, &length) == kind);
         return q;
     }
-    // `\s+(?!\S)` leaves the last whitespace character to the next pre-token. A single whitespace
-    // character matches only `\s+` and is a pre-token by itself.
+    // `\s+(?!\S)` leaves the last whitespace character, unless it is the only one (`\s+`), to the
+    // next pre-token.
     for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
         last = q;
     }
     return q == end || last == p ? q : last;
 }
 
-// Returns whether a text gives the same tokens when encoded in two parts, split before the ASCII
-// whitespace at offset i > 0. This holds if the preceding character is not whitespace. In that
-// case, no alternative of the pattern matches across the split, and `\s+(?!\S)` cannot end there.
+// Returns whether a text gives the same tokens if it is split before the ASCII whitespace at offset
+// i > 0. This holds if the preceding character is not whitespace: no alternative of the pattern
+// matches across the split, and `\s+(?!\S)` cannot end there.
 __attribute__((unused)) static int bpe_cut_is_safe(const char *text, size_t i) {
     const unsigned char *t = (const unsigned char *)text;
     size_t start = i - 1;
@@ -337,8 +332,8 @@ static uint64_t heap_pop(Heap *h) {
     return top;
 }
 
-// Encoder state of one thread. A direct-mapped 2 MiB cache holds short pre-tokens ("words"). The
-// nodes and the heap take 28 bytes per byte of the longest pre-token so far.
+// Encoder state of one thread. A direct-mapped 2 MiB cache holds short pre-tokens ("words"). Nodes
+// and heap take 28 bytes per byte of the longest pre-token so far.
 enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
 typedef struct {
     uint64_t key[4];  // the word, zero padding, and its length in the last byte
@@ -391,7 +386,7 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, u
         e->nodes = (BpeNode *)grow(e->nodes, e->capacity * sizeof(BpeNode));
     }
     for (uint32_t i = 0; i < n; i++) {
-        BpeNode node = {i + 1, i - 1, -1};
+        const BpeNode node = {i + 1, i - 1, -1};
         e->nodes[i] = node;
     }
     for (uint32_t i = 0; i < n; i++) {
@@ -502,8 +497,8 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
 // The files that store a tokenizer: merges.txt, vocab.json and tokenizer_config.json.
 enum { FILE_OF_MERGES, FILE_OF_IDS, FILE_OF_ROLES, TOKENIZER_FILES };
 
-// Returns the contents of a tokenizer file, which the caller frees, and stores their size in *size.
-// `length` is the maximum sequence length of the model, or 0 if it is unknown.
+// Returns the *size bytes of a tokenizer file, which the caller frees. `length` is the model's
+// maximum sequence length, or 0 if unknown.
 static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
@@ -604,7 +599,7 @@ static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, siz
 }
 
 // Adds the merge "left right" on line `line` of the file. Fails if earlier merges prevent it from
-// ever being applied, in which case other programs would produce different tokens.
+// ever being applied, as other programs would then produce different tokens.
 static void merge_read(BpeReader *r, const char *text, size_t length, int line) {
     Bpe *bpe = r->bpe;
     char both[BPE_LONGEST];
@@ -677,7 +672,7 @@ static void tokens_read(const BpeReader *r, Json j) {
     json_check(&j, r->name);
 }
 
-// Writes the path of `name` next to a tokenizer file: FOLDER/name, or PREFIX_name if the file is
+// Writes the path of `name` next to a tokenizer file: FOLDER/name, or PREFIX_name for
 // PREFIX_merges.txt. Returns whether it exists.
 static int file_beside(char path[PATH_BYTES], const char *file, const char *name) {
     static const char *const ends[] = {"merges.txt", "vocab.bpe", "tokenizer.json"};
@@ -722,8 +717,7 @@ static void json_merges_read(BpeReader *r, Json j) {
 }
 
 // Reads the merges, ids and ends of text from a tokenizer.json (`whole`), config.json,
-// generation_config.json or tokenizer_config.json. Fails if a setting would change how text is
-// tokenized.
+// generation_config.json or tokenizer_config.json. Fails if a setting would change the tokens.
 static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
     static const char *const settings[][2] = {
         {"special", "true"}, {"add_prefix_space", "false"}, {"add_bos_token", "false"},
@@ -792,8 +786,8 @@ static void bpe_set_end(Bpe *bpe, int64_t id, const char *eos) {
 }
 
 // Reads a tokenizer from a folder with tokenizer.json, merges.txt or vocab.bpe, or from one of them
-// and the files next to it. The end of text is eos_token_id of config.json, else eos_token, else
-// <|endoftext|>. If `want`, the tokenizer of data file `of`, is not NULL, fails unless both agree.
+// and the files next to it. The end of text is eos_token_id, else eos_token, else <|endoftext|>.
+// Fails if it disagrees with `want` (or NULL), the tokenizer of data file `of`.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     static const char *const names[] = {"", "vocab.json", "added_tokens.json", "config.json",
                                         "tokenizer_config.json", "generation_config.json"};
@@ -847,9 +841,9 @@ static const char *shard_prefix(const char *shard) {
     return end;
 }
 
-// Writes the path of the tokenizer: `asked` (--tokenizer) if it is not empty, PREFIX_merges.txt for
-// a shard named PREFIX_train... or PREFIX_val..., or, if `shard` is NULL, data/vocab.bpe. Returns 0
-// if none was asked for and the file does not exist. If the shard has no PREFIX, the path is empty.
+// Writes the path of the tokenizer: `asked` (--tokenizer) unless empty, else data/vocab.bpe if
+// `shard` is NULL, else PREFIX_merges.txt, or "" if the shard has no PREFIX (shard_prefix). Returns
+// 0 if none was asked for and the file does not exist.
 static int bpe_find(char path[PATH_BYTES], const char *asked, const char *shard) {
     const char *end = shard ? shard_prefix(shard) : NULL;
     path_print(path, "%s", asked[0] ? asked : shard ? "" : "data/vocab.bpe");
@@ -938,8 +932,7 @@ static void shard_open(Shard *shard, const char *path) {
     }
     LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
     const int count = h.words[2], kind = h.words[4];
-    const Tokenizer t = tokenizer_of_header(&h, h.words[3]);
-    shard->tokenizer = t;
+    const Tokenizer t = shard->tokenizer = tokenizer_of_header(&h, h.words[3]);
     shard->count = count;
     if (count < 0 || size != shard_file_bytes(shard)) {
         die("%s: expected %" PRId64 " bytes for the %d tokens given in the header, found %" PRId64,
@@ -952,8 +945,8 @@ static void shard_open(Shard *shard, const char *path) {
     }
 }
 
-// Hashes the first and last MiB of a shard (all of it if below 2 MiB) into shard->edges. Zeros
-// replace the hash in the header. Returns NULL on success, otherwise an error message.
+// Hashes the first and last MiB of a shard (all of it if below 2 MiB) into shard->edges, with zeros
+// for the hash in the header. Returns NULL on success, otherwise an error message.
 static const char *shard_hash_edges(Shard *shard) {
     const int64_t size = shard_file_bytes(shard), first = min_i64(size, SHARD_EDGE);
     const int64_t last = max_i64(size - SHARD_EDGE, first);
@@ -974,12 +967,11 @@ static const char *shard_hash_edges(Shard *shard) {
 
 // -------------------------------------------------------------------------------------------------
 // 3. Evaluation files
-// Each multiple-choice example has a context and several completions, exactly one of them correct.
 // The format is llm.c's (write_evalfile in dev/data/data_common.py). A header stores the number of
 // examples and the size of the largest one in bytes. Each example consists of uint16 words: 65535;
 // its size in bytes, index, label (the correct completion) and number of completions; then the
 // length and the tokens of the context and of each completion. llm.c's files have four completions
-// per example, and other benchmarks have two to five. Only synthetic files have been tested.
+// per example, other benchmarks two to five. Only synthetic files have been tested.
 
 enum { EVAL_START = 65535, EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
 
@@ -1006,8 +998,7 @@ static int eval_word(const unsigned char *words, int64_t i) {
     return words[2 * i] | words[2 * i + 1] << 8;
 }
 
-// Parses example `number` at byte `offset` of the file. Returns its size in bytes. Fails if the
-// example extends past the end of the file or contains an invalid word.
+// Parses example `number` at byte `offset` of the file. Returns its size in bytes.
 static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int number) {
     const unsigned char *p = f->bytes + offset;
     const size_t available = f->size - offset;
@@ -1053,8 +1044,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
     return (size_t)bytes;
 }
 
-// Parses an evaluation file and checks all examples for a model with a vocabulary of `vocabulary`
-// tokens. `f` keeps pointers to `bytes` and `name`. Fails on the first error.
+// Parses an evaluation file and checks all examples for a model with `vocabulary` tokens. `f` keeps
+// pointers to `bytes` and `name`.
 static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
                        int vocabulary) {
     LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);
@@ -1067,10 +1058,9 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
                            .longest_bytes = (size_t)longest_bytes, .examples = examples,
                            .vocabulary = vocabulary,
                            .tokenizer = tokenizer_of_header(&h, h.words[7])};
-    static const Tokenizer unknown = {0, 0, 0, 0};
     *f = file;
     if (f->tokenizer.kind == TOKENIZER_GPT2 && vocabulary < GPT2_VOCABULARY) {
-        f->tokenizer = unknown;  // not from llm.c: all ids are too low
+        memset(&f->tokenizer, 0, sizeof f->tokenizer);  // unknown: all ids are too low for llm.c's
     }
     size_t offset = LLMC_HEADER_BYTES;
     for (int i = 0; i < f->examples; i++) {
