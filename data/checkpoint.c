@@ -22,12 +22,11 @@
 //
 // In rank 1's file, "m.4.24576" (bucket 4, starting at element 24576) replaces "m.4.0".
 //
-// Resuming skips a damaged step-N. Saving step N again removes the damaged folder, or renames it to
-// step-N.damaged if it contains unrelated files.
 // 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
 //    are synced. A folder with the final name is therefore complete, even after a power failure. A
 //    ".tmp" folder is never read, and the next run with this output folder removes it.
-// 2. A run resumes from the newest checkpoint in which every file matches the manifest.
+// 2. A run resumes from the newest checkpoint in which every file matches the manifest. Saving a
+//    damaged step-N again removes it, or renames it to step-N.damaged if it has unrelated files.
 // 3. The engine copies states in chunks. Saving needs extra memory for only one tensor per rank.
 // 4. The model and the number of ranks that save determine the ranges in each file and their order
 //    (chapter Sharding and offload). Any number of ranks can load a checkpoint.
@@ -213,9 +212,8 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->range.first);
 }
 
-// Returns the `*count` ranges in the state file of `rank`, in file order: its part of every bucket
-// of the masters' low halves (if `low`), m and v, without padding. If `muon`, blocks have no v. The
-// caller frees the array.
+// Returns the `*count` ranges in the state file of `rank`, in file order, to be freed: its part of
+// every bucket of the masters' low halves (if `low`), m and v (not of blocks if `muon`), unpadded.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m), all = BUF_STORE * buckets;
@@ -404,8 +402,8 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is corrupted: SHA-256 mismatch";
 }
 
-// Verifies the files of a checkpoint against its manifest. Returns the number of state files, or
-// returns 0 and writes an error message to `problem`.
+// Verifies the files of a checkpoint against its manifest. Returns the number of state files, or 0
+// with an error message in `problem`.
 static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     static Manifest manifest;
     static const char *wrong[CHECKPOINT_FILES];
@@ -543,8 +541,7 @@ static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     }
 }
 
-// On rank 0, performs the last phase of saving: writes the manifest, verifies the files of the
-// other ranks and renames the folder to its final name.
+// On rank 0, writes the manifest, verifies the other ranks' files and renames the folder.
 static void save_finish(Saving *save, const char *output, const char *path) {
     char aside[PATH_BYTES], problem[PATH_BYTES];
     path_print(aside, "%s.damaged", path);
@@ -694,8 +691,7 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-// Returns the step in the path of the weights, or 0. Sampling at this step reproduces the samples
-// of the run that saved them.
+// Returns the step in the path of the weights, or 0: samples then repeat those of their run.
 static int64_t weights_step(const ModelFile *f) {
     int64_t step = 0;
     for (const char *p = f->name; (p = strstr(p, "step-")) != NULL; p++) {
@@ -745,11 +741,10 @@ static void state_parse_ranges(StateFiles *out, const Model *m, int r, Safetenso
 static void state_parse(StateFiles *out, const Model *m, int r, const char *name) {
     const Mapping *map = &out->files[r].map;
     Safetensors f;
-    FileTensor t;
+    FileTensor t = {.data = NULL};
     RunState run;
     char identity[IDENTITY_BYTES];
     memset(&run, 0, sizeof run);
-    memset(&t, 0, sizeof t);
     safetensors_start(&f, map->bytes, map->size, name);
     file_require(safetensors_next(&f, &t) && strcmp(t.name, "norms") == 0 && t.type == FILE_F64 &&
                      t.count == NORM_WINDOW, name, "norms", "missing or of the wrong type or size");

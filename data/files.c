@@ -47,8 +47,7 @@ static int grace_ms;
 enum { STATUS_TOO_LARGE = 3 };
 static int die_status = 1;
 
-// Prints a one-line message and exits. Control characters, which names read from files may contain,
-// become '?'.
+// Prints a one-line message and exits. Control characters (names come from files) become '?'.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
     char text[3 * PATH_BYTES];
     va_list args;
@@ -130,8 +129,7 @@ typedef struct {
     char s[32];
 } ShortText;
 
-// Appends formatted text at offset `n` of `text` (`size` bytes), truncated to fit. Returns the new
-// length.
+// Appends text at offset `n` of `text` (`size` bytes), truncated to fit. Returns the new length.
 __attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, int n,
                                                           const char *format, ...) {
     va_list args;
@@ -163,8 +161,7 @@ static ShortText bytes_text(double bytes) {
     for (; fabs(bytes) >= 1024 && u < 4; u++) {
         bytes /= 1024;
     }
-    snprintf(text.s, sizeof text.s, u == 0 ? "%.0f %s" : u < 3 ? "%.1f %s" : "%.2f %s", bytes,
-             units[u]);
+    snprintf(text.s, sizeof text.s, "%.*f %s", (u + 1) / 2, bytes, units[u]);
     return text;
 }
 
@@ -270,9 +267,7 @@ static void make_folders(const char *path) {
 // 2. The lock file is never removed: one process could lock the removed file, another a new one.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
-    struct flock all;
-    memset(&all, 0, sizeof all);
-    all.l_type = F_WRLCK;
+    struct flock all = {.l_type = F_WRLCK};
     path_print(path, "%s/lock", folder);
     const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) {
@@ -367,10 +362,8 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
 
 static int mapping_open(Mapping *m, const char *path) {
     int64_t size;
-    struct sigaction action;
-    memset(&action, 0, sizeof action);
+    struct sigaction action = {.sa_flags = SA_SIGINFO};
     action.sa_sigaction = on_bus_error;
-    action.sa_flags = SA_SIGINFO;
     sigaction(SIGBUS, &action, NULL);
     memset(m, 0, sizeof *m);
     int fd = file_open(path, &size);
@@ -454,8 +447,7 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
 
 // -------------------------------------------------------------------------------------------------
 // 3. SHA-256
-// Implements FIPS 180-4, with the x86 SHA instructions if the compiler targets them. A checkpoint's
-// manifest stores the SHA-256 of each file.
+// FIPS 180-4, for the manifests of checkpoints, with x86's SHA instructions if the target has them.
 
 typedef struct {
     uint32_t h[8];
@@ -479,8 +471,7 @@ static const uint32_t sha256_k[64] = {
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// Compiler built-ins, because immintrin.h of GCC 13 and 14 also uses some that nvcc up to version
-// 12.6 does not support.
+// Built-ins, because GCC 13 and 14's immintrin.h uses some that nvcc up to 12.6 does not support.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
@@ -802,8 +793,7 @@ static int json_get(Json *j, size_t from, const char *path, char *out, size_t ca
     return found && !j->fault;
 }
 
-// Returns the integer at a path (json_find) or, if the value is an array, its first element.
-// Returns `otherwise` if the value is missing or null.
+// Returns the integer at a path (json_find), or `otherwise` if it is missing or null.
 static int64_t json_get_count(Json *j, size_t from, const char *path, int64_t otherwise) {
     return json_find(j, from, path) && json_peek(j) != 'n' ? json_count(j) : otherwise;
 }
@@ -931,17 +921,14 @@ static void file_require(int ok, const char *file, const char *tensor, const cha
 static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t size,
                               const char *name) {
     uint64_t length = 0;
-    memset(f, 0, sizeof *f);
-    f->name = name;
     memcpy(&length, bytes, size < 8 ? 0 : 8);
     if (length < 2 || length > 100000000 || length > size - 8) {
         die("%s: not a safetensors file: invalid header length of %" PRIu64 " bytes in a file of "
             "%zu bytes", name, length, size);
     }
-    const Json json = {bytes, 8, 8 + (size_t)length, NULL};
-    f->json = json;
-    f->data = bytes + f->json.end;
-    f->size = size - f->json.end;
+    const size_t end = 8 + (size_t)length;
+    const Safetensors opened = {name, {bytes, 8, end, NULL}, 0, bytes + end, size - end, 0};
+    *f = opened;
 }
 
 // Hashes a 64-bit number (the output function of splitmix64).

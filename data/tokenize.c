@@ -62,9 +62,7 @@ static double number(const char *option, double low, double high, int whole) {
 }
 
 static Arguments parse_arguments(int argc, char **argv) {
-    Arguments a;
-    memset(&a, 0, sizeof a);
-    a.val_fraction = -1;
+    Arguments a = {.val_fraction = -1};
     const struct option options[] = {{"bpe", no_argument, &a.bpe, 1},
                                      {"bytes", no_argument, &a.bytes, 1},
                                      {"tokens", no_argument, &a.tokens, 1},
@@ -764,18 +762,16 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
     }
     #pragma omp parallel
     {
-        BpeEncoder encoder;  // unused for bytes or tokens, and while counting
+        BpeEncoder encoder = {0};  // unused for bytes or tokens, and while counting
         size_t capacity = 0;
         uint16_t *tokens = NULL;
         int part = 0;
-        memset(&encoder, 0, sizeof encoder);
         if (coder->tokenizer.kind != TOKENIZER_BYTES && !coder->words && !coder->tokens) {
             bpe_encoder_open(&encoder, &coder->bpe);
         }
         #pragma omp for ordered schedule(static, 1)
         for (int64_t i = 0; i < first[count]; i++) {
-            WordTable words;
-            memset(&words, 0, sizeof words);
+            WordTable words = {0};
             while (i >= first[part + 1]) {
                 part++;
             }
@@ -835,8 +831,7 @@ static void tokenizer_write(const Bpe *bpe, const char *prefix) {
 }
 
 static void learn_vocabulary(Coder *coder, const Arguments *a, const Corpus *train) {
-    WordTable words;
-    memset(&words, 0, sizeof words);
+    WordTable words = {0};
     bpe_begin(&coder->bpe);
     coder->words = &words;
     corpus_encode(coder, NULL, train);
@@ -885,26 +880,21 @@ int main(int argc, char **argv) {
     program_name = "tokenize";
     const Arguments a = parse_arguments(argc, argv);
     atexit(outputs_drop);
-    struct sigaction action;
-    memset(&action, 0, sizeof action);
+    struct sigaction action = {.sa_flags = 0};
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     corpus_open(texts, &a);
     coder.documents = a.documents;
     coder.tokens = a.tokens;
-    Sink sinks[2];
-    memset(sinks, 0, sizeof sinks);
-    for (int i = 0; i < 2; i++) {
-        sinks[i].arguments = &a;
-        sinks[i].split = i ? "val" : "train";
-        sink_check_others(&sinks[i], texts[i].size);
-    }
+    Sink sinks[2] = {{.arguments = &a, .split = "train", .fd = -1},
+                     {.arguments = &a, .split = "val", .fd = -1}};
+    sink_check_others(&sinks[0], texts[0].size);
+    sink_check_others(&sinks[1], texts[1].size);
     tokenizer_open(&coder, &a, &texts[0]);
     for (int i = 0; i < 2 && !stop_signal; i++) {
         Sink *sink = &sinks[i];
         sink->tokenizer = coder.tokenizer;
-        sink->fd = -1;
         corpus_encode(&coder, sink, &texts[i]);
         sink_finish(sink);
         if (sink->tokens == 0 && (i == 0 || a.val_fraction != 0) && !stop_signal) {

@@ -122,8 +122,7 @@ static int byte_character(int b) {
     return b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127 : b == 173 ? 323 : b;
 }
 
-// A vocabulary, too large for the stack (5 MiB). Tokens have at most BPE_LONGEST bytes each and
-// BPE_TEXT bytes in total.
+// A vocabulary, too large for the stack (5 MiB), with at most BPE_TEXT bytes.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512, NO_ID = 65535 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
@@ -278,8 +277,7 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
         } while (q < end && char_class(bpe, q, end, &length) == kind);
         return q;
     }
-    // `\s+(?!\S)` leaves the last whitespace character, unless it is the only one (`\s+`), to the
-    // next pre-token.
+    // `\s+(?!\S)` leaves the last whitespace character, unless it is the only one, to the next.
     for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
         last = q;
     }
@@ -497,8 +495,7 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
 // The files that store a tokenizer: merges.txt, vocab.json and tokenizer_config.json.
 enum { FILE_OF_MERGES, FILE_OF_IDS, FILE_OF_ROLES, TOKENIZER_FILES };
 
-// Returns the *size bytes of a tokenizer file, which the caller frees. `length` is the model's
-// maximum sequence length, or 0 if unknown.
+// Returns the *size bytes of a tokenizer file, to be freed. `length` is model_max_length, or 0.
 static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
@@ -903,8 +900,8 @@ static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, 
     return shard_bytes(shard, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
 }
 
-// Returns the tokenizer named in the header of a token or evaluation file. Files from llm.c do not
-// name one, because their tokens are always GPT-2's.
+// Returns the tokenizer named in the header of a token or evaluation file. llm.c's files, which
+// name none, always have GPT-2's tokens.
 static Tokenizer tokenizer_of_header(const LlmcHeader *h, int vocabulary) {
     const uint32_t first = (uint32_t)h->words[5], second = (uint32_t)h->words[6];
     Tokenizer t = h->words[4] == TOKENIZER_BYTES ? byte_tokenizer : gpt2_tokenizer;
@@ -956,10 +953,8 @@ static const char *shard_hash_edges(Shard *shard) {
     const char *fault = shard_bytes(shard, edge, first, 0);
     memset(edge + 4 * SHARD_SHA256, 0, sizeof sha.h);
     sha256_add(&sha, edge, (size_t)first);
-    if (!fault) {
-        fault = shard_bytes(shard, edge, size - last, last);
-        sha256_add(&sha, edge, (size_t)(size - last));
-    }
+    fault = fault ? fault : shard_bytes(shard, edge, size - last, last);
+    sha256_add(&sha, edge, (size_t)(size - last));
     sha256_end(&sha, shard->edges);
     free(edge);
     return fault;
@@ -1044,8 +1039,7 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
     return (size_t)bytes;
 }
 
-// Parses an evaluation file and checks all examples for a model with `vocabulary` tokens. `f` keeps
-// pointers to `bytes` and `name`.
+// Parses an evaluation file for a model with `vocabulary` tokens. Keeps `bytes` and `name`.
 static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
                        int vocabulary) {
     LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);

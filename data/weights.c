@@ -108,8 +108,8 @@ static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, c
     }
 }
 
-// Fails if a tensor is missing, or if lm_head.weight differs from wte.weight. GPT-2 uses one tensor
-// for both, so either one may be absent.
+// Fails if a tensor is missing, or if lm_head.weight and wte.weight, of which one may be absent,
+// differ: GPT-2 uses one tensor for both.
 static void spans_complete(Span *spans, const Model *m, const char *name) {
     char tensor_name[80];
     spans[WTE] = spans[WTE].data ? spans[WTE] : spans[FILE_HEAD];
@@ -416,8 +416,8 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
     }
 }
 
-// Writes one tensor in Hugging Face's layout, without padding. `strip` and `out` have room for one
-// strip, `whole` for a transposed tensor.
+// Writes one tensor in Hugging Face's layout. Buffers: `strip` and `out` for a strip, `whole` for a
+// transposed tensor.
 static void tensor_save(Engine *e, const Model *m, int type, int tensor, int layer, real *whole,
                         real *strip, unsigned char *out, Writer *w) {
     const int swap = tensor_table[tensor].transposed;
