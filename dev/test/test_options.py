@@ -234,6 +234,7 @@ def flat(text):
     ("-e d12 --gpu NVIDIA_H100_80GB_HBM3", 0, ["HBM3: 79.10 GiB; fits, "]),
     ("-e d12 --gpu NVIDIA_A100-SXM4-40GB", 0, ["40GB: 39.50 GiB; fits, "]),
     ("-e d12 --gpu NVIDIA_GH200_480GB", 0, ["480GB: 94.88 GiB; fits, "]),
+    ("-e d12 --gpu NVIDIA_RTX_PRO_6000_Blackwell_Workstation_Edition", 0, [": 94.97 GiB; fits, "]),
     ("-e d12 --gpu NVIDIA_GeForce_RTX_4090_Laptop_GPU", 1, []),  # another chip, with 16 GB
     ("-e d12 --gpu 4090 -x 100", 0, ["\nforecast: ", " tokens/s (", ", 409,600 tokens in ",
                                      "; predicted for this card, not measured\n"]),
@@ -475,18 +476,18 @@ def test_host_mem():
 
 def test_includes_validation():
     """A pattern that also matches the validation shard of a training shard is refused."""
-    for name in "train", "val":
-        shutil.copy(name + ".bin", "both_%s.bin" % name)
+    for name in "train_001", "val_000":
+        shutil.copy(name.split("_")[0] + ".bin", "both_%s.bin" % name)
     refused("-i both_*.bin -e l2h2c16t16",
-            "--train-data (-i): both_*.bin includes the validation shard both_val.bin")
+            "--train-data (-i): both_*.bin includes the validation shard both_val_000.bin")
 
 
 def test_usual_step():
     """Without -d, a plan says what a step of GPT-2's size would give."""
     out = flat(succeeds("--plan -e gpt2-xl --gpu 4060ti"))
-    rate, step = re.search(r"s \(([\d,]+) with -d (\d+)\), ", out).groups()
+    rate, step = re.search(r"s \(([\d,]+) with -b 4 -d (\d+)\), ", out).groups()
     assert step == "524288" and "forecast: %s tokens/s, " % rate in succeeds(
-        "--plan -e gpt2-xl --gpu 4060ti -d " + step)
+        "--plan -e gpt2-xl --gpu 4060ti -b 4 -d " + step)
     refused("--plan -e d12 -b 1 -t 1 -d 3000000000", "--tokens-per-step (-d): ")
 
 
