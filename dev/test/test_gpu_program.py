@@ -316,10 +316,9 @@ def test_choices(times, fastest):
 @emulated
 def test_choices_fp8():
     """Every fp8 matmul is timed: its line changes with the times."""
-    lines = []
+    command, lines = "-i train.bin -e l2h2c64t64 -b 2 -x 1 -v 0 --matmul fp8", []
     for times in "159", "951":
-        tuned("-i train.bin -e l2h2c64t64 -b 2 -x 1 -v 0 --matmul fp8", EMU_LT_TIMES=times,
-              EMU_CC="89")
+        tuned(command, EMU_LT_TIMES=times, EMU_CC="89")
         lines.append({line for line in choices().read_text().splitlines() if "28>" in line})
         shutil.rmtree("cache")
     assert len(lines[0]) > 5 and not lines[0] & lines[1]
