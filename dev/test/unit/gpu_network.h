@@ -110,7 +110,7 @@ static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, 
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             Instr i = {};
             i.layer = l;
-            real *grads = dweight(p, &i, tensor);
+            real *grads = weight(p, KIND_GRADIENTS, &i, tensor);
             for (int64_t i = 0; i < tensor_size(m, tensor); i++) {
                 grads[i] /= scale;
             }
