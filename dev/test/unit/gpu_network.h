@@ -83,13 +83,14 @@ static void naive_stage(void *self, const Instr *i) {
         network_execute(self, i);
         return;
     }
-    real *logits = buffer(p, BUF_LOGITS), *lnf = buffer(p, BUF_LNF), *wte = weight(p, i, WTE);
+    real *logits = buffer(p, BUF_LOGITS), *lnf = buffer(p, BUF_LNF);
+    real *wte = weight(p, KIND_WEIGHTS, i, WTE);
     matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
     round_all(logits, (int64_t)N * m->Vp);
     classifier_forward_backward(buffer(p, BUF_LOSSES), logits, pass->targets, pass->dloss, N, m->V,
                                 m->Vp, 1);
     round_all(logits, (int64_t)N * m->Vp);
-    matmul_backward(lnf, dweight(p, i, WTE), NULL, logits, lnf, wte, N, m->C, m->Vp);
+    matmul_backward(lnf, weight(p, KIND_GRADIENTS, i, WTE), NULL, logits, lnf, wte, N, m->C, m->Vp);
 }
 
 // Runs a micro-step of the reference in which every tensor that would be stored in E is rounded
