@@ -212,8 +212,9 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->range.first);
 }
 
-// Returns the `*count` ranges in the state file of `rank`, in file order, to be freed: its part of
-// every bucket of the masters' low halves (if `low`), m and v (not of blocks if `muon`), unpadded.
+// Returns the *count ranges in the state file of `rank`, in file order: its part, without padding,
+// of every bucket of the masters' low halves (if `low`), m and v (not of blocks if `muon`). The
+// caller frees them.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m), all = BUF_STORE * buckets;
@@ -509,8 +510,8 @@ static void save_agree(Saving *save) {
     die("%s", save->problem);
 }
 
-// Fails unless every rank can create a file in a folder, named like an unfinished checkpoint, that
-// rank 0 creates in `output`. `word` is a nonce. All ranks call this function.
+// Checks that all ranks share `output`: rank 0 creates a folder there, named like an unfinished
+// checkpoint, in which every rank must create a file. All ranks call this. `word` is a nonce.
 static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     static Snapshot snapshot;
     static Saving save;
@@ -664,8 +665,8 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
 
 // Removes checkpoints up to step `newest`, except the newest `keep` and the best one. Later ones
 // were damaged and skipped when the run resumed. The newest checkpoint records the lowest loss, and
-// the best is the oldest one with this loss (links such as `best` may not be supported). They are
-// renamed before removal so that a killed process leaves an unfinished one, not a damaged one.
+// the best is the oldest one with this loss (links such as `best` may not be supported). A killed
+// process leaves an unfinished checkpoint, not a damaged one, as they are renamed before removal.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
     char path[PATH_BYTES], gone[PATH_BYTES], lowest[PATH_BYTES] = "0", loss[PATH_BYTES];
@@ -691,7 +692,7 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-// Returns the step in the path of the weights, or 0: samples then repeat those of their run.
+// Returns the step in the weights' path, or 0, so that samples repeat those of the weights' run.
 static int64_t weights_step(const ModelFile *f) {
     int64_t step = 0;
     for (const char *p = f->name; (p = strstr(p, "step-")) != NULL; p++) {

@@ -39,8 +39,8 @@ static const char *program_name = "train_gpt2";
 static uint64_t local_progress, *progress_count = &local_progress;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
-// Delay in ms before die() prints its message. Of several ranks that fail with the same error, one
-// prints it and the others are terminated during their delay.
+// Delay in ms before die() prints its message. If several ranks fail with the same error, the first
+// one prints it and the others are terminated during their delay.
 static int grace_ms;
 
 // Exit status of die(): 1, or STATUS_TOO_LARGE if the requested run does not fit in memory.
@@ -766,8 +766,8 @@ static void json_skip_to(Json *j, int depth) {
 
 static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
-// Moves to the value at a path of keys, such as "model.vocab", in the object at offset `from`. Of
-// repeated keys, the last counts, as in Python. Returns 0 if there is none.
+// Moves to the value at a path of keys, such as "model.vocab", in the object at offset `from`. If
+// a key is repeated, the last member is used, as in Python. Returns 0 if there is none.
 static int json_find(Json *j, size_t from, const char *path) {
     char key[64];
     const size_t length = strcspn(path, ".");

@@ -642,8 +642,8 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     }
 }
 
-// Fails if an earlier run left shards that this run's pattern would match. This run has `shards`
-// shards, or before they are counted at most as many.
+// Fails if an earlier run left shards that this run's pattern would match. `shards` is the number
+// of this run's shards or, before they are counted, an upper bound.
 static void sink_check_others(const Sink *s, int64_t shards) {
     const int numbered = s->arguments->shard_tokens > 0;
     char path[2][PATH_BYTES];

@@ -495,7 +495,8 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
 // The files that store a tokenizer: merges.txt, vocab.json and tokenizer_config.json.
 enum { FILE_OF_MERGES, FILE_OF_IDS, FILE_OF_ROLES, TOKENIZER_FILES };
 
-// Returns the *size bytes of a tokenizer file, to be freed. `length` is model_max_length, or 0.
+// Returns a tokenizer file's contents (*size bytes), which the caller frees. `length` is the value
+// of model_max_length, or 0 if it is unknown.
 static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *size) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
@@ -1020,8 +1021,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         tokens->count = space >= 0 ? eval_word(p, position) : 0;
         tokens->words = p + 2 * (position + 1);
         if (tokens->count < 1 || tokens->count > space) {
-            die("%s: example %d: text %d (0 is the context) has %d tokens; expected 1 to the "
-                "%d that fit", f->name, number, k, tokens->count, space > 0 ? space : 0);
+            die("%s: example %d: text %d (0 is the context) has %d tokens, but at most %d fit into "
+                "the example", f->name, number, k, tokens->count, space > 0 ? space : 0);
         }
         for (int i = 0; i < tokens->count; i++) {
             if (eval_word(tokens->words, i) >= f->vocabulary) {

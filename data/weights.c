@@ -108,8 +108,8 @@ static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, c
     }
 }
 
-// Fails if a tensor is missing, or if lm_head.weight and wte.weight, of which one may be absent,
-// differ: GPT-2 uses one tensor for both.
+// Fails if a tensor is missing, or if lm_head.weight differs from wte.weight. GPT-2 uses one tensor
+// for both, so either one may be absent.
 static void spans_complete(Span *spans, const Model *m, const char *name) {
     char tensor_name[80];
     spans[WTE] = spans[WTE].data ? spans[WTE] : spans[FILE_HEAD];

@@ -99,7 +99,7 @@ def test_own():
     line = b"".join(texts).decode()
     options = ("-i mine_train.bin -j mine_val.bin -e l1h2c32t16 -b 4 -l 2e-2 -k constant -n 60 -m "
                "3 -v 120 --temperature 0 -g 8 -y 1 ")
-    succeeds(options + "-x 120 -s 120 -o out", "vocabulary 1000 (1024 rows)",
+    succeeds(options + "-x 120 -s 120 -o out", "vocabulary 1000 (padded to 1024)",
              line + "<|endoftext|>\n---")
     folder = step(120)
     assert (folder / "merges.txt").read_text() == stories_merges()
