@@ -304,6 +304,9 @@ def test_advice():
     assert slower("t4") != pytest.approx(slower("h200"), rel=0.1)
     found = query("--fit -e gpt2-xl --gpu 4060ti")
     assert found["best"][0]["tokens_per_s"] >= 0.99 * max(w["tokens_per_s"] for w in found["ways"])
+    least = min((way for way in query("--fit all --gpu b200 -e d12")["ways"] if way["matmul"] ==
+                 "fp8"), key=lambda way: way["device_bytes"])  # the last of all candidates
+    assert least["offload"] == "weights,gradients,moments,residuals"
     succeeds("--largest batch -e gpt2-xl --gpu t4", "nothing fits without "
              "offloading; the largest that fits with --offload auto:\n",
              " --offload weights,gradients,moments,master,residuals\n")
