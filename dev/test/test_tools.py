@@ -36,7 +36,7 @@ def test_install(tmp_path):
         assert shell("groff -man -ww -Tutf8 %s > /dev/null" % page) == ""
     version = re.match(r"train_gpt2 (\S+)", shell("root/usr/bin/train_gpt2 --version"))[1]
     for path, pattern in ((page, r'^.TH .*train_gpt2 (.*)"'),
-                          (TOP / "README.md", r"To cite:.*train_gpt2 ([\d.]*\d)"),
+                          (TOP / "README.md", r"Cite train_gpt2 ([\d.]*\d)"),
                           (TOP / "dev/CHANGELOG.md", r"^## ([\d.]+)")):
         assert re.search(pattern, path.read_text(), re.M)[1] == version
     succeeds(TINY + "-x 1 -o out")
