@@ -242,7 +242,9 @@ TEST(cards, HOST) {
         expect(r.matmuls < 1e12 * card.tflops && r.memory < 1e9 * card.bandwidth &&
                    r.link < 1e9 * card.link, "%s: more than its specifications", card.name);
     }
-    for (const char *name : {"4080s", "3090x", "rtx"}) {
+    const Text long_name = Text(64, '4') + "090";
+    expect(strlen(card_key(long_name.c_str()).s) == 31, "a longer name is cut");
+    for (const char *name : {"4080s", "3090x", "rtx", long_name.c_str()}) {
         Options o = default_options();
         o.gpu = name;
         expect_death(gpu_find(o.gpu), "unknown GPU");
