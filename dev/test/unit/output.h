@@ -115,15 +115,16 @@ TEST(disk, HOST) {
         const Settings s = planned(Text("-e d12 ") + options);
         expect_near(checkpoint_bytes(&s), bytes, 0.5, "%s", options);
     }
-    static const int table[][5] = {  // --save-every, --keep, steps left, found, to come
-        {0, 0, 9, 0, 1}, {0, 0, 0, 3, 0}, {2, 0, 9, 3, 5}, {2, 0, 8, 3, 4}, {1, 3, 9, 0, 5},
-        {1, 3, 9, 2, 3}, {1, 3, 9, 5, 1}, {1, 3, 9, 8, 1}, {1, 3, 2, 0, 2}};
+    static const int table[][6] = {  // --save-every, --keep, --steps, resumed at, found, to come
+        {0, 0, 9, -1, 0, 1}, {0, 0, 5, 5, 3, 0}, {2, 0, 9, 0, 3, 5}, {2, 0, 9, 1, 3, 4},
+        {1, 3, 9, -1, 0, 5}, {1, 3, 9, 0, 2, 3}, {1, 3, 9, 0, 5, 1}, {1, 3, 9, 0, 8, 1},
+        {1, 3, 9, 7, 0, 2}};
     for (const auto &row : table) {
         Options o = default_options();
         o.save_every = row[0];
         o.keep = row[1];
-        expect(checkpoints_to_come(&o, row[2], row[3]) == row[4], "-n %d --keep %d, %d left, %d",
-               row[0], row[1], row[2], row[3]);
+        expect(checkpoints_to_come(&o, row[2], row[3], row[4]) == row[5],
+               "-n %d --keep %d -x %d, at %d, %d", row[0], row[1], row[2], row[3], row[4]);
     }
 }
 
