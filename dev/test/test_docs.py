@@ -44,8 +44,7 @@ def test_links():
 
 
 def test_names():
-    """Options are the programs'; functions, tables and switches that dev/ names are in the sources,
-    and dev/README lists what dev/ contains."""
+    """Options, functions, tables and switches that dev/ names exist; dev/README lists dev/."""
     options = set(re.findall("--[a-z][a-z0-9-]*", succeeds("--help all") + said(
         "data/tokenize", "--help"))) | OTHERS
     names = set(said("git", "grep", "-hwoE", "[A-Za-z_][A-Za-z_0-9]*", "--", ":!*.md").split())

@@ -27,8 +27,7 @@ def test_no_vocabulary(sampled):
 
 
 def test_bpe_samples(sampled):
-    """With the vocabulary, the same sample is text, and a prompt is accepted. --generate finds the
-    vocabulary beside the weights."""
+    """With the vocabulary, the same sample is text. --generate finds it beside the weights."""
     Path("vocab").write_text(vocab_bpe())
     tokens = tokens_of_merges(vocab_bpe())
     assert len(tokens) == 50257 and tokens[995] == b" world"
@@ -77,8 +76,7 @@ def test_eval_command():
 
 
 def test_eval_eta():
-    """The eta is that of the examples left at the mean speed, which a pause makes known. --eval
-    can be interrupted."""
+    """The eta assumes the mean speed, which a pause makes known. --eval can be interrupted."""
     Path("e.bin").write_bytes(eval_file(questions(300, 257, 2)))
     began = time.monotonic()
     process = start("-e l4h4c128t64v257 --eval e.bin -b 1", before=default_signal())

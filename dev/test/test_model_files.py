@@ -150,8 +150,7 @@ FILES = [
     (header("[0,80]", "[80,0]"), WTE + "data_offsets are out of"),
     (header("[0,80]", "[0,18446744073709551615]"), WTE),
     (header("[0,80]", "[9007199254740912,9007199254740992]"), WTE + "data_offsets"),
-    (header("{", "x"), JSON), (header("}}", "}"), JSON),
-    (header("{}", "{"), JSON),
+    (header("{", "x"), JSON), (header("}}", "}"), JSON), (header("{}", "{"), JSON),
     *((lambda _, deep=deep: with_length(b'{"__metadata__":' + b"[" * deep, b""),
        JSON + "nesting is deeper") for deep in (65, 5 << 20)),
 ]
@@ -250,17 +249,14 @@ CONFIGS = [
     ('"n_positions": 3', '"n_positions": 4', "wpe.weight: expected shape (4, 4)"),
     ("gelu_new", "relu", "unsupported activation_function 'relu'"),
     ("gelu_new", "gelu_new|gelu_pytorch_tanh", "unsupported activation_function"),
-    ("gelu_new", "", "activation_function ''"),
-    ('"gelu_new"', '["gelu_new"]', "config.json: "),
+    ("gelu_new", "", "activation_function ''"), ('"gelu_new"', '["gelu_new"]', "config.json: "),
     ('"n_inner": null', '"n_inner": 17', "unsupported n_inner 17"),
     ('embeddings": true', 'embeddings": false', "tie_word_embeddings 'false'"),
     ('weights": true', 'weights": false', "scale_attn_weights 'false'"),
     ("{\n", '{"scale_attn_by_inverse_layer_idx": true,', "inverse_layer_idx 'true'"),
     ("1e-05", "1e-06", "layer_norm_epsilon '1e-06'"),
-    ('"gpt2"', '"gpt_neo"', "model_type 'gpt_neo'"),
-    ("\n}\n", "\n}\n{", "trailing characters"),
-    ("\n}\n", "", "config.json: invalid JSON"),
-    (None, "", "model/config.json: invalid JSON"),
+    ('"gpt2"', '"gpt_neo"', "model_type 'gpt_neo'"), ("\n}\n", "\n}\n{", "trailing characters"),
+    ("\n}\n", "", "config.json: invalid JSON"), (None, "", "model/config.json: invalid JSON"),
 ]
 
 

@@ -93,8 +93,7 @@ def ended(job):
 @pytest.mark.gpu
 @pytest.mark.emulated
 def test_slurm(slurm):
-    """Options replace those of the script under each of their names; SIGUSR1 saves; a second job
-    resumes; a killed task ends the job."""
+    """Options replace the script's; SIGUSR1 saves; a second job resumes; a killed task ends it."""
     options = "-i train.bin --model l2h2c64t64 -b 4 -v 0 --steps="
     job, log = submit(options + "4 -n 2")
     wait_until(lambda: ended(job))

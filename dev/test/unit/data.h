@@ -1,5 +1,4 @@
-// data.h -- tests of tokens and batches. All tokens of the test shards are distinct, so a window
-// can be identified by its contents.
+// data.h -- tests of tokens and batches. Tokens of test shards are distinct and identify a window.
 
 // Writes shards a.bin, b.bin and c.bin with 101, 69 and 200 tokens, numbered 0, 1, ... throughout.
 static void write_three_shards() {

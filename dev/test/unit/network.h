@@ -11,8 +11,7 @@ struct Trace {
     }
 };
 
-// Runs two optimizer steps of `accum_steps` micro-batches. Returns all losses, the gradients of the
-// first step, and the weights after both.
+// Runs two steps of `accum_steps` micro-batches: all losses, the first gradients, the last weights.
 static Trace trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T;
     Trace result;

@@ -60,8 +60,7 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
     return u.norm;
 }
 
-// The update decays only matrices, clips by the norm of all gradients, and changes nothing if that
-// norm is not finite or is above the limit.
+// Decays only matrices, clips by the norm, and skips if that is not finite or above the limit.
 TEST(update, ALL) {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);

@@ -302,8 +302,7 @@ TEST(places, HOST) {
     detail = "63 settings";
 }
 
-// Where an instruction reads or writes: a buffer and, in weights, gradients and backing stores, a
-// bucket or a block.
+// Where an instruction reads or writes: a buffer and, if it has parts, a bucket or a block.
 struct Access {
     int buffer, part;
     bool writes;
