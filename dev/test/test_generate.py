@@ -9,9 +9,8 @@ TRAINED = "--generate -e out/step-00000300 " + SAMPLING
 
 @pytest.fixture
 def sample():
-    """Trains a model that has partly learned the corpus. Returns the sample of 60 tokens that its
-    run printed, which exceeds the model's 16 positions. Each letter is one to three after the last,
-    so that a sample depends on its context."""
+    """Trains a model of 16 positions and returns the sample of 60 tokens that its run printed. Each
+    letter is one to three after the last, so that a sample depends on its context."""
     letters = itertools.accumulate(random.Random(1).choices((1, 2, 3), k=3000))
     Path("train.bin").write_bytes(shard([97 + i % 26 for i in letters], BYTES))
     out = succeeds(TINY + "-x 300 -l 1e-2 -s 300 -o out -g 60 %s--prompt=abc" % SAMPLING)
@@ -73,8 +72,8 @@ def test_newest():
     for name, steps in ("old", 2), ("new", 1):
         succeeds(TINY + "--quiet -n 1 -o runs/%s -x %d" % (name, steps))
     os.utime("runs/old/step-00000002/manifest.json", (1, 1))
-    os.utime("runs/old/step-00000001/manifest.json", (2, 2))
-    assert "; runs/new/step-00000001: " in run("--generate -g 1").err
+    os.utime("runs/new/step-00000001/manifest.json", (2, 2))
+    assert "; runs/old/step-00000001: " in run("--generate -g 1").err
     assert "; runs/old/step-00000002: " in run("--generate -g 1 -e runs/old").err
 
 
@@ -85,8 +84,7 @@ def test_end():
     generate = "--generate -e out/step-00000150 --temperature 0 "
     assert made(generate + "--prompt abc") == "abcdefg\n"
     assert made(generate + "-g 2 --quiet") == "ab\n"
-    assert "; l1h1c8t16: 3,072 untrained parameters; " in run(
-        "--generate -e l1h1c8t16 -g 3").err
+    assert "; l1h1c8t16: 3,072 untrained parameters; " in run( "--generate -e l1h1c8t16 -g 3").err
     odd = 1, 1, 8, 16, 300
     write_model("odd", safetensors({}, hugging_face(odd)), config_text(odd))
     refused("--generate -e odd", "odd: cannot find its merges; use --tokenizer FILE")

@@ -204,6 +204,8 @@ def test_resume_types():
                                ("moments", "fp32", "bf16")]
     assert log_steps("cpu") == [1, 2, 3, 4, 5, 6]
     refused("-o bf16 -y -x 8 --dtype bf16", "--dtype bf16 is not supported on", env=t4)
+    succeeds(options + "-x 1 -o split")
+    succeeds("-o split -y -x 2 --moments bf16", "\nconverting the fp32 moments in split/step-")
 
 
 @pytest.mark.parametrize("types", [" --dtype bf16", " --dtype fp32", " --moments bf16 -w none"])

@@ -8,12 +8,9 @@ from files import *
 
 BAD_OPTIONS = [
     ("--nonsense 1", "unknown option '--nonsense'"),
-    ("stray", "unknown option 'stray'"),
-    ("-", "unknown option '-'"),
-    ("-b4", "unknown option '-b4'"),
-    ("--", "unknown option '--'"),
-    ("-b", "--batch requires a value"),
-    ("-b 4 --batch=4", "--batch is given more than once"),
+    ("stray", "unknown option 'stray'"), ("-", "unknown option '-'"),
+    ("-b4", "unknown option '-b4'"), ("--", "unknown option '--'"),
+    ("-b", "--batch requires a value"), ("-b 4 --batch=4", "--batch is given more than once"),
     ("--help=2", "--help (-h): invalid value '2'; expected one of short|all"),
     ("--learning-rate 1", "unknown option '--learning-rate'; did you mean --lr?"),
     ("--batch_size 1", "unknown option '--batch_size'; did you mean --batch?"),
@@ -161,8 +158,7 @@ BAD_DATA = [
     (b"Once upon a time there was a fox.\n", "-i bad.bin",
      "bad.bin is a text file, not token data; to tokenize it, run data/"),
     (b"a" * 5000 + bytes(10), "-i train.bin -j bad.bin", "bad.bin is a text file"),
-    (None, "-i data/mine_train.bin",
-     "mine_train.bin; to convert text, use data/tokenize"),
+    (None, "-i data/mine_train.bin", "mine_train.bin; to convert text, use data/tokenize"),
     (None, "-i data/stories_bpe_train.bin", "_bpe_train.bin; run 'make data' to create them"),
     (None, "-i train.bin -j missing.bin", "no token files match missing.bin"),
     (None, "-i train.bin -b 200",
@@ -243,10 +239,10 @@ def flat(text):
     ("-e d12 --gpu 4090 --offload weights", 0,  # 12 blocks down; 22 more up, to be read again
      ["uploads 459.0 MiB to the GPU and downloads 162.0 MiB\n"]),
     ("-e d12 --gpu 4090 --gpus 8 -z 2 -b 4 -d 131072", 0,  # blocks' gradients four times, the rest
-     ["sends 841.1 MiB per GPU: 633.2 MiB in reductions, 207.9 MiB in other"]),  # once, of 7 ranks
+     ["sends 841.1 MiB per GPU: 633.2 MiB in reductions, 207.9 MiB in other",  # once, of 7 ranks
+      "; predicted for this card, not measured\n"]),
     ("-e l2h2c16t16 -b 2", 0, ["memory plan of the CPU run\n"]),
-    ("-e d12 --gpu t4", 0, ["; fp16; B 4"]),
-    ("-e d12 --gpu T4", 0, ["; fp16; B 4"]),
+    ("-e d12 --gpu t4", 0, ["; fp16; B 4"]), ("-e d12 --gpu T4", 0, ["; fp16; B 4"]),
     ("-e gpt2-xl --gpu-mem 1.3GiB -b 1", 3,
      ["no settings make it fit; see --minimum"]),
     ("-e gpt2-xl --gpu-mem 1.7GiB -b 1", 3, ["--logit-rows 128 --workspace 256"]),
@@ -313,15 +309,14 @@ def test_advice():
 
 
 QUERIES = [
-    ("--plan -e gpt2-xl --gpu 4060ti", 0, "plan"),
+    ("--plan -e gpt2-xl --gpu 4060ti --gpus 2 -z 1 --offload moments,master", 0, "plan"),
     ("--plan -e gpt2-xl --gpu 4060ti -r none --offload none", 3, "plan"),
     ("--plan -e l2h2c16t16 -b 2", 0, "plan"),
     ("--plan -e d24 --gpu all", 0, "cards"),
     ("--plan -e l2h2c64t64 --gpu all --gpu-mem 2M", 3, "cards"),
     ("--fit bits -e gpt2-xl --gpu 4060ti -d 524288", 0, "ways"),
     ("--fit all -e d12 --gpu 3060-laptop", 0, "ways"),
-    ("--fit bits -e d48 --gpu-mem 1100M", 3, "ways"),
-    ("--minimum -e gpt2-xl", 0, "settings"),
+    ("--fit bits -e d48 --gpu-mem 1100M", 3, "ways"), ("--minimum -e gpt2-xl", 0, "settings"),
     ("--minimum -e gpt2-xl --gpus 8 -z 3", 0, "settings"),
     ("--largest batch -e d24 --gpu t4", 0, "ways"),
     ("--largest batch -e d48 --gpu-mem 1200M", 3, "ways"),
@@ -338,10 +333,13 @@ def test_json_and_text(options, status, key):
         if key == "plan":
             name = "device allocation" if "memory plan of the GPU" in o.out else "allocation"
             assert number_after(o.out, "\n" + name) == way["device_bytes"]
+            assert "{:,d}".format(way["host_bytes"] or way["device_bytes"]) in o.out
             continue
         assert not way["options"] or way["options"] in text or "," in way["options"]
         rate = way["tokens_per_s"]
         assert not rate or "{:,d}".format(int(rate)) in o.out
+    for way in found.get("suggestions", [])[:5]:
+        assert "%s %s" % (way["effect"], way["options"]) in text
     assert {b["home"] for b in found.get("buffers", [])} <= {"device", "host"}
 
 
@@ -388,14 +386,14 @@ def test_minimum():
     o = succeeds("--minimum -e d12 --gpu t4")
     folder = os.path.dirname(words("")[0])
     assert "\nGPU: %s/train_gpt2cu -e d12 " % folder in o
+    assert "and %.2f GiB of host" % (t4[1]["host_bytes"] / 2**30) in flat(o)
     assert "\nCPU: %s -e d12 " % words("")[0] in o
 
 
 @pytest.mark.parametrize("options, part", [
     ("any --logit-rows 3000", " --logit-rows 3000"),
     ("any --logit-rows 2560", " --logit-rows 2560"),  # the default of small batches only
-    ("bits -r gelu --offload moments", " -r gelu --offload moments"),
-    ("bits --quiet", " --quiet"),
+    ("bits -r gelu --offload moments", " -r gelu --offload moments"), ("bits --quiet", " --quiet"),
     ("bits -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1",
      " -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1"),
     ("all --moments fp32", ""), ("any -w split", "")])
@@ -428,7 +426,7 @@ def test_words():
     """Singular and plural; no line about nothing; no advice for what fits."""
     assert "shrink" not in succeeds("--plan -e d12 --generate --gpu t4", "; fits, ")
     out = succeeds(TINY + "-x 1") + succeeds("--plan " + TINY) + succeeds("--fit any -e d12")
-    assert " in 1 shard; " in out and "; 1 step; " in out
+    assert " in 1 shard; " in out and "; 1 step; 0.0107 epochs; " in out
     for words in "1 shards", "1 GPU", "1 steps", " 0 B", "-0 %":
         assert words not in out, words
     assert "--gpu-mem: 512.0 MiB; DOES NOT FIT, " in run("--plan -e d12 --gpu-mem 512MiB").out
@@ -462,6 +460,7 @@ def test_host_mem():
     free, base = "-e gpt2-xl --gpu 4060ti ", "-e gpt2-xl --gpu 4060ti --host-mem 12GiB "
     hosts = lambda command, key, status=0: [
         way["host_bytes"] for way in query(command + base, status)[key] if way["fits"]]
+    assert query("--minimum " + base)["host_available_bytes"] == most
     for command, key in (("--fit bits -d 524288 ", "ways"), ("--minimum ", "best"),
                          ("--plan ", "plan"), ("--largest seq-len --offload auto -b 1 ", "best")):
         assert 0 < max(hosts(command, key)) <= most, command
@@ -482,10 +481,11 @@ def test_includes_validation():
 
 def test_usual_step():
     """Without -d, a plan says what a step of GPT-2's size would give."""
-    out = flat(succeeds("--plan -e gpt2-xl --gpu 4060ti"))
-    rate, step = re.search(r"s \(([\d,]+) with -b 4 -d (\d+)\), ", out).groups()
-    assert step == "524288" and "forecast: %s tokens/s, " % rate in succeeds(
-        "--plan -e gpt2-xl --gpu 4060ti -b 4 -d " + step)
+    for plan in "--plan -e gpt2-xl --gpu 4060ti", "--plan -e d12 --gpu 4090 --gpus 2":
+        out = flat(succeeds(plan))
+        rate, step = re.search(r"s \(([\d,]+) with -b 4 -d (\d+)\), ", out).groups()
+        assert step == "524288" and "forecast: %s tokens/s, " % rate in succeeds(
+            "%s -b 4 -d %s" % (plan, step))
     refused("--plan -e d12 -b 1 -t 1 -d 3000000000", "--tokens-per-step (-d): ")
     rows = "--plan --gpu-mem 2G -e d12 -d 524288 -r none --offload moments --logit-rows 4096 -w 0"
     assert query(rows, 3)["plan"][0]["logit_rows"] == 4096  # -b auto keeps what was typed
@@ -502,8 +502,7 @@ def test_batch_memory(gpus):
 
 
 @pytest.mark.parametrize("options, card, key, step", [
-    ("batch -e d12", "--gpu 4090", "batch", 1),
-    ("batch -e d24 -r none", "--gpu t4", "batch", 1),
+    ("batch -e d12", "--gpu 4090", "batch", 1), ("batch -e d24 -r none", "--gpu t4", "batch", 1),
     ("batch -e d24 --offload auto -d 524288", "--gpu 4060ti", "batch", 0),  # the next divisor
     ("seq-len -e l6h6c384t32768 -b 16 -r none", "--gpu 3060-laptop", "seq_len", 1),
     ("seq-len -e d12", "--gpu h100", "seq_len", 1),  # the model has no more positions
@@ -535,8 +534,9 @@ def test_all_cards():
         elif way["fits"]:
             assert row["tokens_per_s"] == way["tokens_per_s"]
             assert row["device_bytes"] == way["device_bytes"]
-    narrow = query("--plan --gpu all -e d12 --moments bf16")["cards"]
-    assert [way for way in narrow if way["note"].startswith("t4:") and "no bf16" in way["note"]]
+    narrow = query("--plan --gpu all -e d12 --moments bf16 --matmul fp8")["cards"]
+    for card, lack in ("t4", "bf16"), ("3090", "fp8"):
+        assert [way for way in narrow if re.match("%s:.*; no %s;" % (card, lack), way["note"])]
 
 
 def test_version():

@@ -404,8 +404,7 @@ def test_choices():
 
 MEMORY = [(2, "-z 0", 2, {}), (3, "-z 0", 16, {"EMU_NVLINK": "1"}),
           (2, "-z 1", 5, {"EMU_NVLINK": "1", "NCCL_MAX_CTAS": "5"}), (3, "-z 2", 2, {}),
-          (3, "-z 3", 1, {"NCCL_MAX_CTAS": "1"}),
-          (3, "-z 3 --offload weights,moments", 2, {})]
+          (3, "-z 3", 1, {"NCCL_MAX_CTAS": "1"}), (3, "-z 3 --offload weights,moments", 2, {})]
 
 
 @pytest.mark.parametrize("ranks,options,ctas,env", MEMORY)
@@ -424,14 +423,19 @@ def test_memory(ranks, options, ctas, env):
 
 @pytest.mark.parametrize("card,mib", [("h100", 448), ("", 112)])
 def test_one_visible_gpu(card, mib):
-    """A rank that sees only one GPU reserves memory for NCCL according to its card's links."""
+    """A rank that sees only one GPU reserves memory for NCCL according to its card's links. Their
+    % of peak is that of all cards."""
     env = [port_of(r, EMU_GPUS="1", EMU_NAME=card, EMU_SMS="132", EMU_GPU_MEM="80g",
                    EMU_NCCL="12m", EMU_MACHINE=str(r)) for r in range(2)]
     small = [{**e, "EMU_CONTEXT": str((80 << 30) - (mib - 1 << 20))} for e in env]
     zero = outcomes(start_ranks(TINY + "-x 1", small))[0]
     assert zero.status == 3 and "file buffers take all %d.0 MiB" % (mib - 1) in zero.err, zero
-    zero, one = outcomes(start_ranks(TINY + "-x 1", env))
+    zero, one = outcomes(start_ranks(TINY + "-x 1 -o two", env))
     assert zero.status == one.status == 0, (zero, one)
+    succeeds(TINY + "-x 1 -o one", env={k: v for k, v in env[0].items() if k.startswith("EMU")})
+    two, one = (e["tokens_per_s"] / (e["peak_pct"] or float("nan"))
+                for name in ("two", "one") for e in log(name) if "loss" in e)
+    assert two == pytest.approx(2 * one if card else float("nan"), nan_ok=True)
 
 
 # Checkpoints.

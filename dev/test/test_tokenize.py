@@ -52,7 +52,7 @@ def test_split():
     succeeds("--bytes -o out --val-fraction 0.25 text")  # 8.25: inside a character of two bytes
     assert shards() == [list(TEXT[:-2]), [255, 10]]
     Path("long").write_bytes(b"a" * 3000000)
-    succeeds("--bytes -o out long")
+    succeeds("--bytes -o out long", "n.bin  2,700,000 tokens\nout_val.bin  300,000 tokens\n")
     assert [len(shard) for shard in shards()] == [2700000, 300000]
     os.symlink("third", "soft"), os.link("third", "hard")
     for spelling in "", " third", " ./third soft hard " + os.path.abspath("third"):
@@ -108,8 +108,7 @@ def test_threads():
 REFUSED = [
     ("absent", "cannot read absent: No such file"),
     ("nothing", "nothing is too short: none of its 0 bytes are left for training"),
-    (".", "cannot read .: Is a directory"),
-    ("fifo", "cannot read fifo: not a regular file"),
+    (".", "cannot read .: Is a directory"), ("fifo", "cannot read fifo: not a regular file"),
     ("/dev/zero", "cannot read /dev/zero: not a regular file"),
     ("--val-fraction 1.5 text", "invalid value '1.5'; expected a number between 0 and 1"),
     ("--documents text", "are left for validation; use --val-fraction 0 to skip"),
@@ -121,10 +120,8 @@ REFUSED = [
     ("--tokenizer text text", "--tokenizer requires --bpe or --tokens"),
     ("--val-fraction 0 --val-file text text", "--val-fraction and --val-file are mutually"),
     ("-o absent/bad text", "cannot create absent/bad_train.bin.part: No such file"),
-    ("-o . text", "-o: PREFIX must end in a file name, such as"),
-    ("-o .. text", "-o: PREFIX"),
-    ("-o /none/ text", "-o: PREFIX"),
-    ("", "missing input: FILE or -; see --help")]
+    ("-o . text", "-o: PREFIX must end in a file name, such as"), ("-o .. text", "-o: PREFIX"),
+    ("-o /none/ text", "-o: PREFIX"), ("", "missing input: FILE or -; see --help")]
 REFUSED_BPE = [
     ("text", "missing --bpe, --bytes, --tokens or --train-bpe; see --help"),
     ("--bpe text", "--bpe: data/vocab.bpe not found; run data/prepare.sh"),
@@ -269,8 +266,7 @@ def test_interrupted(number, arguments, waits_for):
     os.rename("out_train.bin", "kept")
     size = 30000000 if waits_for else 3000000
     Path("long").write_text("".join("%d " % (i * i * i) for i in range(size // 15)))
-    process = start("-o out " + arguments, before=default_signal(number),
-                    stdin=subprocess.PIPE)
+    process = start("-o out " + arguments, before=default_signal(number), stdin=subprocess.PIPE)
     reads = Path("/proc/%d/maps" % process.pid)
     wait_until(lambda: Path(waits_for).exists() if waits_for else
                "/long" in reads.read_text() or "out_input" in os.popen(

@@ -20,9 +20,10 @@ struct Planned {
 
 // Settings that do not fit are rejected before any allocation, with suggestions that would fit.
 TEST(plan_refuse, HOST) {
-    const Planned run("-e l4h4c128t64v257 -b 8 --logit-rows 64 -r none", 0);
+    Planned run("-e l4h4c128t64v257 -b 8 --logit-rows 64 -r none", 0);
     const Plan *p = &run.plan;
-    auto refused = [](const Planned &it, uint64_t device, uint64_t host) {
+    auto refused = [](Planned &it, uint64_t device, uint64_t host, int64_t cap = 0) {
+        it.o.host_mem = cap;
         MemoryBudget budget = budget_unlimited(&it.o, &it.s.model);
         budget.device = device;
         budget.host = host;
@@ -35,9 +36,11 @@ TEST(plan_refuse, HOST) {
     expect_too_large(refused(run, 1, SIZE_MAX), "only 1 B is available", "all");
     expect_too_large(refused(run, 0, SIZE_MAX), "but libraries and file buffers take all 1.0 MiB",
                      "the libraries");
-    const Planned away("-e d12 --offload moments");
+    Planned away("-e d12 --offload moments");
     expect_too_large(refused(away, away.plan.device_bytes, away.plan.host_bytes - 1),
                      "is available in host memory: 1 B short", "on the host");
+    expect_too_large(refused(away, away.plan.device_bytes, away.plan.host_bytes - 1, 1),
+                     "is available in host memory (--host-mem): 1 B short", "--host-mem");
 }
 
 // The mix of recompute levels that -r auto chooses fits in memory, can be passed to -r, and is
