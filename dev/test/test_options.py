@@ -311,8 +311,7 @@ def test_advice():
 QUERIES = [
     ("--plan -e gpt2-xl --gpu 4060ti --gpus 2 -z 1 --offload moments,master", 0, "plan"),
     ("--plan -e gpt2-xl --gpu 4060ti -r none --offload none", 3, "plan"),
-    ("--plan -e l2h2c16t16 -b 2", 0, "plan"),
-    ("--plan -e d24 --gpu all", 0, "cards"),
+    ("--plan -e l2h2c16t16 -b 2", 0, "plan"), ("--plan -e d24 --gpu all", 0, "cards"),
     ("--plan -e l2h2c64t64 --gpu all --gpu-mem 2M", 3, "cards"),
     ("--fit bits -e gpt2-xl --gpu 4060ti -d 524288", 0, "ways"),
     ("--fit all -e d12 --gpu 3060-laptop", 0, "ways"),

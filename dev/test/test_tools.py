@@ -169,8 +169,7 @@ def test_notebook():
     for was, now in (("--fit bits", "--fitt bits"), ('"import array', '"import (array'),
                      ("-g 60 ", "--sampels "), ("-e d24 -b", "-e d24 -B"),
                      ("make -s", "make -s al"), ("--train-bpe", "--train-bp"),
-                     ("bench_torch.py`", "bench.py`"),
-                     ('"outputs": []', '"outputs": [1]'),
+                     ("bench_torch.py`", "bench.py`"), ('"outputs": []', '"outputs": [1]'),
                      ('"source": [', '"source": ["","","","",')):
         assert was in wrong, was
         wrong = wrong.replace(was, now)
@@ -204,13 +203,15 @@ esac
 """
 
 
-def gpu_check(stage, when="", fault="", status=1, **more):
-    Path("program").write_text(GPU_PROGRAM)
-    Path("program").chmod(0o755)
+def gpu_check(stage, when="", fault="", status=1, smi="exit 1", **more):
+    for name, text in ("program", GPU_PROGRAM), ("nvidia-smi", "#!/bin/bash\n" + smi):
+        Path(name).write_text(text)
+        Path(name).chmod(0o755)
     return shell([TOP / "dev/gpu_check.sh"], status, env={
         **os.environ, "GPT2CU": os.path.abspath("program"), "BENCH": "false", "TEST": "false",
         "GPUS": "1", "PYTHON": os.path.abspath("program"), "DTYPE": "fp16", "STAGES": stage,
-        "LOGS": os.path.abspath("logs"), "WHEN": when, "FAULT": fault, **more})
+        "LOGS": os.path.abspath("logs"), "WHEN": when, "FAULT": fault,
+        "PATH": "%s:%s" % (os.getcwd(), os.environ["PATH"]), **more})
 
 
 @pytest.mark.all
@@ -266,9 +267,12 @@ def test_gpu_check_page():
     """Ratios to forecast and PyTorch, an update's rate in host memory, and the stages cut."""
     said = gpu_check("check bits speed update torch offload gpus", "*", """case "$options" in
         *-z\\ 2*) loss=4.00003 norm=2.0001 ;;
-        *d12*-r\\ 1*-b\\ 16* | *d48*-r\\ 0*) exit 3 ;; esac""", 0)
+        *d12*-r\\ 1*-b\\ 16* | *d48*-r\\ 0*) exit 3 ;;
+        *d12*-r\\ 1*-b\\ 8*) echo 1324 > $LOGS.used; sleep 1; rm $LOGS.used ;; esac""", 0,
+        smi="""case "$*" in *=name*) echo H200 ;;
+        *-lms*) while sleep 0.02; do cat $LOGS.used; done ;; *) echo 300 ;; esac""")
     for row in ("-r 0 -b 16 --offload none | 64.00 | 4000 | 2.00 | - | 0 | 4.00 |",
-                "-r 1 -b 8 --offload none | 64.00 | 4000 | 2.00 | - | 0 | 2.00 |",
+                "-r 1 -b 8 --offload none | 64.00 | 4000 | 2.00 | 1024 | 0 | 2.00 |",
                 "-d 524288 -b 8 -r norm:1 --offload moments,master | 197.00 | 2661360 | 1330.68 |"):
         assert "| program | d12 " + row in said
     assert re.search(r"in host memory +ok +5 GB/s(?s:.*) 3.12 x none;", said)
@@ -276,6 +280,7 @@ def test_gpu_check_page():
     torch, speed = Path("logs/torch.log").read_text(), Path("logs/speed.log").read_text()
     assert "--model d12 --dtype fp16 --batch 16 --batch-recompute 8\n" in torch
     assert "-e d48 -r 1 -b 16 --offload none -x 8 " in speed
+    assert re.search(r"\| H200; .* \| 1024 \| \d+ ok,", Path("logs/summary.md").read_text())
     said = gpu_check("speed bench", "* -x *", "sleep 60", 0, SECONDS_IN_ALL="5")
     assert "cut by a time limit: speed bench;" in said and "no time left" in said
     assert "STAGES has no stage 'tests'" in gpu_check("speed tests")
