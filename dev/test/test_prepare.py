@@ -231,6 +231,15 @@ def test_default_data(stories, monkeypatch):
             "has a vocabulary of 300 tokens, but the data in data/stories_bpe")
 
 
+def test_readme(stories):
+    """README's commands on a run, after two steps, in a new user's checkout."""
+    commands = (TOP / "README.md").read_text().split("## Commands")[1]
+    for command in re.findall("^    (.*runs/one[^#\n]*)", commands, re.M):
+        command = command.replace("dev/", "%s/dev/" % TOP) + " -x 2 -m 1" * ("-y" in command)
+        assert subprocess.run(command, shell=True, cwd="repo").returncode == 0, command
+    assert os.path.getsize("repo/runs/one/report.html") > 9999
+
+
 def train_sh(**more):
     """Runs dev/train.sh in a new session, on a model that takes a second."""
     program.path = "bash"
