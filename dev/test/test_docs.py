@@ -53,6 +53,13 @@ def test_names():
         if name in ("dev/README.md", "dev/reading.md", "data/README.md", "dev/cuda_cpu/README.md"):
             found = re.findall(r"\bEMU_\w+|(?<=`)[a-z]+_[a-z_\d]+(?=`|\(\)`)", text)
             assert set(found) <= names, set(found) - names
+    chapters = re.findall(r"^// -+\n// \d+\. (.+)", "".join(
+        (TOP / name).read_text() for name in ("train_gpt2.c", "train_gpt2.cu")), re.M)
+    cited = re.findall(r"(?:`\.cu?`|\bchapter) ([A-Z][\w -]*)", "".join(DOCS.values()))
+    cited += [name for row in rows(DOCS["dev/reading.md"], "minutes | read") if "*" not in row[1]
+              for name in row[1].split("`: ")[-1].split(", ")]
+    for name in cited:
+        assert any(name.startswith(c) or c.startswith(name) for c in chapters), name
     for field in re.findall(r"`([a-z]\w+)`", str(rows(MANUAL, "object | fields"))):
         assert field in names, field
     for path in said("git", "ls-files", "dev").split():
