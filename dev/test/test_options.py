@@ -19,7 +19,7 @@ BAD_OPTIONS = [
     ("--max-steps 9", "unknown option '--max-steps'; did you mean --steps?"),
     ("--gradient_accumulation_steps=4", "did you mean --tokens-per-step?"),
     ("--device=cpu", "unknown option '--device=cpu'; see --help all"),
-    ("-o -y", "--output requires a value; a name that begins with - is ./-y"),
+    ("-o -y", "--output requires a value; if -y is a name, write ./-y"),
     ("-h 1", "--help (-h): invalid value '1'; expected one of short|all"),
     ("-i train.bin -j ./train.bin", "--val-data (-j): ./train.bin is also training data (-i)"),
     ("-e text", "text is a text file, not weights; to tokenize it, run data/tokenize --train-bpe"),
