@@ -625,7 +625,7 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     return list;
 }
 
-// Removes unfinished checkpoints. Requires the folder's lock, as another run might be writing one.
+// Removes unfinished checkpoints. Requires the folder's lock: another run might be writing one.
 static void checkpoint_sweep(const char *output) {
     CheckpointList list = checkpoint_list(output, ".tmp");
     for (int i = 0; i < list.count; i++) {
@@ -666,7 +666,7 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
 // Removes checkpoints up to step `newest`, except the newest `keep` and the best one. Later ones
 // were damaged and skipped when the run resumed. The newest checkpoint records the lowest loss, and
 // the best is the oldest one with this loss (links such as `best` may not be supported). A killed
-// process leaves an unfinished checkpoint, not a damaged one, as they are renamed before removal.
+// process leaves an unfinished checkpoint, not a damaged one, because removal begins by renaming.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
     char path[PATH_BYTES], gone[PATH_BYTES], lowest[PATH_BYTES] = "0", loss[PATH_BYTES];

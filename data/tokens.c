@@ -452,8 +452,8 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     return to - out;
 }
 
-// Encodes as bpe_encode() does, but each special token, the longest where several begin, as its id;
-// <|endoftext|> only if `markers` is nonzero.
+// Like bpe_encode(), but encodes each special token as its id; where several begin, the longest one.
+// <|endoftext|> counts as a special token only if `markers` is nonzero.
 static int64_t bpe_encode_all(BpeEncoder *e, const char *text, size_t n, int markers,
                               uint16_t *out) {
     const Bpe *bpe = e->bpe;
