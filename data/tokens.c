@@ -452,7 +452,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     return to - out;
 }
 
-// Like bpe_encode(), but encodes each special token as its id; where several begin, the longest one.
+// Like bpe_encode(), but encodes each special token, or the longest where several begin, as its id.
 // <|endoftext|> counts as a special token only if `markers` is nonzero.
 static int64_t bpe_encode_all(BpeEncoder *e, const char *text, size_t n, int markers,
                               uint16_t *out) {
