@@ -182,7 +182,7 @@ static void config_save(const Model *m, const Tokenizer *t, const Bpe *bpe, Writ
                      "\"bos_token_id\": %s, \"eos_token_id\": %s,\n"
                      "\"train_gpt2_tokenizer\": \"%016" PRIx64 "\"}\n",
                      m->L, m->NH, m->C, m->maxT, m->V, end, all > one ? ends : end, t->hash);
-    writer_put(w, text, (size_t)n);
+    writer_put(w, text, n);
 }
 
 // The parts of a run that a checkpoint stores.
@@ -218,7 +218,7 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m), all = BUF_STORE * buckets;
-    StateRange *ranges = (StateRange *)alloc_zero((size_t)all, sizeof *ranges);
+    StateRange *ranges = (StateRange *)alloc_zero(all, sizeof *ranges);
     *count = 0;
     for (int i = low ? 0 : buckets; i < all; i++) {
         StateRange *r = &ranges[*count];
@@ -237,7 +237,7 @@ static double checkpoint_bytes(const Settings *s) {
     int count;
     StateRange *ranges = state_ranges(&s->model, 0, 1, s->split_master, s->muon, &count);
     for (int i = 0; i < count; i++) {
-        bytes += (ranges[i].state == BUF_WEIGHTS ? 2 : moment) * (double)ranges[i].range.count;
+        bytes += (ranges[i].state == BUF_WEIGHTS ? 2 : moment) * ranges[i].range.count;
     }
     free(ranges);
     return bytes;
@@ -252,12 +252,12 @@ static void range_save(Engine *e, const Model *m, const StateRange *r, real *val
         count = min_i64(IO_ELEMENTS, p.count - offset);
         p.first += offset;
         p.count = min_i64(count, bucket_elements(m, p.bucket) - p.first);
-        memset(values, 0, (size_t)count * sizeof(real));
+        memset(values, 0, count * sizeof(real));
         if (p.count > 0) {
             e->read_local(e, r->state, p, values);
         }
         file_values(out, type, values, count);
-        writer_put(w, out, (size_t)(count * file_types[type].bytes));
+        writer_put(w, out, (count * file_types[type].bytes));
     }
 }
 
@@ -266,7 +266,7 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     const Settings *s = snapshot->settings;
     const Options *options = snapshot->options;
     const char *choices = snapshot->engine->choices ? snapshot->engine->choices : "";
-    const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
+    const int moments = s->moment_dtype == TYPE_BF16 ? FILE_BF16 : FILE_F32;
     char given[PATH_BYTES] = "";
     int count, n = 0;
     StateRange *ranges =
@@ -294,7 +294,7 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     for (int i = 0; i < count; i++) {
         char name[RANGE_NAME];
         range_name(name, &ranges[i]);
-        ranges[i].span.type = ranges[i].state == BUF_WEIGHTS ? (int)FILE_U16 : moments;
+        ranges[i].span.type = ranges[i].state == BUF_WEIGHTS ? FILE_U16 : moments;
         header_tensor(&header, name, ranges[i].span.type, 0, ranges[i].range.count);
     }
     header_write(&header, w);
@@ -322,7 +322,7 @@ static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
     char text[256], name[FILE_NAME];
     int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
                      "\"version\": 3, \"step\": %" PRId64 ", \"files\": {", step);
-    writer_put(w, text, (size_t)n);
+    writer_put(w, text, n);
     for (int k = 0; k < FILE_STATE + manifest->ranks; k++) {
         const ManifestRow *row = &manifest->files[k];
         if (row->sha256[0]) {
@@ -330,7 +330,7 @@ static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
             n = snprintf(text, sizeof text,
                          "%s\n\"%s\": {\"bytes\": %" PRId64 ", \"sha256\": \"%s\"}",
                          k ? "," : "", name, row->bytes, row->sha256);
-            writer_put(w, text, (size_t)n);
+            writer_put(w, text, n);
         }
     }
     writer_put(w, "}}\n", 3);
@@ -393,7 +393,7 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     for (int64_t offset = 0; !wrong && offset < size; offset += count) {
         count = min_i64(IO_ELEMENTS, size - offset);
         wrong = file_read(fd, buffer, count, offset) ? "cannot be read" : NULL;
-        sha256_add(&sha, buffer, (size_t)count);
+        sha256_add(&sha, buffer, count);
     }
     free(buffer);
     if (fd >= 0) {
@@ -470,7 +470,7 @@ static void save_file(Saving *save, int file) {
     }
     if (file == FILE_MODEL) {
         model_file_save(snapshot->engine, &s->model,
-                        s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, &w);
+                        s->dtype == TYPE_BF16 ? FILE_BF16 : FILE_F32, &w);
     } else if (file == FILE_CONFIG) {
         config_save(&s->model, &snapshot->data->tokenizer, snapshot->bpe, &w);
     } else if (file == FILE_MANIFEST) {
@@ -794,7 +794,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r) {
             for (int64_t k = 0; k < p.count; k++) {
                 uint16_t low;
                 memcpy(&low, r->span.data + 2 * (offset + k), 2);
-                values[k] = (real)master_join((float)values[k], low);
+                values[k] = (real)master_join(values[k], low);
             }
         } else {
             span_values(values, &r->span, offset, p.count);
@@ -940,7 +940,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     if (!run->engine->scale_loss) {  // the next checkpoint stores 0
         state->loss_scale_log2 = state->loss_scale_steps = 0;
     } else if (state->loss_scale_log2) {  // otherwise the engine keeps its initial scale
-        run->engine->scale_loss(run->engine, (int)state->loss_scale_log2, state->loss_scale_steps);
+        run->engine->scale_loss(run->engine, state->loss_scale_log2, state->loss_scale_steps);
     }
     for (int r = 0; r < ranks; r++) {
         mapping_close(&f.files[r].map);

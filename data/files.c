@@ -121,7 +121,7 @@ static uint64_t fnv1a(uint64_t before, const void *data, size_t bytes) {
 static double now_ms(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+    return t.tv_sec * 1e3 + t.tv_nsec * 1e-6;
 }
 
 // A string returned by value, so that printf("%s", bytes_text(n).s) needs no buffer.
@@ -134,7 +134,7 @@ __attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, 
                                                           const char *format, ...) {
     va_list args;
     va_start(args, format);
-    const int added = vsnprintf(text + n, (size_t)(size - n), format, args);
+    const int added = vsnprintf(text + n, (size - n), format, args);
     va_end(args);
     return added < 0 ? n : min_int(n + added, size - 1);
 }
@@ -173,27 +173,27 @@ static ShortText count_text(int64_t n) {
         return text;
     }
     text = count_text(n / 1000);
-    text_add(text.s, sizeof text.s, (int)strlen(text.s), ",%03d", abs((int)(n % 1000)));
+    text_add(text.s, sizeof text.s, strlen(text.s), ",%03d", abs((int)(n % 1000)));
     return text;
 }
 
 // Formats a count with its noun: "1 shard", "1,030 shards".
 static ShortText count_of(int64_t n, const char *thing) {
     ShortText text = count_text(n);
-    text_add(text.s, sizeof text.s, (int)strlen(text.s), " %s%s", thing, n == 1 ? "" : "s");
+    text_add(text.s, sizeof text.s, strlen(text.s), " %s%s", thing, n == 1 ? "" : "s");
     return text;
 }
 
 // Formats a duration in seconds: "0:59", "12:03", "1:02:05", or "7 d" for two days or more.
 static ShortText duration_text(double seconds) {
     ShortText text;
-    const int64_t s = (int64_t)(seconds + 0.5), hours = s / 3600;
+    const int64_t s = (seconds + 0.5), hours = s / 3600;
     if (hours >= 48) {
         snprintf(text.s, sizeof text.s, "%" PRId64 " d", (hours + 12) / 24);
         return text;
     }
     const int n = hours ? snprintf(text.s, sizeof text.s, "%" PRId64 ":", hours) : 0;
-    snprintf(text.s + n, sizeof text.s - (size_t)n, hours ? "%02d:%02d" : "%d:%02d",
+    snprintf(text.s + n, sizeof text.s - n, hours ? "%02d:%02d" : "%d:%02d",
              (int)(s / 60 % 60), (int)(s % 60));
     return text;
 }
@@ -228,7 +228,7 @@ static int write_all(int fd, const void *data, size_t bytes) {
             return -1;
         }
         p += n;
-        bytes -= (size_t)n;
+        bytes -= n;
     }
     return 0;
 }
@@ -275,8 +275,8 @@ static void folder_lock(const char *folder) {
     }
     if (fcntl(fd, F_OFD_SETLK, &all) == 0) {
         gethostname(host, sizeof host - 1);
-        const int n = snprintf(holder, sizeof holder, "process %d on %s\n", (int)getpid(), host);
-        if (ftruncate(fd, 0) == 0 && write_all(fd, holder, (size_t)n) == 0) {
+        const int n = snprintf(holder, sizeof holder, "process %d on %s\n", getpid(), host);
+        if (ftruncate(fd, 0) == 0 && write_all(fd, holder, n) == 0) {
             (void)fsync(fd);  // makes the text visible on other machines
         }
     } else if (errno == EAGAIN || errno == EACCES) {
@@ -322,7 +322,7 @@ static const char *file_error(void) {
 // Reads `bytes` bytes at `offset`. Returns NULL on success, otherwise an error message.
 static const char *file_read(int fd, void *out, int64_t bytes, int64_t offset) {
     for (char *to = (char *)out; bytes > 0;) {
-        ssize_t n = pread(fd, to, (size_t)bytes, (off_t)offset);
+        ssize_t n = pread(fd, to, bytes, offset);
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -370,7 +370,7 @@ static int mapping_open(Mapping *m, const char *path) {
     if (fd < 0) {
         return -1;
     }
-    m->size = (size_t)size;
+    m->size = size;
     const void *map = m->size ? mmap(NULL, m->size, PROT_READ, MAP_PRIVATE, fd, 0) : "";
     close(fd);
     m->bytes = (const unsigned char *)map;
@@ -529,8 +529,8 @@ __attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const uns
         uint32_t a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
         uint32_t w[64];
         for (int i = 0; i < 16; i++) {
-            w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
-                   (uint32_t)p[4 * i + 2] << 8 | p[4 * i + 3];
+            w[i] = p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
+                   p[4 * i + 2] << 8 | p[4 * i + 3];
         }
         for (int i = 16; i < 64; i++) {
             uint32_t x = w[i - 15], y = w[i - 2];
@@ -640,7 +640,7 @@ static int json_peek(Json *j) {
 
 static int json_take(Json *j, char c) {
     int found = json_peek(j) == c;
-    j->offset += (size_t)found;
+    j->offset += found;
     return found;
 }
 
@@ -648,7 +648,7 @@ static int json_take(Json *j, char c) {
 static int json_hex(const Json *j, size_t offset) {
     char digits[5] = "";
     memcpy(digits, j->bytes + offset, offset + 4 > j->end ? 0 : 4);
-    return strspn(digits, "0123456789abcdefABCDEF") == 4 ? (int)strtol(digits, NULL, 16) : -1;
+    return strspn(digits, "0123456789abcdefABCDEF") == 4 ? strtol(digits, NULL, 16) : -1;
 }
 
 // Reads the rest of an escape sequence after its backslash: one of `letters`, uXXXX, or a surrogate
@@ -704,7 +704,7 @@ static void json_string(Json *j, char *out, size_t capacity) {
 static void json_scalar(Json *j, char out[JSON_SCALAR]) {
     int n = 0, c = json_peek(j);
     while (c > 0 && (isalnum(c) || strchr("+-.", c)) && n < JSON_SCALAR - 1) {
-        out[n++] = (char)c;
+        out[n++] = c;
         j->offset++;
         c = j->offset < j->end ? j->bytes[j->offset] : -1;
     }
@@ -758,7 +758,7 @@ static void json_skip_to(Json *j, int depth) {
     } else if (depth == 0) {
         json_fail(j, "nesting is deeper than 64 levels");
     } else {
-        while (json_next(j, &n, (char)c, NULL, 0)) {
+        while (json_next(j, &n, c, NULL, 0)) {
             json_skip_to(j, depth - 1);
         }
     }
@@ -838,10 +838,10 @@ static void json_end(Json *j, const char *name) {
 // Writes `text` as the contents of a JSON string. Writes bytes that are not valid UTF-8 as \u00XX.
 static void json_text(FILE *f, const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
-        unsigned char c = (unsigned char)text[i];
+        unsigned char c = text[i];
         int utf8 = c > 126 ? utf8_length((const unsigned char *)text + i, length - i) : 0;
         if (utf8) {
-            fwrite(text + i, 1, (size_t)utf8, f);
+            fwrite(text + i, 1, utf8, f);
             i += (size_t)utf8 - 1;
         } else if (c == '"' || c == '\\') {
             fprintf(f, "\\%c", c);
@@ -926,7 +926,7 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
         die("%s: not a safetensors file: invalid header length of %" PRIu64 " bytes in a file of "
             "%zu bytes", name, length, size);
     }
-    const size_t end = 8 + (size_t)length;
+    const size_t end = 8 + length;
     const Safetensors opened = {name, {bytes, 8, end, NULL}, 0, bytes + end, size - end, 0};
     *f = opened;
 }
@@ -959,7 +959,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     }
     found &= json_find(j, from, "data_offsets");
     while (found && json_next(j, &offsets, '[', NULL, 0)) {
-        offset[offsets > 1] = (uint64_t)json_count(j);
+        offset[offsets > 1] = json_count(j);
     }
     if (!j->fault) {
         j->offset = from;
@@ -1008,7 +1008,7 @@ static int safetensors_text(const Mapping *map, const char *key, char *out, size
     char path[80];
     uint64_t length = 0;
     memcpy(&length, map->bytes, map->size < 8 ? 0 : 8);
-    Json j = {map->bytes, 0, (size_t)length + 8, NULL};
+    Json j = {map->bytes, 0, length + 8, NULL};
     out[0] = 0;
     snprintf(path, sizeof path, "__metadata__.%s", key);
     return map->size >= 8 && length <= map->size - 8 && json_get(&j, 8, path, out, capacity);
@@ -1039,7 +1039,7 @@ static void writer_put(Writer *w, const void *data, size_t bytes) {
         w->error = write_all(w->fd, data, bytes) != 0 ? errno : 0;
         sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);  // shortens the final fsync()
     }
-    w->bytes += (int64_t)bytes;
+    w->bytes += bytes;
 }
 
 static void writer_close(Writer *w) {

@@ -47,7 +47,7 @@ static ShortText tokenizer_text(const Tokenizer *t) {
     ShortText text;
     const int n = t->kind == TOKENIZER_MERGES && t->vocabulary
                       ? snprintf(text.s, sizeof text.s, "%d ", t->vocabulary) : 0;
-    snprintf(text.s + n, sizeof text.s - (size_t)n,
+    snprintf(text.s + n, sizeof text.s - n,
              t->hash == byte_tokenizer.hash   ? "bytes"
              : t->hash == gpt2_tokenizer.hash ? "GPT-2's tokens"
                                               : "custom tokens (%08x)",
@@ -101,9 +101,9 @@ static void class_runs(unsigned char classes[CLASSES], const char *runs, int kin
     for (int inside = 0; *runs; inside = !inside) {
         uint32_t count = 0;
         for (; *runs - '#' >= 76; runs++) {
-            count = count * 16 + (uint32_t)(*runs - '#' - 76) + 1;
+            count = count * 16 + (*runs - '#' - 76) + 1;
         }
-        count = count * 76 + (uint32_t)(*runs++ - '#');
+        count = count * 76 + (*runs++ - '#');
         memset(classes + code, kind, inside ? count : 0);
         code += count;
     }
@@ -141,19 +141,19 @@ typedef struct {
 // Points *bytes to the bytes of a token, which are not NUL-terminated. Returns their number.
 static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
     *bytes = bpe->text + bpe->start[token];
-    return (int)(bpe->start[token + 1] - bpe->start[token]);
+    return (bpe->start[token + 1] - bpe->start[token]);
 }
 
 // Returns the slot of the token with these n bytes (1 to BPE_LONGEST), or the free slot where it
 // belongs. Sets *tag to the upper half of the slot's value.
 static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *tag) {
     uint64_t hash = fnv1a(fnv1a_start, bytes, n) * 0x9E3779B97F4A7C15u;
-    uint32_t slot = (uint32_t)(hash >> 31) % BPE_SLOTS;
-    *tag = (uint32_t)(hash >> 32) & 0xFFFF0000u;
+    uint32_t slot = (hash >> 31) % BPE_SLOTS;
+    *tag = (hash >> 32) & 0xFFFF0000u;
     for (; bpe->slots[slot]; slot = (slot + 1) % BPE_SLOTS) {
         if ((bpe->slots[slot] & 0xFFFF0000u) == *tag) {
             const char *found;
-            int length = bpe_bytes(bpe, (int)(bpe->slots[slot] & 0xFFFF) - 1, &found);
+            int length = bpe_bytes(bpe, (bpe->slots[slot] & 0xFFFF) - 1, &found);
             if (length == (int)n && memcmp(found, bytes, n) == 0) {
                 break;
             }
@@ -177,7 +177,7 @@ static int bpe_add_special(Bpe *bpe, const char *bytes, size_t n) {
     }
     memcpy(bpe->text + begin, bytes, n);
     bpe->ids[bpe->count] = NO_ID;
-    bpe->start[++bpe->count] = begin + (uint32_t)n;
+    bpe->start[++bpe->count] = begin + n;
     return 1;
 }
 
@@ -188,7 +188,7 @@ static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
         return 0;
     }
     const uint32_t slot = bpe_slot(bpe, bytes, n, &tag);
-    bpe->slots[slot] = tag | (uint32_t)bpe->count;
+    bpe->slots[slot] = tag | bpe->count;
     bpe->ordinary = bpe->count;
     return 1;
 }
@@ -239,7 +239,7 @@ static void bpe_begin(Bpe *bpe) {
         bpe->byte_of[byte_character(b)] = (int16_t)b;
     }
     for (int c = 0; c < BYTE_CHARACTERS; c++) {
-        const char byte = (char)bpe->byte_of[c];
+        const char byte = bpe->byte_of[c];
         if (bpe->byte_of[c] >= 0) {
             bpe_add(bpe, &byte, 1);
         }
@@ -392,7 +392,7 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, u
     }
     while (e->heap.count > 0) {
         uint64_t entry = heap_pop(&e->heap);
-        uint32_t i = (uint32_t)entry;
+        uint32_t i = entry;
         BpeNode *node = &e->nodes[i];
         if (node->merged != (int32_t)(entry >> 32)) {
             continue;
@@ -421,7 +421,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     for (size_t length; p < end; p += length) {
         uint64_t key[4] = {0};  // key[3] stays 0 if the pre-token is too long to cache
         BpeWord *word = e->words;
-        length = (size_t)(pretoken_end(e->bpe, p, end) - p);
+        length = (pretoken_end(e->bpe, p, end) - p);
         if (length <= WORD_BYTES) {
             memcpy(key, p, length);
             key[3] |= (uint64_t)length << 56;
@@ -444,7 +444,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
         }
         if (key[3] && count <= WORD_TOKENS) {
             memcpy(word->key, key, sizeof key);
-            memcpy(word->tokens, to, (size_t)count * sizeof(uint16_t));
+            memcpy(word->tokens, to, count * sizeof(uint16_t));
             word->count = (uint16_t)count;
         }
         to += count;
@@ -463,20 +463,20 @@ static int64_t bpe_encode_all(BpeEncoder *e, const char *text, size_t n, int mar
         int found = 0, longest = 0;
         for (int rank = bpe->ordinary; rank < bpe->count; rank++) {
             const int length = bpe_bytes(bpe, rank, &bytes);
-            if (length > longest && length <= end - p && memcmp(p, bytes, (size_t)length) == 0 &&
+            if (length > longest && length <= end - p && memcmp(p, bytes, length) == 0 &&
                 (markers || length != MARKER_BYTES || memcmp(p, marker, MARKER_BYTES) != 0)) {
                 found = rank;
                 longest = length;
             }
         }
         if (longest) {
-            count += bpe_encode(e, text, (size_t)(p - text), out + count);
+            count += bpe_encode(e, text, (p - text), out + count);
             out[count++] = bpe->ids[found];
             text = p + longest;
             p = text - 1;
         }
     }
-    return count + bpe_encode(e, text, (size_t)(end - text), out + count);
+    return count + bpe_encode(e, text, (end - text), out + count);
 }
 
 // Writes a token as UTF-8 characters (byte_character). Returns the number of bytes written.
@@ -485,9 +485,9 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
     for (int i = 0; i < n; i++) {
         const int c = byte_character((unsigned char)bytes[i]);
         if (c >= 128) {
-            out[length++] = (char)(192 | c >> 6);
+            out[length++] = (192 | c >> 6);
         }
-        out[length++] = (char)(c < 128 ? c : 128 | (c & 63));
+        out[length++] = (c < 128 ? c : 128 | (c & 63));
     }
     return length;
 }
@@ -554,7 +554,7 @@ static void bpe_identify(Bpe *bpe, const char *name) {
     Sha256 sha;
     sha256_start(&sha);
     sha256_add(&sha, text, size);
-    sha256_add(&sha, bpe->ids, plain ? 0 : sizeof *bpe->ids * (size_t)bpe->ordinary);
+    sha256_add(&sha, bpe->ids, plain ? 0 : sizeof *bpe->ids * bpe->ordinary);
     sha256_end(&sha, digits);
     digits[16] = 0;
     free(text);
@@ -587,11 +587,11 @@ static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, siz
     int n = 0;
     for (size_t i = 0; i < length; n++) {
         uint32_t c;
-        i += (size_t)utf8_decode(&c, (const unsigned char *)text + i, length - i);
+        i += utf8_decode(&c, (const unsigned char *)text + i, length - i);
         if (n == most || c >= BYTE_CHARACTERS || bpe->byte_of[c] < 0) {
             return -1;
         }
-        out[n] = (char)bpe->byte_of[c];
+        out[n] = bpe->byte_of[c];
     }
     return n;
 }
@@ -603,7 +603,7 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     char both[BPE_LONGEST];
     const char *bytes, *space = (const char *)memchr(text, ' ', length);
     uint16_t two[BPE_LONGEST] = {0};
-    const size_t first = space ? (size_t)(space - text) : 0, second = first + (space != NULL);
+    const size_t first = space ? (space - text) : 0, second = first + (space != NULL);
     const int left = word_bytes(bpe, both, BPE_LONGEST, text, first);
     const int right = left < 0 ? -1 : word_bytes(bpe, both + left, BPE_LONGEST - left,
                                                  text + second, length - second);
@@ -611,8 +611,8 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
         die("%s:%d: expected two tokens in GPT-2's byte alphabet with at most %d bytes in total",
             r->name, line, BPE_LONGEST);
     }
-    const size_t n = (size_t)left + (size_t)right;
-    if (bpe_rank(bpe, both, (size_t)left) < 0 || bpe_rank(bpe, both + left, (size_t)right) < 0 ||
+    const size_t n = left + (size_t)right;
+    if (bpe_rank(bpe, both, (size_t)left) < 0 || bpe_rank(bpe, both + left, right) < 0 ||
         bpe_rank(bpe, both, n) >= 0) {
         die("%s:%d: a merge must join two earlier tokens into a new one", r->name, line);
     }
@@ -632,8 +632,8 @@ static void merges_read(BpeReader *r, Mapping map) {
     const char *text = (const char *)map.bytes, *end = text + map.size;
     text += map.size > 2 && memcmp(text, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;  // a byte order mark
     for (int line = 1; text < end || line == 1; line++) {
-        const char *newline = (const char *)memchr(text, '\n', (size_t)(end - text));
-        size_t n = (size_t)((newline ? newline : end) - text);
+        const char *newline = (const char *)memchr(text, '\n', (end - text));
+        size_t n = ((newline ? newline : end) - text);
         n -= n && text[n - 1] == '\r';
         const int version = line == 1 && n > 7 && memcmp(text, "#version", 8) == 0;
         if (!version && (n || line == 1)) {
@@ -854,7 +854,7 @@ static int bpe_find(char path[PATH_BYTES], const char *asked, const char *shard)
 // Writes a token's text, or its number if bpe is NULL, to `out`. Returns the number of bytes.
 static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe, Token token) {
     if (t->kind == TOKENIZER_BYTES) {
-        out[0] = (char)token;
+        out[0] = token;
         return token < t->end ? 1 : 0;
     }
     if (!bpe) {
@@ -862,7 +862,7 @@ static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe,
     }
     const char *bytes = "";
     int n = bpe->ranks[token] ? bpe_bytes(bpe, bpe->ranks[token] - 1, &bytes) : 0;
-    memcpy(out, bytes, (size_t)n);
+    memcpy(out, bytes, n);
     return n;
 }
 
@@ -904,7 +904,7 @@ static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, 
 // Returns the tokenizer named in the header of a token or evaluation file. llm.c's files, which
 // name none, always have GPT-2's tokens.
 static Tokenizer tokenizer_of_header(const LlmcHeader *h, int vocabulary) {
-    const uint32_t first = (uint32_t)h->words[5], second = (uint32_t)h->words[6];
+    const uint32_t first = h->words[5], second = h->words[6];
     Tokenizer t = h->words[4] == TOKENIZER_BYTES ? byte_tokenizer : gpt2_tokenizer;
     if (h->words[4] == TOKENIZER_MERGES) {
         t.hash = (uint64_t)__builtin_bswap32(first) << 32 | __builtin_bswap32(second);
@@ -928,7 +928,7 @@ static void shard_open(Shard *shard, const char *path) {
     if (fault) {
         die("cannot read token file %s: %s", path, fault);
     }
-    LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
+    LlmcHeader h = llmc_header(LLMC_TOKENS, header, size, path);
     const int count = h.words[2], kind = h.words[4];
     const Tokenizer t = shard->tokenizer = tokenizer_of_header(&h, h.words[3]);
     shard->count = count;
@@ -953,9 +953,9 @@ static const char *shard_hash_edges(Shard *shard) {
     sha256_start(&sha);
     const char *fault = shard_bytes(shard, edge, first, 0);
     memset(edge + 4 * SHARD_SHA256, 0, sizeof sha.h);
-    sha256_add(&sha, edge, (size_t)first);
+    sha256_add(&sha, edge, first);
     fault = fault ? fault : shard_bytes(shard, edge, size - last, last);
-    sha256_add(&sha, edge, (size_t)(size - last));
+    sha256_add(&sha, edge, (size - last));
     sha256_end(&sha, shard->edges);
     free(edge);
     return fault;
@@ -1037,7 +1037,7 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         die("%s: example %d: the size is %d bytes, but the contents take only %d", f->name,
             number, bytes, 2 * position);
     }
-    return (size_t)bytes;
+    return bytes;
 }
 
 // Parses an evaluation file for a model with `vocabulary` tokens. Keeps `bytes` and `name`.
@@ -1061,7 +1061,7 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
     for (int i = 0; i < f->examples; i++) {
         EvalExample x;
         offset += eval_example(&x, f, offset, i);
-        f->longest_row = (int)max_i64(f->longest_row, x.texts[0].count + x.longest);
+        f->longest_row = max_i64(f->longest_row, x.texts[0].count + x.longest);
         if (x.longest > f->longest_completion) {
             f->longest_completion = x.longest;
             f->longest_at = i;

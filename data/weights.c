@@ -53,11 +53,11 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
             memcpy(&bits, p + 4 * i, 4);
         } else {
             memcpy(&half, p + 2 * i, 2);
-            bits = (uint32_t)half << 16;
+            bits = half << 16;
         }
         if (s->type == FILE_F16) {  // IEEE 754 half: 5 exponent bits, bias 15 instead of 127
             int special = (half & 0x7c00) == 0x7c00;
-            bits = (uint32_t)(half & 0x8000) << 16 | (uint32_t)(half & 0x7fff) << 13;
+            bits = (half & 0x8000) << 16 | (uint32_t)(half & 0x7fff) << 13;
             bits |= special ? 0x7f800000u : 0;
             scale = special ? 1.0f : 0x1p112f;
         }
@@ -97,7 +97,7 @@ static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, c
         if (i == FILE_MASK || i == FILE_MASKED_BIAS) {
             continue;
         }
-        int tensor = i == FILE_HEAD ? (int)WTE : i, swap = tensor_table[tensor].transposed;
+        int tensor = i == FILE_HEAD ? WTE : i, swap = tensor_table[tensor].transposed;
         int64_t want[2] = {tensor_rows(m, tensor), tensor_cols(m, tensor)};
         if (t.dims != 1 + tensor_is_matrix(tensor) || t.shape[0] != want[swap] ||
             (t.dims == 2 && t.shape[1] != want[!swap])) {
@@ -125,7 +125,7 @@ static void spans_complete(Span *spans, const Model *m, const char *name) {
         const int64_t count = min_i64(256, elements - i);
         span_values(a, &spans[FILE_HEAD], i, count);
         span_values(b, &spans[WTE], i, count);
-        file_require(memcmp(a, b, (size_t)count * sizeof *a) == 0, name, "lm_head.weight",
+        file_require(memcmp(a, b, count * sizeof *a) == 0, name, "lm_head.weight",
                      "must equal wte.weight, because GPT-2 ties its head to the embedding");
     }
 }
@@ -168,11 +168,11 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
     if (value[INNER] && value[INNER] != 4 * value[2]) {
         die("%s: unsupported n_inner %" PRId64 "; expected 4 x n_embd", name, value[INNER]);
     }
-    m->L = (int)value[0];
-    m->NH = (int)value[1];
-    m->C = (int)value[2];
-    m->maxT = (int)value[3];
-    model_set_vocabulary(m, (int)value[4]);
+    m->L = value[0];
+    m->NH = value[1];
+    m->C = value[2];
+    m->maxT = value[3];
+    model_set_vocabulary(m, value[4]);
     model_require(m, name, 1, 65536);
     if (t->hash) {
         const Tokenizer custom = {TOKENIZER_MERGES, 0, -1, t->hash};
@@ -186,7 +186,7 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
 // for version 5. The tensors follow in the order of tensor_table, each with all of its layers.
 static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
-    const int type = h.words[1] == 3 ? (int)FILE_F32 : (int)FILE_BF16;
+    const int type = h.words[1] == 3 ? FILE_F32 : FILE_BF16;
     memset(m, 0, sizeof *m);
     m->maxT = h.words[2];
     m->V = h.words[3];
@@ -370,8 +370,8 @@ static void columns_transpose(real *out, const real *in, int64_t rows, int64_t c
 static void model_file_load(Engine *e, const ModelFile *f) {
     const Model *m = &f->model;
     char name[80];
-    real *values = (real *)alloc_zero((size_t)strip_elements(m), sizeof(real));
-    real *whole = (real *)alloc_zero((size_t)whole_elements(m), sizeof(real));
+    real *values = (real *)alloc_zero(strip_elements(m), sizeof(real));
+    real *whole = (real *)alloc_zero(whole_elements(m), sizeof(real));
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
         int swap = f->transposed && tensor_table[tensor].transposed;
@@ -406,7 +406,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
 // Converts numbers to a file type: FILE_F32, FILE_BF16, or FILE_U16 for low halves.
 static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-        const float value = (float)values[i];
+        const float value = values[i];
         const uint16_t half = type == FILE_BF16 ? master_high(value) : master_low(value);
         if (type == FILE_F32) {
             memcpy(out + 4 * i, &value, 4);
@@ -432,7 +432,7 @@ static void tensor_save(Engine *e, const Model *m, int type, int tensor, int lay
             columns_transpose(strip, whole, rows, size / rows, offset / rows, count / rows);
         }
         file_values(out, type, strip, count);
-        writer_put(w, out, (size_t)(count * file_types[type].bytes));
+        writer_put(w, out, (count * file_types[type].bytes));
     }
 }
 
@@ -451,10 +451,10 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
         }
     }
     header_write(&header, w);
-    const size_t elements = (size_t)strip_elements(m);
-    real *whole = (real *)alloc_zero((size_t)whole_elements(m), sizeof(real));
+    const size_t elements = strip_elements(m);
+    real *whole = (real *)alloc_zero(whole_elements(m), sizeof(real));
     real *strip = (real *)alloc_zero(elements, sizeof(real));
-    unsigned char *out = (unsigned char *)alloc_zero(elements, (size_t)file_types[type].bytes);
+    unsigned char *out = (unsigned char *)alloc_zero(elements, file_types[type].bytes);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             tensor_save(e, m, type, tensor, l, whole, strip, out, w);
