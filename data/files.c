@@ -89,7 +89,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
 static void *alloc_zero(size_t count, size_t size) {
     void *memory = calloc(count ? count : 1, size);
     if (!memory) {
-        die("out of memory for a table of %zu x %zu bytes", count, size);
+        die("out of memory: cannot allocate %zu x %zu bytes", count, size);
     }
     return memory;
 }
@@ -97,7 +97,7 @@ static void *alloc_zero(size_t count, size_t size) {
 static void *grow(void *memory, size_t bytes) {
     void *more = realloc(memory, bytes);
     if (!more) {
-        die("out of memory for a block of %zu bytes", bytes);
+        die("out of memory: cannot allocate %zu bytes", bytes);
     }
     return more;
 }

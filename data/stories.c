@@ -262,7 +262,7 @@ static void tell_slot(const char *slot) {
     }
 }
 
-// Writes a plot, a word or part of one, up to the next separator or closing bracket.
+// Expands a template, such as a plot or a word, up to the next separator or closing bracket.
 static void tell(const char *p) {
     while (*p && !strchr("|/]", *p)) {
         char c = *p++;

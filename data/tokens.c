@@ -48,7 +48,7 @@ static ShortText tokenizer_text(const Tokenizer *t) {
     const int n = t->kind == TOKENIZER_MERGES && t->vocabulary
                       ? snprintf(text.s, sizeof text.s, "%d ", t->vocabulary) : 0;
     snprintf(text.s + n, sizeof text.s - n,
-             t->hash == byte_tokenizer.hash   ? "bytes"
+             t->hash == byte_tokenizer.hash   ? "byte tokens"
              : t->hash == gpt2_tokenizer.hash ? "GPT-2's tokens"
                                               : "custom tokens (%08x)",
              (unsigned)(t->hash >> 32));

@@ -152,7 +152,7 @@ BAD_DATA = [
     (shard([7] * 16, BYTES), "-i train.bin -j bad.bin", "bad.bin: too short: 16 tokens"),
     (shard([7] * 300 + [257] * 9, BYTES), "-i bad.bin",
      "bad.bin: token 300 is 257, out of range for a vocabulary of 257"),
-    (shard([7] * 300, GPT2), "-i [tb]*.bin", "train.bin has bytes, but bad.bin has GPT-2's"),
+    (shard([7] * 300, GPT2), "-i [tb]*.bin", "train.bin has byte tokens, but bad.bin has GPT-2's"),
     (shard([7] * 300, GPT2), "-i train.bin -j bad.bin",
      "(-j): bad.bin has GPT-2's tokens, but train.bin has"),
     (b"Once upon a time there was a fox.\n", "-i bad.bin",

@@ -288,7 +288,7 @@ HASH = hashlib.sha256("\n".join(["#version: 0.2", *MERGES, ""]).encode() + array
     ("-e run-a --generate --tokenizer b_merges.txt", "b_merges.txt has 300 custom tokens ("),
     ("-e ids -x 1 -b 2 -i plain_train.bin", "ids has 265 custom tokens (%s), but pl" % HASH),
     ("-e run-few -x 1 -b 2 -i train.bin", "run-few/step-00000001 has 257 custom tokens ("),
-    ("-e run-bytes -x 1 -b 2 -i few_train.bin", "run-bytes/step-00000001 has bytes, but few_"),
+    ("-e run-bytes -x 1 -b 2 -i few_train.bin", "step-00000001 has byte tokens, but few_"),
     ("-e run-bytes --generate --tokenizer few_merges.txt", "run-bytes/step-00000001 uses single"),
     ("-e own --eval e.bin", "--eval: own has 50257 custom tokens ("),
     ("-e own --eval gpt2.bin", "own has 50257 custom tokens ("),
@@ -297,7 +297,7 @@ HASH = hashlib.sha256("\n".join(["#version: 0.2", *MERGES, ""]).encode() + array
     ("-e more -x 1 -b 2 -i train.bin", "; to tokenize text for it, run data/tokenize --bpe "
                                        "-o PREFIX"),
     ("-i a_train.bin -j b_val.bin", "(-j): b_val.bin has 300 custom tokens ("),
-    ("-i a_train.bin -j val.bin", "(-j): val.bin has bytes, but a_train.bin has 300"),
+    ("-i a_train.bin -j val.bin", "(-j): val.bin has byte tokens, but a_train.bin has 300"),
     ("-i [ab]_train.bin", "a_train.bin has 300 custom tokens ("),
     ("-i alone_train.bin -s 1", "alone_train.bin: cannot find its merges in alone_merges.txt; use"),
     ("-i alone.bin -o out", "alone.bin: cannot find its merges; use --tokenizer FILE"),
