@@ -81,9 +81,9 @@ static Arguments parse_arguments(int argc, char **argv) {
         } else if (c == '?') {
             exit(1);  // getopt_long has printed the reason
         } else if (c == 'b') {
-            a.train_bpe = (int)number(options[i].name, MIN_VOCABULARY, MAX_VOCABULARY, 1);
+            a.train_bpe = number(options[i].name, MIN_VOCABULARY, MAX_VOCABULARY, 1);
         } else if (c == 's') {
-            a.shard_tokens = (int64_t)number(options[i].name, 1, INT32_MAX, 1);
+            a.shard_tokens = number(options[i].name, 1, INT32_MAX, 1);
         } else if (c == 'f') {
             a.val_fraction = number(options[i].name, 0, 1, 0);
         } else if (c) {
@@ -181,7 +181,7 @@ static Part file_map(const char *name, const Arguments *a) {
         }
         ssize_t n = 0;
         while (!stop_signal && (n = read(from, buffer, sizeof buffer)) > 0) {
-            if (write_all(fd, buffer, (size_t)n) != 0) {
+            if (write_all(fd, buffer, n) != 0) {
                 die("cannot write %s: %s", path, strerror(errno));
             }
         }
@@ -236,14 +236,14 @@ static void corpus_add(Corpus *t, const char *name, const char *bytes, size_t si
     const Part part = {name, bytes, size};
     t->parts[t->count] = part;
     t->count += size > 0;
-    t->size += (int64_t)size;
+    t->size += size;
 }
 
 // Maps all files and splits them into training and validation text. The validation file is not
 // trained on. Fails if another file is given twice, under any names.
 static void corpus_open(Corpus texts[2], const Arguments *a) {
     const int count = a->file_count + (a->val_file != NULL);
-    Part *files = (Part *)alloc_zero((size_t)count, sizeof *files);
+    Part *files = (Part *)alloc_zero(count, sizeof *files);
     int64_t size = 0;
     for (int i = 0; i < count; i++) {
         const char *name = i < a->file_count ? a->files[i] : a->val_file;
@@ -251,7 +251,7 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
             continue;
         }
         files[i] = file_map(name, a);
-        size += (int64_t)files[i].size;
+        size += files[i].size;
         for (int k = 0; k < i; k++) {
             if (files[k].size == files[i].size && file_same(files[k].name, name)) {
                 die("%s is given twice, also as %s", name, files[k].name);
@@ -264,11 +264,11 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
     texts[1].parts = (Part *)alloc_zero((size_t)count, sizeof(Part));
     for (int i = 0; i < count; i++) {
         const Part *file = &files[i];
-        size_t cut = (size_t)min_i64(max_i64(train, 0), (int64_t)file->size);
+        size_t cut = min_i64(max_i64(train, 0), file->size);
         cut = cut == file->size ? cut : a->tokens ? cut / 2 * 2 : split_at(file, cut, a->documents);
         corpus_add(&texts[0], file->name, file->bytes, cut);
         corpus_add(&texts[1], file->name, file->bytes + cut, file->size - cut);
-        train -= (int64_t)cut;
+        train -= cut;
     }
     free(files);
 }
@@ -339,8 +339,8 @@ static void words_count(WordTable *t, const Bpe *bpe, const char *text, size_t n
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     for (const unsigned char *next; p < end; p = next) {
         next = pretoken_end(bpe, p, end);
-        const size_t length = (size_t)(next - p);
-        words_add(t, (const char *)p, length, (uint32_t)fnv1a(fnv1a_start, p, length), 1);
+        const size_t length = (next - p);
+        words_add(t, (const char *)p, length, fnv1a(fnv1a_start, p, length), 1);
     }
 }
 
@@ -380,7 +380,7 @@ typedef struct {
 } Learner;
 
 static uint32_t pair_slot(const Learner *l, uint32_t key) {
-    uint32_t slot = (uint32_t)((key * 0x9E3779B97F4A7C15u) >> 40) & (l->slot_count - 1);
+    uint32_t slot = ((key * 0x9E3779B97F4A7C15u) >> 40) & (l->slot_count - 1);
     while (l->slots[slot] && l->pairs[l->slots[slot] - 1].key != key) {
         slot = (slot + 1) & (l->slot_count - 1);
     }
@@ -409,7 +409,7 @@ static Pair *pair_get(Learner *l, uint32_t key) {
 
 // Returns the rank of a pair in merge order: by descending count (at most 2^32 - 1), then by key.
 static uint64_t pair_rank(const Pair *pair) {
-    return (uint64_t)(UINT32_MAX - min_i64(pair->count, UINT32_MAX)) << 32 | pair->key;
+    return (UINT32_MAX - min_i64(pair->count, UINT32_MAX)) << 32 | pair->key;
 }
 
 // Adds `times` occurrences of a pair in a word, or removes them if `times` is negative.
@@ -418,7 +418,7 @@ static void pair_change(Learner *l, int left, int right, uint32_t word, int64_t 
     if (start[left + 1] - start[left] + start[right + 1] - start[right] > BPE_LONGEST) {
         return;
     }
-    Pair *pair = pair_get(l, (uint32_t)left << 16 | (uint32_t)right);
+    Pair *pair = pair_get(l, left << 16 | right);
     pair->count += times;
     if (times < 0 || (pair->word_count && pair->words[pair->word_count - 1] == word)) {
         return;
@@ -484,7 +484,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
     learner_open(l, bpe, words);
     while (done < merges && !stop_signal && l->heap.count > 0) {
         const uint64_t rank = heap_pop(&l->heap);
-        Pair *found = pair_get(l, (uint32_t)rank), pair = *found;
+        Pair *found = pair_get(l, rank), pair = *found;
         if (pair_rank(&pair) != rank || pair.count <= 0) {
             if (pair.count > 0) {
                 heap_push(&l->heap, pair_rank(&pair));
@@ -493,10 +493,10 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
         }
         found->words = NULL;
         found->count = 0;
-        const int a = (int)(pair.key >> 16), b = (int)(pair.key & 0xFFFF), id = bpe->count;
+        const int a = (pair.key >> 16), b = (pair.key & 0xFFFF), id = bpe->count;
         const char *left, *right;
         char both[BPE_LONGEST];
-        const size_t n = (size_t)bpe_bytes(bpe, a, &left), m = (size_t)bpe_bytes(bpe, b, &right);
+        const size_t n = bpe_bytes(bpe, a, &left), m = bpe_bytes(bpe, b, &right);
         memcpy(both, left, n);
         memcpy(both + n, right, m);
         if (!bpe_add(bpe, both, n + m)) {
@@ -636,8 +636,8 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
             output_write(s->fd, header, sizeof header);
         }
         now = min_i64(count, limit - s->shard_tokens);
-        output_write(s->fd, tokens, (size_t)now * sizeof *tokens);
-        sha256_add(&s->sha, tokens, (size_t)now * sizeof *tokens);
+        output_write(s->fd, tokens, now * sizeof *tokens);
+        sha256_add(&s->sha, tokens, now * sizeof *tokens);
         s->shard_tokens += now;
     }
 }
@@ -722,7 +722,7 @@ static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     for (size_t i = 0; i < n; i++) {
         tokens[i] = (unsigned char)text[i];
     }
-    return (int64_t)n;
+    return n;
 }
 
 // Encodes bytes [begin, end) of a part, omitting blank documents. Returns the number of tokens.
@@ -732,7 +732,7 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     int64_t count = 0;
     int starts = coder->documents && document_begins(part, begin);
     while (text) {
-        const char *found = coder->documents ? (const char *)memmem(text, (size_t)(stop - text),
+        const char *found = coder->documents ? (const char *)memmem(text, (stop - text),
                                                                     marker, MARKER_BYTES) : NULL;
         const char *until = found ? found : stop;
         const int ends = found || (coder->documents && end == part->size);
@@ -746,7 +746,7 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
             tokens[count++] = (uint16_t)coder->tokenizer.end;
             starts = 0;
         }
-        count += coder_encode(coder, encoder, words, text, (size_t)(until - text), tokens + count);
+        count += coder_encode(coder, encoder, words, text, (until - text), tokens + count);
         text = found ? found + MARKER_BYTES : NULL;
         starts |= found != NULL;
     }
@@ -758,7 +758,7 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
     const int count = text->count, draws = isatty(STDOUT_FILENO);
     int64_t *first = (int64_t *)alloc_zero((size_t)count + 1, sizeof *first);
     for (int i = 0; i < count; i++) {
-        first[i + 1] = first[i] + ceil_div_i64((int64_t)parts[i].size, BLOCK_BYTES);
+        first[i + 1] = first[i] + ceil_div_i64(parts[i].size, BLOCK_BYTES);
     }
     #pragma omp parallel
     {
@@ -799,7 +799,7 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
                     sink_append(sink, tokens, n);
                 }
                 if (draws && i % 16 == 0) {
-                    printf("\r%3.0f %%\033[K", 100.0 * (double)i / (double)first[count]);
+                    printf("\r%3.0f %%\033[K", 100.0 * i / first[count]);
                     fflush(stdout);
                 }
             }
