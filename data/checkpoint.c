@@ -261,7 +261,6 @@ static void range_save(Engine *e, const Model *m, const StateRange *r, real *val
     }
 }
 
-// Writes this rank's state file: metadata, the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
     const Settings *s = snapshot->settings;
     const Options *options = snapshot->options;
@@ -854,7 +853,6 @@ static const char *checkpoint_choices(Engine *e, const StateFiles *f) {
     return took ? NULL : "matmul algorithms and attention kernels";
 }
 
-// Prints what the resumed run changes.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 const char *others, const char *folder) {
     const Settings *s = run->settings;

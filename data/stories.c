@@ -226,7 +226,6 @@ static const char *draw(int list) {
 
 static void tell(const char *p);
 
-// Writes the text for {slot}.
 static void tell_slot(const char *slot) {
     char name[NAME_BYTES] = "";
     size_t start = length;

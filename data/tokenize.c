@@ -387,7 +387,6 @@ static uint32_t pair_slot(const Learner *l, uint32_t key) {
     return slot;
 }
 
-// Returns the pair with this key, after adding it if necessary.
 static Pair *pair_get(Learner *l, uint32_t key) {
     if (l->pair_count >= l->slot_count / 2) {
         free(l->slots);
@@ -430,7 +429,6 @@ static void pair_change(Learner *l, int left, int right, uint32_t word, int64_t 
     pair->words[pair->word_count++] = word;
 }
 
-// Replaces every occurrence of the pair (a, b) in a word with token `id`.
 static void word_merge(Learner *l, uint32_t word, int a, int b, int id) {
     uint16_t *s = l->symbols + l->table->words[word].offset;
     const uint32_t n = l->lengths[word];

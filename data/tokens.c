@@ -884,7 +884,7 @@ typedef struct {
 
 static int64_t shard_file_bytes(const Shard *shard) { return LLMC_HEADER_BYTES + 2 * shard->count; }
 
-// Reads `bytes` bytes at `offset`. Returns NULL on success, otherwise an error message.
+// Like file_read().
 static const char *shard_bytes(const Shard *shard, void *out, int64_t bytes, int64_t offset) {
     int64_t size = shard_file_bytes(shard);
     const int fd = shard->fd < 0 ? file_open(shard->path, &size) : shard->fd;

@@ -315,7 +315,7 @@ def test_agree(texts, monkeypatch, arguments, expected):
 
 @pytest.mark.parametrize("arguments, said", [
     ("-e unknown -x 1 -b 2 -i train.bin", "unknown does not name a tokenizer; assuming the "
-                                          "tokenizer of train.bin: bytes\n"),
+                                          "tokenizer of train.bin: byte tokens\n"),
     ("-e padded -x 1 -b 2 -i train.bin", "padded does not name a tokenizer; assuming the tok"),
     ("-e more --eval gpt2.bin", "assuming the tokenizer of gpt2.bin: GPT-2's"),
     ("-e more --eval e.bin", "assuming the tokenizer of e.bin: GPT-2's tokens\n"),
