@@ -123,7 +123,7 @@ static const struct {
     {"best_loss", offsetof(RunState, best_loss)}, {"lowest_loss", offsetof(RunState, lowest_loss)},
     {"stale", offsetof(RunState, stale)}, {"lowest_step", offsetof(RunState, lowest_step)},
     {"validated", offsetof(RunState, validated)}, {"lr", offsetof(RunState, lr)}};
-enum { COUNTERS_REQUIRED = 5, COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
+enum { COUNTERS_REQUIRED = 5, COUNTERS = sizeof counter_rows / sizeof *counter_rows };
 
 static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);

@@ -108,7 +108,7 @@ static const struct {
      "Then they ate {food} together.|{Hero} and {friend} still laugh about it today.|"
      "'Tomorrow we will {game},' said {friend}, and so they did."},
 };
-enum { LISTS = sizeof lists / sizeof lists[0] };
+enum { LISTS = sizeof lists / sizeof *lists };
 
 // -------------------------------------------------------------------------------------------------
 // Plots
@@ -165,7 +165,7 @@ static const char *const plots[] = {
     "'I am sorry too,' {said} {friend}. They mended the {thing} with [glue|string|a nail], and now "
     "it belongs to both. {ending2}",
 };
-enum { PLOTS = sizeof plots / sizeof plots[0] };
+enum { PLOTS = sizeof plots / sizeof *plots };
 
 // -------------------------------------------------------------------------------------------------
 // The teller

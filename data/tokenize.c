@@ -146,7 +146,7 @@ static void file_refuse(const Part *file, int tokens) {
                 ? "an odd number of bytes; expected uint16 tokens"
                 : "a header; pass it to train_gpt2 -i without conversion");
     }
-    for (size_t i = 0; !tokens && i < sizeof formats / sizeof formats[0]; i++) {
+    for (size_t i = 0; !tokens && i < sizeof formats / sizeof *formats; i++) {
         const size_t n = strlen(formats[i].mark);
         if (file->size >= n && memcmp(bytes, formats[i].mark, n) == 0) {
             die("%s is %s, not plain text; convert it first%s", name, formats[i].format,
