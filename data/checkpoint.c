@@ -257,7 +257,7 @@ static void range_save(Engine *e, const Model *m, const StateRange *r, real *val
             e->read_local(e, r->state, p, values);
         }
         file_values(out, type, values, count);
-        writer_put(w, out, (count * file_types[type].bytes));
+        writer_put(w, out, count * file_types[type].bytes);
     }
 }
 

@@ -134,7 +134,7 @@ __attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, 
                                                           const char *format, ...) {
     va_list args;
     va_start(args, format);
-    const int added = vsnprintf(text + n, (size - n), format, args);
+    const int added = vsnprintf(text + n, size - n, format, args);
     va_end(args);
     return added < 0 ? n : min_int(n + added, size - 1);
 }
@@ -187,7 +187,7 @@ static ShortText count_of(int64_t n, const char *thing) {
 // Formats a duration in seconds: "0:59", "12:03", "1:02:05", or "7 d" for two days or more.
 static ShortText duration_text(double seconds) {
     ShortText text;
-    const int64_t s = (seconds + 0.5), hours = s / 3600;
+    const int64_t s = seconds + 0.5, hours = s / 3600;
     if (hours >= 48) {
         snprintf(text.s, sizeof text.s, "%" PRId64 " d", (hours + 12) / 24);
         return text;
@@ -529,7 +529,7 @@ __attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const uns
         uint32_t a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
         uint32_t w[64];
         for (int i = 0; i < 16; i++) {
-            w[i] = p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
+            w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
                    p[4 * i + 2] << 8 | p[4 * i + 3];
         }
         for (int i = 16; i < 64; i++) {

@@ -339,7 +339,7 @@ static void words_count(WordTable *t, const Bpe *bpe, const char *text, size_t n
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     for (const unsigned char *next; p < end; p = next) {
         next = pretoken_end(bpe, p, end);
-        const size_t length = (next - p);
+        const size_t length = next - p;
         words_add(t, (const char *)p, length, fnv1a(fnv1a_start, p, length), 1);
     }
 }
@@ -408,7 +408,7 @@ static Pair *pair_get(Learner *l, uint32_t key) {
 
 // Returns the rank of a pair in merge order: by descending count (at most 2^32 - 1), then by key.
 static uint64_t pair_rank(const Pair *pair) {
-    return (UINT32_MAX - min_i64(pair->count, UINT32_MAX)) << 32 | pair->key;
+    return (uint64_t)(UINT32_MAX - min_i64(pair->count, UINT32_MAX)) << 32 | pair->key;
 }
 
 // Adds `times` occurrences of a pair in a word, or removes them if `times` is negative.
@@ -417,7 +417,7 @@ static void pair_change(Learner *l, int left, int right, uint32_t word, int64_t 
     if (start[left + 1] - start[left] + start[right + 1] - start[right] > BPE_LONGEST) {
         return;
     }
-    Pair *pair = pair_get(l, left << 16 | right);
+    Pair *pair = pair_get(l, (uint32_t)left << 16 | right);
     pair->count += times;
     if (times < 0 || (pair->word_count && pair->words[pair->word_count - 1] == word)) {
         return;
@@ -491,7 +491,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
         }
         found->words = NULL;
         found->count = 0;
-        const int a = (pair.key >> 16), b = (pair.key & 0xFFFF), id = bpe->count;
+        const int a = pair.key >> 16, b = pair.key & 0xFFFF, id = bpe->count;
         const char *left, *right;
         char both[BPE_LONGEST];
         const size_t n = bpe_bytes(bpe, a, &left), m = bpe_bytes(bpe, b, &right);
@@ -730,7 +730,7 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     int64_t count = 0;
     int starts = coder->documents && document_begins(part, begin);
     while (text) {
-        const char *found = coder->documents ? (const char *)memmem(text, (stop - text),
+        const char *found = coder->documents ? (const char *)memmem(text, stop - text,
                                                                     marker, MARKER_BYTES) : NULL;
         const char *until = found ? found : stop;
         const int ends = found || (coder->documents && end == part->size);
@@ -744,7 +744,7 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
             tokens[count++] = (uint16_t)coder->tokenizer.end;
             starts = 0;
         }
-        count += coder_encode(coder, encoder, words, text, (until - text), tokens + count);
+        count += coder_encode(coder, encoder, words, text, until - text, tokens + count);
         text = found ? found + MARKER_BYTES : NULL;
         starts |= found != NULL;
     }

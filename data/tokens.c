@@ -141,7 +141,7 @@ typedef struct {
 // Points *bytes to the bytes of a token, which are not NUL-terminated. Returns their number.
 static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
     *bytes = bpe->text + bpe->start[token];
-    return (bpe->start[token + 1] - bpe->start[token]);
+    return bpe->start[token + 1] - bpe->start[token];
 }
 
 // Returns the slot of the token with these n bytes (1 to BPE_LONGEST), or the free slot where it
@@ -470,13 +470,13 @@ static int64_t bpe_encode_all(BpeEncoder *e, const char *text, size_t n, int mar
             }
         }
         if (longest) {
-            count += bpe_encode(e, text, (p - text), out + count);
+            count += bpe_encode(e, text, p - text, out + count);
             out[count++] = bpe->ids[found];
             text = p + longest;
             p = text - 1;
         }
     }
-    return count + bpe_encode(e, text, (end - text), out + count);
+    return count + bpe_encode(e, text, end - text, out + count);
 }
 
 // Writes a token as UTF-8 characters (byte_character). Returns the number of bytes written.
@@ -485,7 +485,7 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
     for (int i = 0; i < n; i++) {
         const int c = byte_character((unsigned char)bytes[i]);
         if (c >= 128) {
-            out[length++] = (192 | c >> 6);
+            out[length++] = 192 | c >> 6;
         }
         out[length++] = (c < 128 ? c : 128 | (c & 63));
     }
@@ -603,7 +603,7 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     char both[BPE_LONGEST];
     const char *bytes, *space = (const char *)memchr(text, ' ', length);
     uint16_t two[BPE_LONGEST] = {0};
-    const size_t first = space ? (space - text) : 0, second = first + (space != NULL);
+    const size_t first = space ? space - text : 0, second = first + (space != NULL);
     const int left = word_bytes(bpe, both, BPE_LONGEST, text, first);
     const int right = left < 0 ? -1 : word_bytes(bpe, both + left, BPE_LONGEST - left,
                                                  text + second, length - second);
@@ -632,7 +632,7 @@ static void merges_read(BpeReader *r, Mapping map) {
     const char *text = (const char *)map.bytes, *end = text + map.size;
     text += map.size > 2 && memcmp(text, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;  // a byte order mark
     for (int line = 1; text < end || line == 1; line++) {
-        const char *newline = (const char *)memchr(text, '\n', (end - text));
+        const char *newline = (const char *)memchr(text, '\n', end - text);
         size_t n = ((newline ? newline : end) - text);
         n -= n && text[n - 1] == '\r';
         const int version = line == 1 && n > 7 && memcmp(text, "#version", 8) == 0;
@@ -955,7 +955,7 @@ static const char *shard_hash_edges(Shard *shard) {
     memset(edge + 4 * SHARD_SHA256, 0, sizeof sha.h);
     sha256_add(&sha, edge, first);
     fault = fault ? fault : shard_bytes(shard, edge, size - last, last);
-    sha256_add(&sha, edge, (size - last));
+    sha256_add(&sha, edge, size - last);
     sha256_end(&sha, shard->edges);
     free(edge);
     return fault;

@@ -53,11 +53,11 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
             memcpy(&bits, p + 4 * i, 4);
         } else {
             memcpy(&half, p + 2 * i, 2);
-            bits = half << 16;
+            bits = (uint32_t)half << 16;
         }
         if (s->type == FILE_F16) {  // IEEE 754 half: 5 exponent bits, bias 15 instead of 127
             int special = (half & 0x7c00) == 0x7c00;
-            bits = (half & 0x8000) << 16 | (uint32_t)(half & 0x7fff) << 13;
+            bits = (uint32_t)(half & 0x8000) << 16 | (uint32_t)(half & 0x7fff) << 13;
             bits |= special ? 0x7f800000u : 0;
             scale = special ? 1.0f : 0x1p112f;
         }
@@ -432,7 +432,7 @@ static void tensor_save(Engine *e, const Model *m, int type, int tensor, int lay
             columns_transpose(strip, whole, rows, size / rows, offset / rows, count / rows);
         }
         file_values(out, type, strip, count);
-        writer_put(w, out, (count * file_types[type].bytes));
+        writer_put(w, out, count * file_types[type].bytes);
     }
 }
 
