@@ -633,7 +633,7 @@ static void merges_read(BpeReader *r, Mapping map) {
     text += map.size > 2 && memcmp(text, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;  // a byte order mark
     for (int line = 1; text < end || line == 1; line++) {
         const char *newline = (const char *)memchr(text, '\n', end - text);
-        size_t n = ((newline ? newline : end) - text);
+        size_t n = (newline ? newline : end) - text;
         n -= n && text[n - 1] == '\r';
         const int version = line == 1 && n > 7 && memcmp(text, "#version", 8) == 0;
         if (!version && (n || line == 1)) {
@@ -884,7 +884,6 @@ typedef struct {
 
 static int64_t shard_file_bytes(const Shard *shard) { return LLMC_HEADER_BYTES + 2 * shard->count; }
 
-// Like file_read().
 static const char *shard_bytes(const Shard *shard, void *out, int64_t bytes, int64_t offset) {
     int64_t size = shard_file_bytes(shard);
     const int fd = shard->fd < 0 ? file_open(shard->path, &size) : shard->fd;
