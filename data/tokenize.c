@@ -559,7 +559,6 @@ static int output_open(const char *path) {
     return fd;
 }
 
-// Fails unless writing the last output has succeeded.
 static void output_require(int ok) {
     if (!ok) {
         die("cannot write %s.part: %s", outputs[output_count - 1], strerror(errno));
