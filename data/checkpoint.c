@@ -1,35 +1,32 @@
 // data/checkpoint.c -- saves, verifies, prunes and loads checkpoints.
-//
-// Part of train_gpt2.c (chapter Weights and checkpoints). Nothing in a checkpoint is trusted:
-// sizes, names and hashes are verified before anything is allocated or loaded.
-//
-// A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
-//   model.safetensors, config.json   the weights; transformers loads both unchanged
+// | Part of train_gpt2.c (chapter Weights and checkpoints). Nothing in a checkpoint is trusted.
+// Sizes, names and hashes are verified before anything is allocated or loaded.
+// | A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
+//   model.safetensors, config.json   the weights, which transformers can load unchanged
 //   state-R-of-N.safetensors         the rest of rank R's training state: counters, options, and
 //                                    ranges of both moments and, for bf16 weights, of the low
 //                                    halves of the fp32 masters
 //   manifest.json                    the size and SHA-256 of every other file
 //   merges.txt, vocab.json, tokenizer_config.json
-//                                    the tokenizer; absent for bytes or if GPT-2's was not found;
-//                                    after fine-tuning, copies of these and of five other files
-//
-// For two ranks and a model with two blocks (buckets 3 and 4), rank 0's state file has this header:
-//
-//     "__metadata__": {"run": text that a resumed run must match, "matmul": kernel choices,
+//                                    the tokenizer, unless tokens are bytes or GPT-2's files were
+//                                    not found; fine-tuning instead copies these and up to five
+//                                    other files from the folder of the original weights
+// | For two ranks and a model with two blocks (buckets 3 and 4), rank 0's state file has this
+// header:
+// |     "__metadata__": {"run": text that a resumed run must match, "matmul": kernel choices,
 //                      "--lr": "0.001", ..., "train_hash": fingerprint of the training data,
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
-//
-// In rank 1's file, "m.4.24576" (bucket 4, starting at element 24576) replaces "m.4.0".
-//
-// 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
-//    are synced. A folder with the final name is therefore complete, even after a power failure. A
-//    ".tmp" folder is never read, and the next run with this output folder removes it.
-// 2. A run resumes from the newest checkpoint in which every file matches the manifest. Saving a
-//    damaged step-N again removes it, or renames it to step-N.damaged if it has unrelated files.
-// 3. The engine copies states in chunks. Saving needs extra memory for only one tensor per rank.
-// 4. The model and the number of ranks that save determine the ranges in each file and their order
-//    (chapter Sharding and offload). Any number of ranks can load a checkpoint.
+// | In rank 1's file, "m.4.24576" (bucket 4, starting at element 24576) replaces "m.4.0".
+// | 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
+// are synced. A folder with the final name is therefore complete, even after a power failure. A
+// ".tmp" folder is never read, and the next run with this output folder removes it.
+// 2. A run resumes from the newest checkpoint in which every file matches the manifest. Saving step
+//    N again removes a damaged step-N, or renames it to step-N.damaged if it contains unrelated
+//    files.
+// 3. The engine copies states in chunks, so saving needs extra memory for only one tensor per rank.
+// 4. The ranges in each file and their order depend only on the model and on the number of ranks
+//    that saved it (chapter Sharding and offload). Any number of ranks can load a checkpoint.
 // 5. All N ranks write at the same time, each 1/N of every bucket. Only rank 0 creates, renames and
 //    removes folders and writes the other files. After each phase, the ranks exchange their status.
 //    If one has failed, all ranks exit and the previous checkpoint is kept.
@@ -57,7 +54,8 @@ static void file_name(char name[FILE_NAME], int file, int ranks) {
 // *ranks to the number of ranks in the name of a state file, or to 0 for other files.
 static int file_find(const char *name, int *ranks) {
     char text[FILE_NAME];
-    // Formatting the numbers must reproduce the name, to reject signs, spaces and leading zeros.
+    // The name must equal the one formatted from its numbers, which rules out signs, spaces and
+    // leading zeros.
     int rank = 0, file = 0, last = FILE_STATE;
     *ranks = 0;
     if (sscanf(name, "state-%4d-of-%4d", &rank, ranks) == 2) {
@@ -74,8 +72,8 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint folder, or the link if it is a symbolic link. The manifest goes first: if
-// the process is killed midway, the folder does not look complete.
+// Removes a checkpoint folder, or the link if it is a symbolic link. The manifest is removed first
+// so that the folder does not look complete if the process is killed midway.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {
@@ -99,7 +97,8 @@ static void checkpoint_remove(const char *folder) {
     rmdir(folder);
 }
 
-// The state of a run, excluding tensors. Random numbers depend only on the seed and these values.
+// The state of a run, excluding tensors. No generator state is needed because random numbers depend
+// only on the seed and these values.
 typedef struct {
     int64_t step, updates, position, skipped;  // position: sequences read (chapter Data)
     int64_t pending_validation;  // 1 if a signal interrupted the validation after `step`
@@ -161,7 +160,8 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     }
 }
 
-// Writes config.json. transformers preserves `train_gpt2_tokenizer`, the tokenizer's hash.
+// Writes config.json. `train_gpt2_tokenizer`, a key of our own, stores the tokenizer's hash;
+// transformers keeps it when it saves the model again.
 static void config_save(const Model *m, const Tokenizer *t, const Bpe *bpe, Writer *w) {
     char text[1024], end[16] = "null", ends[512];
     if (t->end >= 0) {
@@ -212,9 +212,9 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
              r->range.first);
 }
 
-// Returns the *count ranges in the state file of `rank`, in file order: its part, without padding,
-// of every bucket of the masters' low halves (if `low`), m and v (not of blocks if `muon`). The
-// caller frees them.
+// Returns the *count ranges in the state file of `rank`, in file order: the rank's part, without
+// padding, of every bucket, first of the masters' low halves (if `low`), then of m, then of v. If
+// `muon` is set, blocks have no v. The caller frees the array.
 static StateRange *state_ranges(const Model *m, int rank, int ranks, int low, int muon,
                                 int *count) {
     const int buckets = model_buckets(m), all = BUF_STORE * buckets;
@@ -378,7 +378,8 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
 }
 
 // Compares a file with the size and SHA-256 in `row`. Returns NULL if they match, otherwise an
-// error message. The file is not mapped: SIGBUS from an unreadable sector would end the run.
+// error message. The file is read, not mapped, because a SIGBUS from an unreadable sector would end
+// the run.
 static const char *file_compare(const char *path, const ManifestRow *row) {
     Sha256 sha;
     char text[SHA256_TEXT];
@@ -509,8 +510,10 @@ static void save_agree(Saving *save) {
     die("%s", save->problem);
 }
 
-// Checks that all ranks share `output`: rank 0 creates a folder there, named like an unfinished
-// checkpoint, in which every rank must create a file. All ranks call this. `word` is a nonce.
+// Checks that all ranks share `output`. Rank 0 creates a folder there, in which every rank must
+// then create a file. The folder is named like an unfinished checkpoint so that the next run
+// removes it if this one is killed. All ranks call this with the same `word`, an arbitrary number
+// that makes the name new.
 static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     static Snapshot snapshot;
     static Saving save;
@@ -624,7 +627,8 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     return list;
 }
 
-// Removes unfinished checkpoints. Requires the folder's lock: another run might be writing one.
+// Removes unfinished checkpoints. The caller must hold the folder's lock, because another run might
+// be writing one.
 static void checkpoint_sweep(const char *output) {
     CheckpointList list = checkpoint_list(output, ".tmp");
     for (int i = 0; i < list.count; i++) {
@@ -662,10 +666,11 @@ static int checkpoint_text(char out[PATH_BYTES], const char *folder, const char 
     return found;
 }
 
-// Removes checkpoints up to step `newest`, except the newest `keep` and the best one. Later ones
-// were damaged and skipped when the run resumed. The newest checkpoint records the lowest loss, and
-// the best is the oldest one with this loss (links such as `best` may not be supported). A killed
-// process leaves an unfinished checkpoint, not a damaged one, because removal begins by renaming.
+// Removes checkpoints up to step `newest`, except the newest `keep` and the best one. Later
+// checkpoints, which were damaged and skipped when the run resumed, are left alone. The newest
+// checkpoint records the lowest loss, so the best is the oldest one with this loss. (The link
+// `best` is not used because the file system may not support links.) Each folder is renamed before
+// its files are removed, so a killed process leaves an unfinished checkpoint, not a damaged one.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
     char path[PATH_BYTES], gone[PATH_BYTES], lowest[PATH_BYTES] = "0", loss[PATH_BYTES];
@@ -691,7 +696,8 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-// Returns the step in the weights' path, or 0, so that samples repeat those of the weights' run.
+// Returns the step in the weights' path, or 0 if there is none. Sampling at this step repeats the
+// samples of the run that saved the weights.
 static int64_t weights_step(const ModelFile *f) {
     int64_t step = 0;
     for (const char *p = f->name; (p = strstr(p, "step-")) != NULL; p++) {
@@ -773,9 +779,9 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
     }
 }
 
-// Loads this rank's part of a range into the engine. Without a split master, joins the low halves
-// with the weights. Every rank then loads all unsharded weights with the same calls, because read()
-// gathers them from the sharded master in fp16. Other loads are local.
+// Loads this rank's part of a range into the engine. Without a split master, low halves are joined
+// with the weights. For unsharded weights, all ranks load the whole range with the same calls,
+// because read() gathers the weights from the sharded master in fp16. All other loads are local.
 static void range_load(Engine *e, const Settings *s, const StateRange *r) {
     const int bucket = r->range.bucket, in_weights = r->state == BUF_WEIGHTS && !s->split_master;
     const int whole =
@@ -824,8 +830,9 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
         const OptionRow *row = &option_rows[i];
         const char *now = option_text(text, run->options, row);
         option_was(was, f, row);
-        // Options not given take the checkpoint's value if the device supports it. Older
-        // checkpoints do not record values chosen by the program.
+        // An option that is not given takes the checkpoint's value if the device supports it. It is
+        // not compared if the checkpoint has no value for it, because older checkpoints do not
+        // record values chosen by the program.
         const int given = option_given(run->options, row->name);
         const int chosen = strcmp(row->subject, "Memory") == 0;
         if (row->on_resume == NEW || strncmp(now, was, sizeof was - 1) == 0 ||

@@ -47,7 +47,8 @@ static int grace_ms;
 enum { STATUS_TOO_LARGE = 3 };
 static int die_status = 1;
 
-// Prints a one-line message and exits. Control characters (names come from files) become '?'.
+// Prints a one-line message and exits. Control characters become '?' because the message may
+// contain names from files.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
     char text[3 * PATH_BYTES];
     va_list args;
@@ -200,9 +201,10 @@ static ShortText duration_text(double seconds) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// Only regular files are opened for reading: opening a FIFO may block, and a device may be endless.
-// Files parsed once are mapped. Files needed throughout a run are read by pread(), which reports
-// truncation as an error. Accessing a truncated mapping raises SIGBUS (on_bus_error).
+// Only regular files are opened for reading, because opening a FIFO may block and a device may be
+// endless. Files parsed once are mapped. Files needed throughout a run are read by pread(), which
+// reports truncation as an error, whereas accessing a truncated mapping raises SIGBUS
+// (on_bus_error).
 
 // Formats a path into a buffer of PATH_BYTES bytes. Fails if the path does not fit.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
@@ -261,10 +263,11 @@ static void make_folders(const char *path) {
 }
 
 // Locks an output folder until this process exits. If another process holds the lock, fails and
-// names it. On a file system without locks (such as Lustre without -o flock), prints a warning.
+// names it. On a file system without locks (such as Lustre without -o flock), prints a warning. |
 // 1. The lock is a byte-range lock, because flock() on NFS is local to each machine. F_OFD_SETLK
-//    ties it to the open file; a plain fcntl() lock ends when any descriptor of the file is closed.
-// 2. The lock file is never removed: one process could lock the removed file, another a new one.
+// ties it to the open file, whereas a plain fcntl() lock ends when any descriptor of the file is
+// closed. | 2. The lock file is never removed. Otherwise, one process could hold a lock on the
+// removed file while another locks a new file at the same path.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all = {.l_type = F_WRLCK};
@@ -341,8 +344,8 @@ typedef struct {
     size_t size;
 } Mapping;
 
-// Fails after SIGBUS, which several threads may receive at once: the file mapped at the faulting
-// address was truncated, or its disk failed.
+// Handles SIGBUS, which means that a mapped file was truncated or its disk failed. Fails with the
+// name of the file mapped at the faulting address. Several threads may receive the signal at once.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
     static int once;
     char line[2 * PATH_BYTES] = "";
@@ -409,7 +412,7 @@ static int llmc_kind(const unsigned char *bytes, size_t size) {
     return kind;
 }
 
-// Fails if a file that begins with a binary header is a text.
+// Fails if a file that should begin with a binary header is a text file.
 static void text_refuse(const unsigned char *bytes, size_t size, const char *name, const char *is) {
     const int first = size > 15 ? bytes[0] : '{';  // which may begin JSON
     if (first < 0xF8 && first != '{' && !memchr(bytes, 0, size < 1024 ? size : 1024)) {
@@ -447,7 +450,8 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
 
 // -------------------------------------------------------------------------------------------------
 // 3. SHA-256
-// FIPS 180-4, for the manifests of checkpoints, with x86's SHA instructions if the target has them.
+// Implements FIPS 180-4, using x86's SHA instructions if the target has them. Checkpoint manifests
+// store these hashes.
 
 typedef struct {
     uint32_t h[8];
@@ -471,7 +475,8 @@ static const uint32_t sha256_k[64] = {
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// Built-ins, because GCC 13 and 14's immintrin.h uses some that nvcc up to 12.6 does not support.
+// Calls built-ins directly, because immintrin.h of GCC 13 and 14 uses built-ins that nvcc up to
+// 12.6 does not support.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
@@ -589,9 +594,9 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. UTF-8 and JSON
-// JSON is that of RFC 8259. The reader validates neither literals nor number syntax. It stores the
-// first error in `fault` and then reads nothing more, so loops over elements terminate, and callers
-// check for errors once, at the end.
+// JSON follows RFC 8259, but the reader validates neither literals nor number syntax. It stores the
+// first error in `fault` and then reads nothing more. Loops over elements therefore terminate, and
+// callers need to check for errors only once, at the end.
 
 // Returns the length (2 to 4 bytes) of the multi-byte UTF-8 character at `text`, or 0 if it is
 // invalid (RFC 3629, section 4). Reads at most `left` bytes.
@@ -983,9 +988,10 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     f->tiling += hash_u64(offset[1]) - hash_u64(offset[0]);
 }
 
-// Reads the next tensor. Returns 0 after the last one, and fails unless the tensors cover the data
-// without gaps or overlaps: the sum of hash(end) - hash(begin) over all tensors, in any order, must
-// telescope to hash(size) - hash(0). A forged file can pass, but not with ranges beyond the file.
+// Reads the next tensor. After the last one, returns 0, or fails if the tensors do not cover the
+// data without gaps or overlaps. If they do, the sum of hash(end) - hash(begin) over all tensors,
+// in any order, telescopes to hash(size) - hash(0). A forged file could pass this test, but every
+// range has been checked to lie within the file.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -1014,8 +1020,8 @@ static int safetensors_text(const Mapping *map, const char *key, char *out, size
     return map->size >= 8 && length <= map->size - 8 && json_get(&j, 8, path, out, capacity);
 }
 
-// Writes a file and hashes it. After an error, further data are dropped, but callers continue:
-// producing the data may involve collectives that every rank must join.
+// Writes a file and hashes it. After an error, further data are dropped, but callers continue
+// because producing the data may involve collectives that every rank must join.
 typedef struct {
     int fd;     // -1 if closed, or if another process writes the file
     int error;  // errno of the first failure, or 0

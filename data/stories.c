@@ -185,7 +185,8 @@ static int random_below(int n) {
 
 static void put(char c) { story[length++] = c; }
 
-// Returns the text after the next `separator` of this choice that is outside brackets, or NULL.
+// Returns the text after the next `separator` outside brackets, or NULL if the choice that contains
+// p ends first.
 static const char *behind(const char *p, char separator) {
     for (int depth = 0; *p && depth >= 0; p++) {
         if (depth == 0 && *p == separator) {

@@ -1,15 +1,14 @@
 // data/tokenize.c -- converts text of any length to token shards for train_gpt2 (data/README.md).
-//
-//     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin, data/mine_val.bin
-//     cat *.txt | data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
+// |     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin,
+// data/mine_val.bin
+//     cat *.txt
+// data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
 //     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
-//
-// Files are memory-mapped and split into blocks, which threads encode in parallel and write in
+// | Files are memory-mapped and split into blocks, which threads encode in parallel and write in
 // order. With --train-bpe, a first pass counts the distinct pre-tokens of the training text.
-//
-// 1. The shards do not depend on the number of threads: the text near a multiple of BLOCK_BYTES
-//    determines where a block starts. Except at an unsafe cut (CUT_BYTES), blocks give the same
-//    tokens as the whole file.
+// | 1. The shards do not depend on the number of threads, because each block starts at a position
+// that depends only on the text near a multiple of BLOCK_BYTES. Except at an unsafe cut
+// (CUT_BYTES), blocks give the same tokens as the whole file.
 // 2. A run writes either all of its files or none. Their names end in .part until all are complete.
 
 #include "files.c"
@@ -239,8 +238,9 @@ static void corpus_add(Corpus *t, const char *name, const char *bytes, size_t si
     t->size += size;
 }
 
-// Maps all files and splits them into training and validation text. The validation file is not
-// trained on. Fails if another file is given twice, under any names.
+// Maps all files and splits them into training and validation text. A file given by --val-file is
+// never trained on, even if it is also listed as an input. Fails if any other file is given twice,
+// even under different names.
 static void corpus_open(Corpus texts[2], const Arguments *a) {
     const int count = a->file_count + (a->val_file != NULL);
     Part *files = (Part *)alloc_zero(count, sizeof *files);
@@ -583,7 +583,8 @@ typedef struct {
     Sha256 sha;                     // of the tokens in the open shard
 } Sink;
 
-// Writes the path of a shard, which contains `index` if `numbered` is nonzero (--shard-tokens).
+// Writes the path of a shard. The file name contains `index` if `numbered` is nonzero
+// (--shard-tokens).
 static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     path_print(path, numbered ? "%s_%s_%06" PRId64 ".bin" : "%s_%s.bin", s->arguments->prefix,
                s->split, index);
@@ -639,8 +640,9 @@ static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
     }
 }
 
-// Fails if an earlier run left shards that this run's pattern would match. `shards` is the number
-// of this run's shards or, before they are counted, an upper bound.
+// Fails if an earlier run left shards that a pattern for this run's shards, such as
+// PREFIX_train*.bin, would also match. `shards` is the number of this run's shards or, before they
+// are counted, an upper bound.
 static void sink_check_others(const Sink *s, int64_t shards) {
     const int numbered = s->arguments->shard_tokens > 0;
     char path[2][PATH_BYTES];
@@ -680,7 +682,8 @@ static size_t block_begin(const Coder *coder, const Part *part, size_t offset) {
     return last == part->size ? last : split_at(part, offset, 0);
 }
 
-// Returns an error message for bytes [begin, end) of a part, or NULL. Reports the first marker.
+// Returns an error message for bytes [begin, end) of a part, or NULL. Without --documents, prints a
+// note when <|endoftext|> is first found, since it is then encoded as ordinary text.
 static const char *block_problem(const Coder *coder, const Part *part, size_t begin, size_t end) {
     static int noted;
     const char *text = part->bytes + begin;
@@ -811,7 +814,8 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
 // -------------------------------------------------------------------------------------------------
 // Main
 
-// Writes the tokenizer to PREFIX_merges.txt and two more files, always all three of a set.
+// Writes the tokenizer to PREFIX_merges.txt, PREFIX_vocab.json and PREFIX_tokenizer_config.json.
+// All three are always written, so that they match.
 static void tokenizer_write(const Bpe *bpe, const char *prefix) {
     static const char *const names[TOKENIZER_FILES] = {"merges.txt", "vocab.json",
                                                        "tokenizer_config.json"};

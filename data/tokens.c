@@ -7,14 +7,16 @@
 // 1. Tokenizer
 // The byte tokenizer maps byte b to token b, and token 256 is <|endoftext|>. Every other tokenizer
 // is a byte-level BPE: GPT-2's, one learned by `data/tokenize --train-bpe`, or one from Hugging
-// Face. For valid UTF-8, GPT-2's gives the same tokens as encode_ordinary() of tiktoken.
+// Face. For valid UTF-8, GPT-2's tokenizer produces the same tokens as tiktoken's
+// encode_ordinary().
 // 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). An invalid UTF-8 byte counts as a
 //    character that is not a letter, number or space.
 // 2. Within a pre-token, adjacent tokens are merged repeatedly (bpe_merge). Each step merges the
-//    leftmost pair with the lowest-ranked concatenation.
-// 3. Ranks are assigned to the bytes, in the order of their characters, then to the merges, then to
-//    the special tokens, which only bpe_encode_all() produces. Ids are the numbers used in data
-//    and models. They equal the ranks unless a vocab.json or tokenizer.json assigns other ids.
+//    pair whose concatenation has the lowest rank, or the leftmost such pair if there are several.
+// 3. Ranks are assigned first to the bytes, in the order of the characters that represent them
+//    (byte_character), then to the merges, then to the special tokens, which only bpe_encode_all()
+//    produces. Ids are the numbers used in data and models. They equal the ranks unless a
+//    vocab.json or tokenizer.json assigns other ids.
 // 4. Threads share a Bpe, which is read-only once it is open. Each thread has its own BpeEncoder.
 
 typedef int32_t Token;
@@ -93,9 +95,10 @@ static const char number_runs[] =
 enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
 enum { CLASSES = 0x32400 };  // higher code points are CLASS_OTHER
 
-// Sets the class of all code points in `runs` to `kind`. Each character encodes a digit, which is
-// its distance from '#'. The last digit d of a number is below 76, and all others are at least 76.
-// The number is 76 q + d, where the base-16 digits of q are the other digits minus 75 (1 to 16).
+// Sets the class of all code points in the runs of `runs` to `kind`. Each length is encoded by one
+// or more characters, and each character c stands for the value c - '#'. Only the last value d of a
+// length is below 76. The length is 76 q + d, where the base-16 digits of q (1 to 16 each) are the
+// preceding values minus 75.
 static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
     uint32_t code = 0;
     for (int inside = 0; *runs; inside = !inside) {
@@ -122,7 +125,8 @@ static int byte_character(int b) {
     return b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127 : b == 173 ? 323 : b;
 }
 
-// A vocabulary, too large for the stack (5 MiB), with at most BPE_TEXT bytes.
+// A vocabulary whose tokens have at most BPE_TEXT bytes in total. At 5 MiB, it is too large for the
+// stack.
 enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 4 << 20, BPE_LONGEST = 512, NO_ID = 65535 };
 typedef struct {
     Tokenizer tokenizer;                   // set by bpe_open
@@ -277,7 +281,8 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
         } while (q < end && char_class(bpe, q, end, &length) == kind);
         return q;
     }
-    // `\s+(?!\S)` leaves the last whitespace character, unless it is the only one, to the next.
+    // Before other text, `\s+(?!\S)` leaves the last whitespace character to the next pre-token,
+    // unless it is the only one.
     for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
         last = q;
     }
@@ -285,8 +290,8 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
 }
 
 // Returns whether a text gives the same tokens if it is split before the ASCII whitespace at offset
-// i > 0. This holds if the preceding character is not whitespace: no alternative of the pattern
-// matches across the split, and `\s+(?!\S)` cannot end there.
+// i > 0. This holds if the preceding character is not whitespace, because then no alternative of
+// the pattern matches across the split, and `\s+(?!\S)` cannot end there.
 __attribute__((unused)) static int bpe_cut_is_safe(const char *text, size_t i) {
     const unsigned char *t = (const unsigned char *)text;
     size_t start = i - 1;
@@ -375,7 +380,8 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
 }
 
 // Encodes one pre-token of n bytes, using only merges ranked below `limit`. Returns the number of
-// ranks written to `out`. Takes O(n log n): a merge removes a token and pushes at most two items.
+// ranks written to `out`. Takes O(n log n) time because each merge removes a token and pushes at
+// most two items.
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, uint16_t *out) {
     check(n < UINT32_MAX, "a pre-token of %zu bytes", n);
     e->limit = limit;
@@ -452,8 +458,9 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     return to - out;
 }
 
-// Like bpe_encode(), but encodes each special token, or the longest where several begin, as its id.
-// <|endoftext|> counts as a special token only if `markers` is nonzero.
+// Like bpe_encode(), but encodes each special token as its id. If several start at the same
+// position, the longest one is used. <|endoftext|> counts as a special token only if `markers` is
+// nonzero.
 static int64_t bpe_encode_all(BpeEncoder *e, const char *text, size_t n, int markers,
                               uint16_t *out) {
     const Bpe *bpe = e->bpe;
@@ -563,7 +570,7 @@ static void bpe_identify(Bpe *bpe, const char *name) {
     t->kind = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_MERGES;
 }
 
-// The state of reading a tokenizer's files. Error messages contain the name of the current file.
+// State of the reader of a tokenizer's files. Error messages contain the name of the current file.
 typedef struct {
     Bpe *bpe;
     BpeEncoder encoder;
@@ -597,7 +604,8 @@ static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, siz
 }
 
 // Adds the merge "left right" on line `line` of the file. Fails if earlier merges prevent it from
-// ever being applied, as other programs would then produce different tokens.
+// ever being applied. bpe_merge() could still form the token from other parts, whereas programs
+// that look up the pair itself would not.
 static void merge_read(BpeReader *r, const char *text, size_t length, int line) {
     Bpe *bpe = r->bpe;
     char both[BPE_LONGEST];
@@ -685,7 +693,8 @@ static int file_beside(char path[PATH_BYTES], const char *file, const char *name
     return 0;
 }
 
-// Finds the tokenizer file in the folder of FOLDER/merges.txt. Returns 0 if there is none.
+// Finds a tokenizer.json, merges.txt or vocab.bpe, in this order, next to FOLDER/merges.txt, which
+// need not exist. Returns 0 if there is none.
 static int tokenizer_find(char path[PATH_BYTES], const char *merges) {
     return file_beside(path, merges, "tokenizer.json") || file_beside(path, merges, "merges.txt") ||
            file_beside(path, merges, "vocab.bpe");
@@ -783,9 +792,10 @@ static void bpe_set_end(Bpe *bpe, int64_t id, const char *eos) {
     bpe->tokenizer.end = (Token)id;
 }
 
-// Reads a tokenizer from a folder with tokenizer.json, merges.txt or vocab.bpe, or from one of them
-// and the files next to it. The end of text is eos_token_id, else eos_token, else <|endoftext|>.
-// Fails if it disagrees with `want` (or NULL), the tokenizer of data file `of`.
+// Reads a tokenizer from a folder with tokenizer.json, merges.txt or vocab.bpe, or from one of
+// these files and those next to it. The end of text is eos_token_id, else eos_token, else
+// <|endoftext|>. If `want` is not NULL, it is the tokenizer of the data file `of`, and the two must
+// agree.
 static void bpe_open(Bpe *bpe, const char *path, const Tokenizer *want, const char *of) {
     static const char *const names[] = {"", "vocab.json", "added_tokens.json", "config.json",
                                         "tokenizer_config.json", "generation_config.json"};
@@ -839,9 +849,9 @@ static const char *shard_prefix(const char *shard) {
     return end;
 }
 
-// Writes the path of the tokenizer: `asked` (--tokenizer) unless empty, else data/vocab.bpe if
-// `shard` is NULL, else PREFIX_merges.txt, or "" if the shard has no PREFIX (shard_prefix). Returns
-// 0 if none was asked for and the file does not exist.
+// Finds the tokenizer and writes its path. This is `asked` (--tokenizer) if it is not empty.
+// Otherwise it is data/vocab.bpe if `shard` is NULL, or the shard's PREFIX_merges.txt, or "" if its
+// name has no PREFIX (shard_prefix). Returns 0 if none was asked for and the file does not exist.
 static int bpe_find(char path[PATH_BYTES], const char *asked, const char *shard) {
     const char *end = shard ? shard_prefix(shard) : NULL;
     path_print(path, "%s", asked[0] ? asked : shard ? "" : "data/vocab.bpe");
@@ -942,8 +952,9 @@ static void shard_open(Shard *shard, const char *path) {
     }
 }
 
-// Hashes the first and last MiB of a shard (all of it if below 2 MiB) into shard->edges, with zeros
-// for the hash in the header. Returns NULL on success, otherwise an error message.
+// Hashes the first and last MiB of a shard (the whole file if it is smaller than 2 MiB) into
+// shard->edges, with the hash in the header replaced by zeros. Returns NULL on success, otherwise
+// an error message.
 static const char *shard_hash_edges(Shard *shard) {
     const int64_t size = shard_file_bytes(shard), first = min_i64(size, SHARD_EDGE);
     const int64_t last = max_i64(size - SHARD_EDGE, first);
@@ -1039,7 +1050,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
     return bytes;
 }
 
-// Parses an evaluation file for a model with `vocabulary` tokens. Keeps `bytes` and `name`.
+// Parses an evaluation file for a model with `vocabulary` tokens. Stores the pointers `bytes` and
+// `name`, which must remain valid.
 static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
                        int vocabulary) {
     LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);

@@ -1,11 +1,11 @@
 // data/weights.c -- GPT-2 weights in the file formats of Hugging Face and llm.c.
-//
-// Reads Hugging Face's config.json and model.safetensors (whole or in parts) and llm.c's .bin
-// files; writes safetensors. Part of train_gpt2.c (chapter Weights and checkpoints). Hugging Face
-// stores a block's weight matrices as (in, out), the transpose of the layout in memory, and wte
-// without padding rows.
+// | Part of train_gpt2.c (chapter Weights and checkpoints). Reads llm.c's .bin files and Hugging
+// Face's config.json and model.safetensors, which may be split into parts, and writes safetensors.
+// Hugging Face stores a block's weight matrices as (in, out), the transpose of the layout in
+// memory, and wte without padding rows.
 
-// Tensors in Hugging Face's files that tensor_table lacks: the causal mask (two) and the tied head.
+// Tensors that Hugging Face's files may contain but tensor_table lacks: two for the causal mask,
+// and the head, which is tied to wte.
 enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
 static const struct {
     const char *hf_name;
