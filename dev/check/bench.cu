@@ -491,7 +491,7 @@ static void bench_run(Options o, const char *model, int batch) {
     with_type(s.dtype, [&](auto element) { bench_model<decltype(element)>(&s); });
     cuda_check(cudaStreamSynchronize(bench.stream));
     cuda_check(cudaFree(bench.arena));
-    void *workspace = matmul_library.workspace;
+    void *workspace = gemms.workspace;
     gpu_matmul_close();
     cuda_check(cudaFree(workspace));
     cuda_check(cudaStreamDestroy(bench.stream));

@@ -415,8 +415,8 @@ TEST(gpu_fp8_products, CUDA_ALL) {
         expect(fp8_products >= 2 * 12 && fp8_worst <= 1, "-r %s: %.3g of the bound", level,
                fp8_worst);
 #if CUDA_CPU
-        for (int i = 0; i < matmul_library.plans; i++) {
-            MatmulPlan &plan = matmul_library.plan[i];
+        for (int i = 0; i < gemms.plans; i++) {
+            MatmulPlan &plan = gemms.plan[i];
             const bool forward = plan.key.input_type == TYPE_FP8 && plan.key.has_bias;
             expect(emu::matmul(&plan.description).fast == forward, "fast: %d", i);
         }
@@ -482,7 +482,7 @@ TEST(gpu_allocation, EMULATED_ALL) {
         const std::vector<size_t> one = {plan_bytes(&n.s)};
         expect(on_device() == one, "%s", options);
         const size_t pinned = emu::allocs.size() - 1;
-        const int plans = matmul_library.plans;
+        const int plans = gemms.plans;
         expect(((GpuNetwork *)n.e.self)->accum_steps == 2,
                "the warm-up also loads matmuls that add to gradients");
         trace(&n, 2);
@@ -490,7 +490,7 @@ TEST(gpu_allocation, EMULATED_ALL) {
         Batch b(n.s.B * n.s.T, m.V, 1);
         n.e.logits(&n.e, logits.data(), b.inputs.data(), 0, 3);
         n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
-        expect(matmul_library.plans == plans, "%s: %d matmuls after warm-up", options, plans);
+        expect(gemms.plans == plans, "%s: %d matmuls after warm-up", options, plans);
         expect(on_device() == one && emu::peak_bytes == one[0] && emu::allocs.size() == pinned + 1,
                "%s: peak %zu of %zu", options, emu::peak_bytes, one[0]);
         expect(pinned == 1 && emu::pinned_bytes == n.plan.host_bytes,
@@ -605,13 +605,13 @@ TEST(gpu_kv_cache, CUDA_ALL) {
         };
         {  // one engine at a time: matmul plans are global
             Net cached(m, Text("--generate --dtype ") + dtype);
-            const int plans = matmul_library.plans;
+            const int plans = gemms.plans;
             run_stages([&](int first, int n) {
                 got.push_back(Reals((size_t)m.V));
                 cached.e.logits(&cached.e, got.back().data(), &b.inputs[(size_t)first], first, n);
             });
-            expect(matmul_library.plans == plans, "%s: %d matmuls missing from the warm-up",
-                   dtype, matmul_library.plans - plans);
+            expect(gemms.plans == plans, "%s: %d matmuls missing from the warm-up",
+                   dtype, gemms.plans - plans);
         }
         Net whole(m, Text("-b 1 --dtype ") + dtype);
         Reals want((size_t)m.V), other((size_t)m.V);

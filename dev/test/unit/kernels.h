@@ -400,15 +400,15 @@ TEST(gpu_matmul_sms, EMULATED_ALL) {
     Array<char> workspace(4 << 20);
     gpu_matmul_open(workspace.p, workspace.n);
     for (const int sms : {0, 1}) {
-        matmul_library.backward_sms = sms;
+        gemms.backward_sms = sms;
         gpu_matmul_forward<float>(x.p, y.p, w.p, nullptr, nullptr, N, N, N, 0);
         gpu_matmul_backward<float, float>(x.p, z.p, y.p, x.p, w.p, N, N, N, true, 0);
     }
     const char *const names[] = {"8x8x8:10000:0>0", "8x8x8:01000:0>0", "8x8x8:00000:0>0",
                                  "8x8x8:01000:0>0:1", "8x8x8:00000:0>0:1"};
-    expect(matmul_library.plans == 5, "%d plans", matmul_library.plans);
-    for (int i = 0; i < matmul_library.plans; i++) {
-        MatmulPlan &plan = matmul_library.plan[i];
+    expect(gemms.plans == 5, "%d plans", gemms.plans);
+    for (int i = 0; i < gemms.plans; i++) {
+        MatmulPlan &plan = gemms.plan[i];
         expect(matmul_key_text(&plan.key).s == Text(names[i]), "%s", matmul_key_text(&plan.key).s);
         expect(emu::matmul(&plan.description).sms == i / 3, "%s", names[i]);
     }
@@ -1063,16 +1063,16 @@ TEST(gpu_algorithms, EMULATED_ALL) {
     const int N = 8, C = 16, OC = 24;
     Array<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
     Array<float> out(N * OC), workspace(1 << 18);
-    auto chosen = [&](int plan) { return algorithm_of(matmul_library.plan[plan]); };
+    auto chosen = [&](int plan) { return algorithm_of(gemms.plan[plan]); };
     for (int in_place : {0, 1, 2, 3}) {  // how many of the three algorithms work only in place
         emu::set.lt_in_place = in_place;
         gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
         gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
-        expect(matmul_library.plans == 1 && chosen(0) == 0, "in place: %d of %d", chosen(0),
+        expect(gemms.plans == 1 && chosen(0) == 0, "in place: %d of %d", chosen(0),
                in_place);
         if (in_place < 3) {
             gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, addend.p, N, C, OC, 0);
-            expect(matmul_library.plans == 2 && chosen(1) == in_place, "out of place: %d of %d",
+            expect(gemms.plans == 2 && chosen(1) == in_place, "out of place: %d of %d",
                    chosen(1), in_place);
         } else {
             MatmulKey key = {OC, N, C, 1, 0, 0, 1, 1, TYPE_FP32, TYPE_FP32};
@@ -1104,7 +1104,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
                 emu::set.lt_refuse = i == row.launched ? row.refuse : 0;
                 gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, addend.p, N, C, OC, 0);
             }
-            exit(chosen(0) == row.refuse && matmul_library.plans == 1 ? 0 : 9);
+            exit(chosen(0) == row.refuse && gemms.plans == 1 ? 0 : 9);
         }));
         const char *says = row.status ? "cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED; " : "";
         expect(o.status == row.status && has(o.err, says) && o.err.empty() == !row.status,
