@@ -73,15 +73,14 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     exit(die_status);
 }
 
-__attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
-                                                                         const char *expression,
-                                                                         const char *hint, ...) {
+__attribute__((noreturn, format(printf, 4, 5)))
+static void check_failed(const char *file, int line, const char *condition, const char *hint, ...) {
     char text[PATH_BYTES];
     va_list args;
     va_start(args, hint);
     vsnprintf(text, sizeof text, hint, args);
     va_end(args);
-    die("%s:%d: check failed: %s: %s", file, line, expression, text);
+    die("%s:%d: check failed: %s: %s", file, line, condition, text);
 }
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
@@ -131,8 +130,8 @@ typedef struct {
 } ShortText;
 
 // Appends text at offset `n` of `text` (`size` bytes), truncated to fit. Returns the new length.
-__attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, int n,
-                                                          const char *format, ...) {
+__attribute__((format(printf, 4, 5)))
+static int text_add(char *text, int size, int n, const char *format, ...) {
     va_list args;
     va_start(args, format);
     const int added = vsnprintf(text + n, size - n, format, args);
@@ -528,8 +527,8 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
 // sha256_blocks() in plain C. If the x86 version is compiled, only tests call it.
-__attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p,
-                                                        size_t count) {
+__attribute__((unused))
+static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p, size_t count) {
     for (; count > 0; count--, p += 64) {
         uint32_t a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
         uint32_t w[64];
@@ -923,16 +922,16 @@ static void file_require(int ok, const char *file, const char *tensor, const cha
     }
 }
 
-static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t size,
-                              const char *name) {
+static void safetensors_start(Safetensors *f, Mapping map, const char *name) {
     uint64_t length = 0;
-    memcpy(&length, bytes, size < 8 ? 0 : 8);
-    if (length < 2 || length > 100000000 || length > size - 8) {
+    memcpy(&length, map.bytes, map.size < 8 ? 0 : 8);
+    if (length < 2 || length > 100000000 || length > map.size - 8) {
         die("%s: not a safetensors file: invalid header length of %" PRIu64 " bytes in a file of "
-            "%zu bytes", name, length, size);
+            "%zu bytes", name, length, map.size);
     }
     const size_t end = 8 + length;
-    const Safetensors opened = {name, {bytes, 8, end, NULL}, 0, bytes + end, size - end, 0};
+    const Safetensors opened = {name, {map.bytes, 8, end, NULL}, 0, map.bytes + end,
+                                map.size - end, 0};
     *f = opened;
 }
 
