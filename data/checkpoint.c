@@ -272,8 +272,7 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         const char *name = option_rows[i].name;
-        json_print(header.file, ",'--%s':'%s'", name,
-                   option_text(text, options, &option_rows[i]));
+        json_print(header.file, ",'--%s':'%s'", name, option_text(text, options, &option_rows[i]));
         n = text_add(given, sizeof given, n, options->given[i] % NOT_GIVEN ? "%s|" : "%.0s", name);
     }
     json_print(header.file, ",'given':'%s'", given);
@@ -464,8 +463,8 @@ static void save_file(Saving *save, int file) {
         writer_open(&w, save->folder, name);
     }
     if (file == FILE_MODEL) {
-        model_file_save(snapshot->engine, &s->model,
-                        s->dtype == TYPE_BF16 ? FILE_BF16 : FILE_F32, &w);
+        model_file_save(snapshot->engine, &s->model, s->dtype == TYPE_BF16 ? FILE_BF16 : FILE_F32,
+                        &w);
     } else if (file == FILE_CONFIG) {
         config_save(&s->model, &snapshot->data->tokenizer, snapshot->bpe, &w);
     } else if (file == FILE_MANIFEST) {
@@ -932,8 +931,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     if (!run->options->quiet) {
         printf("resumed from %s\n", folder);
         checkpoint_options(run, &f, folder, 1);
-        checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32,
-                            others, folder);
+        checkpoint_announce(run, &f, model.spans[WTE].type == FILE_F32, others, folder);
     }
     *state = f.run;
     if (!run->engine->scale_loss) {  // the next checkpoint stores 0
