@@ -100,28 +100,32 @@ static void checkpoint_remove(const char *folder) {
 // The state of a run, excluding tensors. No generator state is needed because random numbers depend
 // only on the seed and these values.
 typedef struct {
-    NormWindow norms;
     int64_t step, updates, position, skipped;  // position: sequences read (chapter Data)
     int64_t pending_validation;  // 1 if a signal interrupted the validation after `step`
     int64_t loss_scale_log2, loss_scale_steps;  // fp16 only; steps since it changed
     int64_t best_loss;  // lowest validation loss of a checkpoint in 1e-9 nats, or 0
     int64_t lowest_loss, stale;  // of all validations; validations since then (--patience)
     int64_t lowest_step, validated, lr;  // a hash of the validated tokens; of the last step, x 1e15
+    NormWindow norms;
 } RunState;
 
-// Names of the counters, which are the members of RunState from norms.count on. Counters added
-// later stand last; without them they are 0.
-enum {
-    COUNTERS_AT = offsetof(RunState, norms.count), COUNTERS_REQUIRED = 5,
-    COUNTERS = (sizeof(RunState) - COUNTERS_AT) / sizeof(int64_t)
-};
-static const char *const counter_names[COUNTERS] = {
-    "norm_count", "step", "updates", "position", "skipped", "pending_validation",
-    "loss_scale_log2", "loss_scale_steps", "best_loss", "lowest_loss", "stale", "lowest_step",
-    "validated", "lr"};
+static const struct {
+    const char *name;
+    size_t offset;
+} counter_rows[] = {  // counters added later stand last; without them they are 0
+    {"step", offsetof(RunState, step)}, {"skipped", offsetof(RunState, skipped)},
+    {"updates", offsetof(RunState, updates)}, {"position", offsetof(RunState, position)},
+    {"norm_count", offsetof(RunState, norms.count)},
+    {"pending_validation", offsetof(RunState, pending_validation)},
+    {"loss_scale_log2", offsetof(RunState, loss_scale_log2)},
+    {"loss_scale_steps", offsetof(RunState, loss_scale_steps)},
+    {"best_loss", offsetof(RunState, best_loss)}, {"lowest_loss", offsetof(RunState, lowest_loss)},
+    {"stale", offsetof(RunState, stale)}, {"lowest_step", offsetof(RunState, lowest_step)},
+    {"validated", offsetof(RunState, validated)}, {"lr", offsetof(RunState, lr)}};
+enum { COUNTERS_REQUIRED = 5, COUNTERS = sizeof counter_rows / sizeof *counter_rows };
 
 static int64_t *counter(RunState *state, int i) {
-    return (int64_t *)(void *)((char *)state + COUNTERS_AT) + i;
+    return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
 // Writes the identity of a run, which a resumed run must match: properties of the model and data,
@@ -281,7 +285,8 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     }
     RunState counters = *snapshot->state;
     for (int i = 0; i < COUNTERS; i++) {
-        json_print(header.file, ",'%s':'%" PRId64 "'", counter_names[i], *counter(&counters, i));
+        json_print(header.file, ",'%s':'%" PRId64 "'", counter_rows[i].name,
+                   *counter(&counters, i));
     }
     header_tensor(&header, "norms", FILE_F64, 0, NORM_WINDOW);
     for (int i = 0; i < count; i++) {
@@ -753,12 +758,13 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
     safetensors_text(map, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
-        if (!safetensors_text(map, counter_names[i], text, sizeof text) && i >= COUNTERS_REQUIRED) {
+        if (!safetensors_text(map, counter_rows[i].name, text, sizeof text) &&
+            i >= COUNTERS_REQUIRED) {
             continue;
         }
         const int64_t value = strtoll(text, &end, 10);
         if (end == text || *end != 0 || value < 0) {
-            die("%s: invalid metadata: '%s' is '%s'; expected a count", name, counter_names[i],
+            die("%s: invalid metadata: '%s' is '%s'; expected a count", name, counter_rows[i].name,
                 text);
         }
         *counter(&run, i) = value;

@@ -624,7 +624,7 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     }
     if (bpe_merge(&r->encoder, both, n, bpe->count, two) != 2 ||
         bpe_bytes(bpe, two[0], &bytes) != left) {
-        die("%s:%d: this merge can never apply, as earlier merges take precedence", r->name, line);
+        die("%s:%d: this merge never applies, because earlier merges come first", r->name, line);
     }
     bpe->splits[bpe->count] = left;
     if (bpe->count == MAX_VOCABULARY - 1 || !bpe_add(bpe, both, n)) {
@@ -1026,8 +1026,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         tokens->count = space >= 0 ? eval_word(p, position) : 0;
         tokens->words = p + 2 * (position + 1);
         if (tokens->count < 1 || tokens->count > space) {
-            die("%s: example %d: text %d (0 is the context) has %d tokens, but at most %d fit into "
-                "the example", f->name, number, k, tokens->count, space > 0 ? space : 0);
+            die("%s: example %d: text %d (0 is the context) has %d tokens; expected 1 to %d", f->name,
+                number, k, tokens->count, space);
         }
         for (int i = 0; i < tokens->count; i++) {
             if (eval_word(tokens->words, i) >= f->vocabulary) {

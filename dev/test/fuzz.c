@@ -321,7 +321,7 @@ static void target_state_text(const unsigned char *bytes, size_t size) {
     const Mapping map = {bytes, size};
     char text[PATH_BYTES];
     for (int i = 0; i < COUNTERS; i++) {
-        safetensors_text(&map, counter_names[i], text, sizeof text);
+        safetensors_text(&map, counter_rows[i].name, text, sizeof text);
     }
     FACT(!safetensors_text(&map, "--lr", text, sizeof text) || strlen(text) < sizeof text);
 }

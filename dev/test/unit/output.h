@@ -282,8 +282,8 @@ TEST(skipped_step, HOST) {
     expect(has(line, "\"grad_norm\":null") && has(line, "\"skipped\":1"));
     expect(log.rfind("\"skipped\":1") > log.find("{\"step\":5,\"loss\""), "and step 5");
     expect(has(read_file("out/step-00000006/state-0-of-1.safetensors"),
-               "\"norm_count\":\"4\",\"step\":\"6\",\"updates\":\"4\",\"position\":\"12\","
-               "\"skipped\":\"2\",\"pending_validation\":\"0\""));
+               "\"step\":\"6\",\"skipped\":\"2\",\"updates\":\"4\",\"position\":\"12\","
+               "\"norm_count\":\"4\",\"pending_validation\":\"0\""));
     o = in_process(tiny + "none", &small);
     expect_too_large(o, "only 976.6 KiB is available: ", "a plan that does not fit");
     expect(!exists("none/log.jsonl"));
