@@ -276,8 +276,7 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         const char *name = option_rows[i].name;
-        json_print(header.file, ",'--%s':'%s'", name,
-                   option_text(text, options, &option_rows[i]));
+        json_print(header.file, ",'--%s':'%s'", name, option_text(text, options, &option_rows[i]));
         n = text_add(given, sizeof given, n, options->given[i] % NOT_GIVEN ? "%s|" : "%.0s", name);
     }
     json_print(header.file, ",'given':'%s'", given);
@@ -336,8 +335,8 @@ static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
 }
 
 // Parses a manifest. Returns NULL on success, otherwise an error message.
-static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes, size_t size) {
-    Json j = {bytes, 0, size, NULL};
+static const char *manifest_parse(Manifest *manifest, Mapping map) {
+    Json j = {map.bytes, 0, map.size, NULL};
     char name[FILE_NAME], format[40] = "";
     const char *wrong = NULL;
     memset(manifest, 0, sizeof *manifest);
@@ -372,7 +371,7 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
     if (mapping_open(&map, path) != 0) {
         return file_error();
     }
-    const char *fault = manifest_parse(manifest, map.bytes, map.size);
+    const char *fault = manifest_parse(manifest, map);
     mapping_close(&map);
     return fault;
 }
@@ -469,8 +468,8 @@ static void save_file(Saving *save, int file) {
         writer_open(&w, save->folder, name);
     }
     if (file == FILE_MODEL) {
-        model_file_save(snapshot->engine, &s->model,
-                        s->dtype == TYPE_BF16 ? FILE_BF16 : FILE_F32, &w);
+        model_file_save(snapshot->engine, &s->model, s->dtype == TYPE_BF16 ? FILE_BF16 : FILE_F32,
+                        &w);
     } else if (file == FILE_CONFIG) {
         config_save(&s->model, &snapshot->data->tokenizer, snapshot->bpe, &w);
     } else if (file == FILE_MANIFEST) {
@@ -751,7 +750,7 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
     RunState run;
     char identity[IDENTITY_BYTES];
     memset(&run, 0, sizeof run);
-    safetensors_start(&f, map->bytes, map->size, name);
+    safetensors_start(&f, *map, name);
     file_require(safetensors_next(&f, &t) && strcmp(t.name, "norms") == 0 && t.type == FILE_F64 &&
                      t.count == NORM_WINDOW, name, "norms", "missing or of the wrong type or size");
     memcpy(run.norms.values, t.data, sizeof run.norms.values);
@@ -759,8 +758,8 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
     safetensors_text(map, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
-        const int has = safetensors_text(map, counter_rows[i].name, text, sizeof text);
-        if (!has && i >= COUNTERS_REQUIRED) {
+        if (!safetensors_text(map, counter_rows[i].name, text, sizeof text) &&
+            i >= COUNTERS_REQUIRED) {
             continue;
         }
         const int64_t value = strtoll(text, &end, 10);
@@ -938,8 +937,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     if (!run->options->quiet) {
         printf("resumed from %s\n", folder);
         checkpoint_options(run, &f, folder, 1);
-        checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32,
-                            others, folder);
+        checkpoint_announce(run, &f, model.spans[WTE].type == FILE_F32, others, folder);
     }
     *state = f.run;
     if (!run->engine->scale_loss) {  // the next checkpoint stores 0

@@ -173,8 +173,8 @@ EVERY_PAIR = "\n".join(a + " " + b for a in WRITTEN.values() for b in WRITTEN.va
     ("a b c", ":2: expected two tokens"), ("a \x7f", ":2: expected two tokens"),
     ("a b\r\r", ":2: expected two tokens"),
     ("a " + "b" * 3000, "in GPT-2's byte alphabet with at most 512"),
-    ("a a\na aa", ":3: this merge can never apply"),
-    ("a b\nb c\na bc", ":4: this merge can never apply, as earlier merges"),
+    ("a a\na aa", ":3: this merge never applies"),
+    ("a b\nb c\na bc", ":4: this merge never applies, because earlier merges"),
     (EVERY_PAIR, ":65280: too many merges; expected at most 65278")], ids=range(13))
 def test_bad_merges(merges, expected):
     Path("own").write_bytes(("#version: 0.2\n%s\n" % merges if merges else "#ver").encode())
