@@ -36,7 +36,7 @@ def test_install(tmp_path):
         assert shell("groff -man -ww -Tutf8 %s > /dev/null" % page) == ""
     version = re.match(r"train_gpt2 (\S+)", shell("root/usr/bin/train_gpt2 --version"))[1]
     for path, pattern in ((page, r'^.TH .*train_gpt2 (.*)"'),
-                          (TOP / "README.md", r"Cite train_gpt2 ([\d.]*\d)"),
+                          (TOP / "README.md", r"Cite as train_gpt2 ([\d.]*\d)"),
                           (TOP / "dev/CHANGELOG.md", r"^## ([\d.]+)")):
         assert re.search(pattern, path.read_text(), re.M)[1] == version
     succeeds(TINY + "-x 1 -o out")
@@ -334,7 +334,7 @@ def test_bare_machine(tmp_path):
 def test_recipes():
     """The commands of recipes that have not been run are accepted, and fit their card."""
     text = (TOP / "dev/recipes/not_run.md").read_text()
-    found = re.findall(r"on (?:a|eight) (\w+):\n\n    \./train_gpt2cu (.*)$", text, re.M)
+    found = re.findall(r"on (?:a|eight)\s(\w+):\n\n    \./train_gpt2cu (.*)$", text, re.M)
     assert len(found) == text.count("./train_gpt2cu ") == 5
     for card, options in found:
         options = re.sub(r"-i \S+ ", "", options)
