@@ -187,9 +187,8 @@ def test_truncated():
 
 def test_pipe():
     """A shell's <(command) is an input."""
-    done = subprocess.run(["bash", "-c", program.path + " --bytes --val-fraction 0 -o out <(cat "
-                           "text third) <(cat third)"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done
+    succeeds(["bash", "-c", program.path + " --bytes --val-fraction 0 -o out <(cat text third) "
+              "<(cat third)"])
     assert shards() == [list(TEXT + THIRD + THIRD)]
 
 
@@ -271,9 +270,7 @@ def test_interrupted(number, arguments, waits_for):
     wait_until(lambda: Path(waits_for).exists() if waits_for else
                "/long" in reads.read_text() or "out_input" in os.popen(
                    "readlink /proc/%d/fd/*" % process.pid).read())
-    process.send_signal(number)
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, out, err) == (130, "", "tokenize: interrupted\n")
+    assert stopped(process, number) == (130, "", "tokenize: interrupted\n")
     assert names(".", "out") == []
 
 

@@ -45,10 +45,9 @@ def write_tokenizer(folder, form, order, end=END):
     if form == "files":
         Path(folder, "vocab.json").write_text(json.dumps(ids))
     elif form == "added":
-        Path(folder, "vocab.json").write_text(json.dumps({t: i for t, i in ids.items()
-                                                          if t in PLAIN}))
-        Path(folder, "added_tokens.json").write_text(json.dumps({t: i for t, i in ids.items()
-                                                                 if t not in PLAIN}))
+        for name, plain in ("vocab.json", True), ("added_tokens.json", False):
+            some = {token: i for token, i in ids.items() if (token in PLAIN) == plain}
+            Path(folder, name).write_text(json.dumps(some))
     else:
         Path(folder, "tokenizer.json").write_text(
             tokenizer_json(ids, **({"model__merges": MERGES} if form == "both" else {})))
@@ -218,8 +217,7 @@ def test_refused(changes, expected):
 
 def not_tokenized(tokenizer, expected):
     Path("text").write_text(TEXT)
-    refused([str(TOP / "data/tokenize"), *"--bpe -o x text --tokenizer".split(), tokenizer],
-            expected)
+    refused([TOP / "data/tokenize", *"--bpe -o x text --tokenizer".split(), tokenizer], expected)
     assert names(".", "x") == []
 
 

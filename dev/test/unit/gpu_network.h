@@ -321,7 +321,7 @@ TEST(gpu_bits, CUDA_ALL) {
             }
         }
         if (every || TEST_ASAN) {
-            expect(every_order([&] { return run("block:2"); }, dtype) == plain, "%s", dtype);
+            expect(every_order(dtype, [&] { return run("block:2"); }) == plain, "%s", dtype);
         }
     }
     detail = text("%d runs", runs);
