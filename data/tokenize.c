@@ -683,7 +683,7 @@ static const char *block_problem(const Coder *coder, const Part *part, size_t be
         uint16_t token;
         memcpy(&token, part->bytes + i, 2);
         if (token >= coder->tokenizer.vocabulary) {
-            return "has tokens outside the vocabulary; use --tokenizer FILE if it is not GPT-2's";
+            return "has tokens outside the vocabulary of --tokenizer (default: GPT-2's)";
         }
     }
     if (!coder->tokens && memchr(text, 0, end - begin)) {

@@ -721,8 +721,9 @@ static void json_merges_read(BpeReader *r, Json j) {
     json_check(&j, r->name);
 }
 
-// Reads the merges, ids and ends of text from a tokenizer.json (`whole`), config.json,
-// generation_config.json or tokenizer_config.json. Fails if a setting would change the tokens.
+// Reads merges, token ids and end-of-text tokens from a tokenizer.json (if `whole` is set) or from
+// a config.json, generation_config.json or tokenizer_config.json. Fails if a setting would change
+// the tokens.
 static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
     static const char *const settings[][2] = {
         {"special", "true"}, {"add_prefix_space", "false"}, {"add_bos_token", "false"},
