@@ -1,7 +1,9 @@
 // data/checkpoint.c -- saves, verifies, prunes and loads checkpoints.
-// | Part of train_gpt2.c (chapter Weights and checkpoints). Nothing in a checkpoint is trusted.
+//
+// Part of train_gpt2.c (chapter Weights and checkpoints). Nothing in a checkpoint is trusted.
 // Sizes, names and hashes are verified before anything is allocated or loaded.
-// | A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
+//
+// A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights, which transformers can load unchanged
 //   state-R-of-N.safetensors         the rest of rank R's training state: counters, options, and
 //                                    ranges of both moments and, for bf16 weights, of the low
@@ -11,19 +13,21 @@
 //                                    the tokenizer, unless tokens are bytes or GPT-2's files were
 //                                    not found; fine-tuning instead copies these and up to five
 //                                    other files from the folder of the original weights
-// | For two ranks and a model with two blocks (buckets 3 and 4), rank 0's state file has this
-// header:
-// |     "__metadata__": {"run": text that a resumed run must match, "matmul": kernel choices,
+//
+// For two ranks and a model with two blocks (buckets 3 and 4), rank 0's state file has this header:
+//
+//     "__metadata__": {"run": text that a resumed run must match, "matmul": kernel choices,
 //                      "--lr": "0.001", ..., "train_hash": fingerprint of the training data,
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
-// | In rank 1's file, "m.4.24576" (bucket 4, starting at element 24576) replaces "m.4.0".
-// | 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
-// are synced. A folder with the final name is therefore complete, even after a power failure. A
-// ".tmp" folder is never read, and the next run with this output folder removes it.
+//
+// In rank 1's file, "m.4.24576" (bucket 4, starting at element 24576) replaces "m.4.0".
+//
+// 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
+//    are synced. A folder with the final name is therefore complete, even after a power failure. A
+//    ".tmp" folder is never read, and the next run with this output folder removes it.
 // 2. A run resumes from the newest checkpoint in which every file matches the manifest. Saving step
-//    N again removes a damaged step-N, or renames it to step-N.damaged if it contains unrelated
-//    files.
+//    N again removes a damaged step-N, or renames it to step-N.damaged if it contains other files.
 // 3. The engine copies states in chunks, so saving needs extra memory for only one tensor per rank.
 // 4. The ranges in each file and their order depend only on the model and on the number of ranks
 //    that saved it (chapter Sharding and offload). Any number of ranks can load a checkpoint.

@@ -261,11 +261,11 @@ static void make_folders(const char *path) {
 }
 
 // Locks an output folder until this process exits. If another process holds the lock, fails and
-// names it. On a file system without locks (such as Lustre without -o flock), prints a warning. |
-// 1. The lock is a byte-range lock, because flock() on NFS is local to each machine. F_OFD_SETLK
-// ties it to the open file, whereas a plain fcntl() lock ends when any descriptor of the file is
-// closed. | 2. The lock file is never removed. Otherwise, one process could hold a lock on the
-// removed file while another locks a new file at the same path.
+// names it. Prints a warning if the file system has no locks (such as Lustre without -o flock).
+// 1. F_OFD_SETLK ties the lock to the open file. A plain fcntl() lock would end when any descriptor
+//    of the file is closed.
+// 2. The lock file is never removed. Otherwise, one process could hold a lock on the removed file
+//    while another locks a new file at the same path.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all = {.l_type = F_WRLCK};

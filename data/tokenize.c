@@ -1,14 +1,15 @@
 // data/tokenize.c -- converts text of any length to token shards for train_gpt2 (data/README.md).
-// |     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin,
-// data/mine_val.bin
-//     cat *.txt
-// data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
+//
+//     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin, data/mine_val.bin
+//     cat *.txt | data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
 //     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
-// | Files are memory-mapped and split into blocks, which threads encode in parallel and write in
+//
+// Files are memory-mapped and split into blocks, which threads encode in parallel and write in
 // order. With --train-bpe, a first pass counts the distinct pre-tokens of the training text.
-// | 1. The shards do not depend on the number of threads, because each block starts at a position
-// that depends only on the text near a multiple of BLOCK_BYTES. Except at an unsafe cut
-// (CUT_BYTES), blocks give the same tokens as the whole file.
+//
+// 1. The shards do not depend on the number of threads, because each block starts at a position
+//    that depends only on the text near a multiple of BLOCK_BYTES. Except at an unsafe cut
+//    (CUT_BYTES), blocks give the same tokens as the whole file.
 // 2. A run writes either all of its files or none. Their names end in .part until all are complete.
 
 #include "files.c"

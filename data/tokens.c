@@ -601,9 +601,9 @@ static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, siz
     return n;
 }
 
-// Adds the merge "left right" on line `line` of the file. Fails if earlier merges prevent it from
-// ever being applied. bpe_merge() could still form the token from other parts, whereas programs
-// that look up the pair itself would not.
+// Adds the merge "left right" from line `line` of the file. Fails if earlier merges prevent it from
+// ever being applied. bpe_merge() looks up concatenated bytes, so it could still form the token
+// from another pair, but other programs, which look up pairs, would not.
 static void merge_read(BpeReader *r, const char *text, size_t length, int line) {
     Bpe *bpe = r->bpe;
     char both[BPE_LONGEST];

@@ -1,5 +1,6 @@
 // data/weights.c -- GPT-2 weights in the file formats of Hugging Face and llm.c.
-// | Part of train_gpt2.c (chapter Weights and checkpoints). Reads llm.c's .bin files and Hugging
+//
+// Part of train_gpt2.c (chapter Weights and checkpoints). Reads llm.c's .bin files and Hugging
 // Face's config.json and model.safetensors, which may be split into parts, and writes safetensors.
 // Hugging Face stores a block's weight matrices as (in, out), the transpose of the layout in
 // memory, and wte without padding rows.
