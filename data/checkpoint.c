@@ -1,7 +1,9 @@
 // data/checkpoint.c -- saves, verifies, prunes and loads checkpoints.
-// | Part of train_gpt2.c (chapter Weights and checkpoints). Nothing in a checkpoint is trusted.
+//
+// Part of train_gpt2.c (chapter Weights and checkpoints). Nothing in a checkpoint is trusted.
 // Sizes, names and hashes are verified before anything is allocated or loaded.
-// | A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
+//
+// A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
 //   model.safetensors, config.json   the weights, which transformers can load unchanged
 //   state-R-of-N.safetensors         the rest of rank R's training state: counters, options, and
 //                                    ranges of both moments and, for bf16 weights, of the low
@@ -11,19 +13,21 @@
 //                                    the tokenizer, unless tokens are bytes or GPT-2's files were
 //                                    not found; fine-tuning instead copies these and up to five
 //                                    other files from the folder of the original weights
-// | For two ranks and a model with two blocks (buckets 3 and 4), rank 0's state file has this
-// header:
-// |     "__metadata__": {"run": text that a resumed run must match, "matmul": kernel choices,
+//
+// For two ranks and a model with two blocks (buckets 3 and 4), rank 0's state file has this header:
+//
+//     "__metadata__": {"run": text that a resumed run must match, "matmul": kernel choices,
 //                      "--lr": "0.001", ..., "train_hash": fingerprint of the training data,
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
-// | In rank 1's file, "m.4.24576" (bucket 4, starting at element 24576) replaces "m.4.0".
-// | 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
-// are synced. A folder with the final name is therefore complete, even after a power failure. A
-// ".tmp" folder is never read, and the next run with this output folder removes it.
+//
+// In rank 1's file, "m.4.24576" (bucket 4, starting at element 24576) replaces "m.4.0".
+//
+// 1. A checkpoint is written to a ".tmp" folder, which is renamed after every file and the folder
+//    are synced. A folder with the final name is therefore complete, even after a power failure. A
+//    ".tmp" folder is never read, and the next run with this output folder removes it.
 // 2. A run resumes from the newest checkpoint in which every file matches the manifest. Saving step
-//    N again removes a damaged step-N, or renames it to step-N.damaged if it contains unrelated
-//    files.
+//    N again removes a damaged step-N, or renames it to step-N.damaged if it contains other files.
 // 3. The engine copies states in chunks, so saving needs extra memory for only one tensor per rank.
 // 4. The ranges in each file and their order depend only on the model and on the number of ranks
 //    that saved it (chapter Sharding and offload). Any number of ranks can load a checkpoint.
@@ -276,8 +280,7 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         const char *name = option_rows[i].name;
-        json_print(header.file, ",'--%s':'%s'", name,
-                   option_text(text, options, &option_rows[i]));
+        json_print(header.file, ",'--%s':'%s'", name, option_text(text, options, &option_rows[i]));
         n = text_add(given, sizeof given, n, options->given[i] % NOT_GIVEN ? "%s|" : "%.0s", name);
     }
     json_print(header.file, ",'given':'%s'", given);
@@ -336,8 +339,8 @@ static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
 }
 
 // Parses a manifest. Returns NULL on success, otherwise an error message.
-static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes, size_t size) {
-    Json j = {bytes, 0, size, NULL};
+static const char *manifest_parse(Manifest *manifest, Mapping map) {
+    Json j = {map.bytes, 0, map.size, NULL};
     char name[FILE_NAME], format[40] = "";
     const char *wrong = NULL;
     memset(manifest, 0, sizeof *manifest);
@@ -372,7 +375,7 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
     if (mapping_open(&map, path) != 0) {
         return file_error();
     }
-    const char *fault = manifest_parse(manifest, map.bytes, map.size);
+    const char *fault = manifest_parse(manifest, map);
     mapping_close(&map);
     return fault;
 }
@@ -469,8 +472,8 @@ static void save_file(Saving *save, int file) {
         writer_open(&w, save->folder, name);
     }
     if (file == FILE_MODEL) {
-        model_file_save(snapshot->engine, &s->model,
-                        s->dtype == TYPE_BF16 ? FILE_BF16 : FILE_F32, &w);
+        model_file_save(snapshot->engine, &s->model, s->dtype == TYPE_BF16 ? FILE_BF16 : FILE_F32,
+                        &w);
     } else if (file == FILE_CONFIG) {
         config_save(&s->model, &snapshot->data->tokenizer, snapshot->bpe, &w);
     } else if (file == FILE_MANIFEST) {
@@ -751,7 +754,7 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
     RunState run;
     char identity[IDENTITY_BYTES];
     memset(&run, 0, sizeof run);
-    safetensors_start(&f, map->bytes, map->size, name);
+    safetensors_start(&f, *map, name);
     file_require(safetensors_next(&f, &t) && strcmp(t.name, "norms") == 0 && t.type == FILE_F64 &&
                      t.count == NORM_WINDOW, name, "norms", "missing or of the wrong type or size");
     memcpy(run.norms.values, t.data, sizeof run.norms.values);
@@ -759,8 +762,8 @@ static void state_parse(StateFiles *out, const Model *m, int r, const char *name
     safetensors_text(map, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
-        const int has = safetensors_text(map, counter_rows[i].name, text, sizeof text);
-        if (!has && i >= COUNTERS_REQUIRED) {
+        if (!safetensors_text(map, counter_rows[i].name, text, sizeof text) &&
+            i >= COUNTERS_REQUIRED) {
             continue;
         }
         const int64_t value = strtoll(text, &end, 10);
@@ -938,8 +941,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     if (!run->options->quiet) {
         printf("resumed from %s\n", folder);
         checkpoint_options(run, &f, folder, 1);
-        checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32,
-                            others, folder);
+        checkpoint_announce(run, &f, model.spans[WTE].type == FILE_F32, others, folder);
     }
     *state = f.run;
     if (!run->engine->scale_loss) {  // the next checkpoint stores 0

@@ -73,15 +73,14 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     exit(die_status);
 }
 
-__attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
-                                                                         const char *expression,
-                                                                         const char *hint, ...) {
+__attribute__((noreturn, format(printf, 4, 5)))
+static void check_failed(const char *file, int line, const char *condition, const char *hint, ...) {
     char text[PATH_BYTES];
     va_list args;
     va_start(args, hint);
     vsnprintf(text, sizeof text, hint, args);
     va_end(args);
-    die("%s:%d: check failed: %s: %s", file, line, expression, text);
+    die("%s:%d: check failed: %s: %s", file, line, condition, text);
 }
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
@@ -131,8 +130,8 @@ typedef struct {
 } ShortText;
 
 // Appends text at offset `n` of `text` (`size` bytes), truncated to fit. Returns the new length.
-__attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, int n,
-                                                          const char *format, ...) {
+__attribute__((format(printf, 4, 5)))
+static int text_add(char *text, int size, int n, const char *format, ...) {
     va_list args;
     va_start(args, format);
     const int added = vsnprintf(text + n, size - n, format, args);
@@ -193,8 +192,7 @@ static ShortText duration_text(double seconds) {
         snprintf(text.s, sizeof text.s, "%" PRId64 " d", (hours + 12) / 24);
         return text;
     }
-    const int n = hours ? snprintf(text.s, sizeof text.s, "%" PRId64 ":", hours) : 0;
-    snprintf(text.s + n, sizeof text.s - n, hours ? "%02d:%02d" : "%d:%02d",
+    snprintf(text.s, sizeof text.s, hours ? "%d:%02d:%02d" : "%.0d%d:%02d", (int)hours,
              (int)(s / 60 % 60), (int)(s % 60));
     return text;
 }
@@ -263,11 +261,11 @@ static void make_folders(const char *path) {
 }
 
 // Locks an output folder until this process exits. If another process holds the lock, fails and
-// names it. On a file system without locks (such as Lustre without -o flock), prints a warning. |
-// 1. The lock is a byte-range lock, because flock() on NFS is local to each machine. F_OFD_SETLK
-// ties it to the open file, whereas a plain fcntl() lock ends when any descriptor of the file is
-// closed. | 2. The lock file is never removed. Otherwise, one process could hold a lock on the
-// removed file while another locks a new file at the same path.
+// names it. Prints a warning if the file system has no locks (such as Lustre without -o flock).
+// 1. F_OFD_SETLK ties the lock to the open file. A plain fcntl() lock would end when any descriptor
+//    of the file is closed.
+// 2. The lock file is never removed. Otherwise, one process could hold a lock on the removed file
+//    while another locks a new file at the same path.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all = {.l_type = F_WRLCK};
@@ -311,7 +309,7 @@ static int file_open(const char *path, int64_t *size) {
         errno = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
         return -1;
     }
-    *size = (int64_t)status.st_size;
+    *size = status.st_size;
     if (pread(fd, begin, 24, 0) == 24 && strcmp(begin, "version https://git-lfs.") == 0) {
         die("%s: this is a Git LFS pointer, not the file itself; run git lfs pull", path);
     }
@@ -405,7 +403,7 @@ typedef struct {
 static int llmc_kind(const unsigned char *bytes, size_t size) {
     int32_t magic = 0;
     int kind = LLMC_FILES - 1;
-    memcpy(&magic, bytes, size < sizeof magic ? size : sizeof magic);
+    memcpy(&magic, bytes, min_i64(size, sizeof magic));
     while (kind >= 0 && magic != llmc_files[kind].magic) {
         kind--;
     }
@@ -415,7 +413,7 @@ static int llmc_kind(const unsigned char *bytes, size_t size) {
 // Fails if a file that should begin with a binary header is a text file.
 static void text_refuse(const unsigned char *bytes, size_t size, const char *name, const char *is) {
     const int first = size > 15 ? bytes[0] : '{';  // which may begin JSON
-    if (first < 0xF8 && first != '{' && !memchr(bytes, 0, size < 1024 ? size : 1024)) {
+    if (first < 0xF8 && first != '{' && !memchr(bytes, 0, min_i64(size, 1024))) {
         die("%s is a text file, not %s; to tokenize it, run data/tokenize --train-bpe 8192 (for "
             "pretrained weights --bpe --tokenizer FOLDER) -o PREFIX %s", name, is, name);
     }
@@ -437,8 +435,7 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
         die("%s: not %s: the first word is %d; expected %d%s%s", name, what, h.words[0],
             llmc_files[kind].magic, found < 0 ? "" : "; it is ",
             found >= 0            ? llmc_files[found].name
-            : kind == LLMC_TOKENS ? "; data/tokenize --tokens converts uint16 tokens without a "
-                                    "header, as written by nanoGPT"
+            : kind == LLMC_TOKENS ? "; data/tokenize --tokens converts headerless uint16 tokens"
                                   : "");
     }
     if (h.words[1] != versions[0] && h.words[1] != versions[1]) {
@@ -528,8 +525,8 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
 // sha256_blocks() in plain C. If the x86 version is compiled, only tests call it.
-__attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p,
-                                                        size_t count) {
+__attribute__((unused))
+static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p, size_t count) {
     for (; count > 0; count--, p += 64) {
         uint32_t a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
         uint32_t w[64];
@@ -565,7 +562,7 @@ static void sha256_add(Sha256 *s, const void *data, size_t bytes) {
     size_t held = s->bytes % 64;
     s->bytes += bytes;
     if (held > 0) {
-        size_t used = bytes < 64 - held ? bytes : 64 - held;
+        size_t used = min_i64(bytes, 64 - held);
         memcpy(s->block + held, p, used);
         if (held + used < 64) {
             return;
@@ -583,7 +580,7 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
     static const unsigned char padding[64] = {0x80};
     unsigned char length[8];
     for (int i = 0; i < 8; i++) {
-        length[i] = (unsigned char)(s->bytes * 8 >> (56 - 8 * i));
+        length[i] = s->bytes * 8 >> (56 - 8 * i);
     }
     sha256_add(s, padding, 64 - (s->bytes + 8) % 64);
     sha256_add(s, length, 8);
@@ -628,7 +625,7 @@ typedef struct {
     size_t offset, end;
     const char *fault;
 } Json;
-enum { JSON_DEPTH = 64, JSON_SCALAR = 64 };
+enum { JSON_SCALAR = 64 };
 
 static int json_fail(Json *j, const char *fault) {
     j->fault = j->fault ? j->fault : fault;
@@ -697,7 +694,7 @@ static void json_string(Json *j, char *out, size_t capacity) {
         }
         for (int i = 0; i < length && n + 1 < capacity; i++) {
             int bits = c >> 6 * (length - 1 - i), lead = 0xF00 >> length & 0xFF;
-            out[n++] = (char)(length == 1 ? c : i ? (bits & 63) | 128 : bits | lead);
+            out[n++] = length == 1 ? c : i ? (bits & 63) | 128 : bits | lead;
         }
     }
     if (capacity) {
@@ -769,7 +766,7 @@ static void json_skip_to(Json *j, int depth) {
     }
 }
 
-static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
+static void json_skip(Json *j) { json_skip_to(j, 64); }
 
 // Moves to the value at a path of keys, such as "model.vocab", in the object at offset `from`. If
 // a key is repeated, the last member is used, as in Python. Returns 0 if there is none.
@@ -847,7 +844,7 @@ static void json_text(FILE *f, const char *text, size_t length) {
         int utf8 = c > 126 ? utf8_length((const unsigned char *)text + i, length - i) : 0;
         if (utf8) {
             fwrite(text + i, 1, utf8, f);
-            i += (size_t)utf8 - 1;
+            i += utf8 - 1;
         } else if (c == '"' || c == '\\') {
             fprintf(f, "\\%c", c);
         } else if (c < 32 || c > 126) {
@@ -923,16 +920,16 @@ static void file_require(int ok, const char *file, const char *tensor, const cha
     }
 }
 
-static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t size,
-                              const char *name) {
+static void safetensors_start(Safetensors *f, Mapping map, const char *name) {
     uint64_t length = 0;
-    memcpy(&length, bytes, size < 8 ? 0 : 8);
-    if (length < 2 || length > 100000000 || length > size - 8) {
+    memcpy(&length, map.bytes, map.size < 8 ? 0 : 8);
+    if (length < 2 || length > 100000000 || length > map.size - 8) {
         die("%s: not a safetensors file: invalid header length of %" PRIu64 " bytes in a file of "
-            "%zu bytes", name, length, size);
+            "%zu bytes", name, length, map.size);
     }
     const size_t end = 8 + length;
-    const Safetensors opened = {name, {bytes, 8, end, NULL}, 0, bytes + end, size - end, 0};
+    const Safetensors opened = {name, {map.bytes, 8, end, NULL}, 0, map.bytes + end,
+                                map.size - end, 0};
     *f = opened;
 }
 
@@ -1003,8 +1000,7 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
     }
     json_end(j, f->name);
     if (f->tiling != hash_u64(f->size) - hash_u64(0)) {
-        die("%s: tensors overlap or do not cover all %" PRIu64 " bytes of data", f->name,
-            f->size);
+        die("%s: tensors overlap or do not cover all %" PRIu64 " bytes of data", f->name, f->size);
     }
     return 0;
 }

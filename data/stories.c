@@ -180,7 +180,7 @@ static size_t length;
 static int random_below(int n) {
     static uint64_t x = 2024;
     x = x * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (int)(((x >> 32) * (uint64_t)n) >> 32);
+    return (x >> 32) * n >> 32;
 }
 
 static void put(char c) { story[length++] = c; }
@@ -232,7 +232,7 @@ static void tell_slot(const char *slot) {
     size_t start = length;
     memcpy(name, slot, strcspn(slot, "}"));
     int capital = name[0] >= 'A' && name[0] <= 'Z', list = 0, index = 0;
-    name[0] = (char)(name[0] + (capital ? 'a' - 'A' : 0));
+    name[0] += capital ? 'a' - 'A' : 0;
     int article = strncmp(name, "a ", 2) == 0;
     char *word = name + 2 * article, *form = strchr(name, '.');
     if (form) {
@@ -258,7 +258,7 @@ static void tell_slot(const char *slot) {
     }
     tell(told);
     if (capital && story[start] >= 'a' && story[start] <= 'z') {
-        story[start] = (char)(story[start] + 'A' - 'a');
+        story[start] += 'A' - 'a';
     }
 }
 
@@ -273,7 +273,7 @@ static void tell(const char *p) {
             tell(part(p, '|', random_below(count(p))));
             p = behind(p, ']');
         } else {
-            put((char)(c == '\'' ? '"' : c));
+            put(c == '\'' ? '"' : c);
         }
     }
 }

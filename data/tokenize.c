@@ -1,14 +1,15 @@
 // data/tokenize.c -- converts text of any length to token shards for train_gpt2 (data/README.md).
-// |     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin,
-// data/mine_val.bin
-//     cat *.txt
-// data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
+//
+//     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin, data/mine_val.bin
+//     cat *.txt | data/tokenize --bytes --shard-tokens 100000000 -o data/mine -
 //     data/tokenize --train-bpe 8192 -o data/mine mine.txt   learns data/mine_merges.txt first
-// | Files are memory-mapped and split into blocks, which threads encode in parallel and write in
+//
+// Files are memory-mapped and split into blocks, which threads encode in parallel and write in
 // order. With --train-bpe, a first pass counts the distinct pre-tokens of the training text.
-// | 1. The shards do not depend on the number of threads, because each block starts at a position
-// that depends only on the text near a multiple of BLOCK_BYTES. Except at an unsafe cut
-// (CUT_BYTES), blocks give the same tokens as the whole file.
+//
+// 1. The shards do not depend on the number of threads, because each block starts at a position
+//    that depends only on the text near a multiple of BLOCK_BYTES. Except at an unsafe cut
+//    (CUT_BYTES), blocks give the same tokens as the whole file.
 // 2. A run writes either all of its files or none. Their names end in .part until all are complete.
 
 #include "files.c"
@@ -62,17 +63,13 @@ static double number(const char *option, double low, double high, int whole) {
 
 static Arguments parse_arguments(int argc, char **argv) {
     Arguments a = {.val_fraction = -1};
-    const struct option options[] = {{"bpe", no_argument, &a.bpe, 1},
-                                     {"bytes", no_argument, &a.bytes, 1},
-                                     {"tokens", no_argument, &a.tokens, 1},
-                                     {"documents", no_argument, &a.documents, 1},
-                                     {"train-bpe", required_argument, NULL, 'b'},
-                                     {"shard-tokens", required_argument, NULL, 's'},
-                                     {"val-fraction", required_argument, NULL, 'f'},
-                                     {"val-file", required_argument, NULL, 'v'},
-                                     {"tokenizer", required_argument, NULL, 't'},
-                                     {"help", no_argument, NULL, 'h'},
-                                     {NULL, 0, NULL, 0}};
+    const struct option options[] = {
+        {"bpe", no_argument, &a.bpe, 1}, {"bytes", no_argument, &a.bytes, 1},
+        {"tokens", no_argument, &a.tokens, 1}, {"documents", no_argument, &a.documents, 1},
+        {"train-bpe", required_argument, NULL, 'b'}, {"shard-tokens", required_argument, NULL, 's'},
+        {"val-fraction", required_argument, NULL, 'f'}, {"val-file", required_argument, NULL, 'v'},
+        {"tokenizer", required_argument, NULL, 't'}, {"help", no_argument, NULL, 'h'},
+        {NULL, 0, NULL, 0}};
     for (int c, i = 0; (c = getopt_long(argc, argv, "ho:", options, &i)) >= 0;) {
         if (c == 'h') {
             fputs(usage_text, stdout);
@@ -219,13 +216,11 @@ static int document_begins(const Part *part, size_t offset) {
 static size_t split_at(const Part *file, size_t offset, int documents) {
     if (documents && offset > 0) {
         const size_t from = offset > MARKER_BYTES ? offset - MARKER_BYTES : 0;  // within a marker?
-        const char *found = (const char *)memmem(file->bytes + from, file->size - from, marker,
-                                                 MARKER_BYTES);
+        const char *found =
+            (const char *)memmem(file->bytes + from, file->size - from, marker, MARKER_BYTES);
         return found ? (size_t)(found - file->bytes) + MARKER_BYTES : file->size;
     }
-    for (int i = 0; i < 3 && offset < file->size &&
-                    ((unsigned char)file->bytes[offset] & 0xC0) == 0x80;
-         i++) {
+    for (int i = 0; i < 3 && offset < file->size && (file->bytes[offset] & 0xC0) == 0x80; i++) {
         offset++;
     }
     return offset;
@@ -254,14 +249,14 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
         size += files[i].size;
         for (int k = 0; k < i; k++) {
             if (files[k].size == files[i].size && file_same(files[k].name, name)) {
-                die("%s is given twice, also as %s", name, files[k].name);
+                die("%s and %s are the same file", files[k].name, name);
             }
         }
     }
-    int64_t train = (int64_t)((double)size * (1 - (a->val_fraction >= 0 ? a->val_fraction : 0.1)));
+    int64_t train = size * (1 - (a->val_fraction >= 0 ? a->val_fraction : 0.1));
     train = a->val_file ? size - (int64_t)files[count - 1].size : train;
-    texts[0].parts = (Part *)alloc_zero((size_t)count, sizeof(Part));
-    texts[1].parts = (Part *)alloc_zero((size_t)count, sizeof(Part));
+    texts[0].parts = (Part *)alloc_zero(count, sizeof(Part));
+    texts[1].parts = (Part *)alloc_zero(count, sizeof(Part));
     for (int i = 0; i < count; i++) {
         const Part *file = &files[i];
         size_t cut = min_i64(max_i64(train, 0), file->size);
@@ -447,7 +442,7 @@ static void word_merge(Learner *l, uint32_t word, int a, int b, int id) {
             pair_change(l, b, s[i + 2], word, -times);
             pair_change(l, id, s[i + 2], word, times);
         }
-        s[kept++] = (uint16_t)id;
+        s[kept++] = id;
         i++;
     }
     l->lengths[word] = kept;
@@ -462,7 +457,7 @@ static void learner_open(Learner *l, const Bpe *bpe, const WordTable *t) {
         const Word *w = &t->words[i];
         l->lengths[i] = w->bytes;
         for (uint32_t k = 0; k < w->bytes; k++) {
-            l->symbols[w->offset + k] = (uint16_t)bpe_rank(bpe, t->text + w->offset + k, 1);
+            l->symbols[w->offset + k] = bpe_rank(bpe, t->text + w->offset + k, 1);
             if (k > 0) {
                 pair_change(l, l->symbols[w->offset + k - 1], l->symbols[w->offset + k], i,
                             w->count);
@@ -501,7 +496,7 @@ static int bpe_learn(Bpe *bpe, WordTable *words, int merges) {
             die("--train-bpe: after %d merges, the tokens take %u bytes in total; the limit is %d",
                 done, bpe->start[id], BPE_TEXT);
         }
-        bpe->splits[id] = (uint16_t)n;
+        bpe->splits[id] = n;
         const uint32_t first = l->pair_count;
         for (uint32_t i = 0; i < pair.word_count; i++) {
             word_merge(l, pair.words[i], a, b, id);
@@ -601,8 +596,7 @@ static void sink_finish(Sink *s) {
     char hash[SHA256_TEXT];
     int32_t header[LLMC_HEADER_BYTES / 4] = {
         llmc_files[LLMC_TOKENS].magic, 1, (int32_t)s->shard_tokens, t->vocabulary, t->kind,
-        (int32_t)__builtin_bswap32((uint32_t)(named >> 32)),
-        (int32_t)__builtin_bswap32((uint32_t)named)};
+        (int32_t)__builtin_bswap32(named >> 32), (int32_t)__builtin_bswap32(named)};
     sha256_add(&s->sha, header, sizeof header);
     sha256_end(&s->sha, hash);
     memcpy(header + SHARD_SHA256, s->sha.h, sizeof s->sha.h);
@@ -651,8 +645,7 @@ static void sink_check_others(const Sink *s, int64_t shards) {
     for (int i = 0; i < 2; i++) {
         const int ours = i == 1 && !numbered && shards > 0;
         if (!ours && access(path[i], F_OK) == 0) {
-            die("%s is left over from an earlier run on a different text; remove it first",
-                path[i]);
+            die("%s is left over from an earlier run on a different text; remove it", path[i]);
         }
     }
 }
@@ -691,7 +684,7 @@ static const char *block_problem(const Coder *coder, const Part *part, size_t be
         uint16_t token;
         memcpy(&token, part->bytes + i, 2);
         if (token >= coder->tokenizer.vocabulary) {
-            return "has tokens outside the vocabulary; use --tokenizer FILE if it is not GPT-2's";
+            return "has tokens outside the vocabulary of --tokenizer (default: GPT-2's)";
         }
     }
     if (!coder->tokens && memchr(text, 0, end - begin)) {
@@ -714,7 +707,7 @@ static int64_t coder_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     }
     if (coder->tokens) {
         memcpy(tokens, text, n);
-        return (int64_t)n / 2;
+        return n / 2;
     }
     if (coder->tokenizer.kind != TOKENIZER_BYTES) {
         return bpe_encode_all(encoder, text, n, 0, tokens);
@@ -732,8 +725,8 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
     int64_t count = 0;
     int starts = coder->documents && document_begins(part, begin);
     while (text) {
-        const char *found = coder->documents ? (const char *)memmem(text, stop - text,
-                                                                    marker, MARKER_BYTES) : NULL;
+        const char *found =
+            coder->documents ? (const char *)memmem(text, stop - text, marker, MARKER_BYTES) : NULL;
         const char *until = found ? found : stop;
         const int ends = found || (coder->documents && end == part->size);
         while (starts && text < until && is_blank(*text)) {
@@ -743,7 +736,7 @@ static int64_t block_encode(const Coder *coder, BpeEncoder *encoder, WordTable *
             until--;
         }
         if (starts && text < until) {
-            tokens[count++] = (uint16_t)coder->tokenizer.end;
+            tokens[count++] = coder->tokenizer.end;
             starts = 0;
         }
         count += coder_encode(coder, encoder, words, text, until - text, tokens + count);
@@ -786,8 +779,8 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
                     tokens = (uint16_t *)grow(tokens, capacity * sizeof *tokens);
                 }
                 problem = block_problem(coder, &parts[part], begin, end);
-                n = problem ? 0 : block_encode(coder, &encoder, &words, &parts[part], begin, end,
-                                               tokens);
+                n = problem ? 0
+                    : block_encode(coder, &encoder, &words, &parts[part], begin, end, tokens);
             }
             #pragma omp ordered
             if (!stop_signal) {
@@ -817,8 +810,8 @@ static void corpus_encode(const Coder *coder, Sink *sink, const Corpus *text) {
 // Writes the tokenizer to PREFIX_merges.txt, PREFIX_vocab.json and PREFIX_tokenizer_config.json.
 // All three are always written, so that they match.
 static void tokenizer_write(const Bpe *bpe, const char *prefix) {
-    static const char *const names[TOKENIZER_FILES] = {"merges.txt", "vocab.json",
-                                                       "tokenizer_config.json"};
+    static const char *const names[TOKENIZER_FILES] = {
+        "merges.txt", "vocab.json", "tokenizer_config.json"};
     for (int file = 0; file < TOKENIZER_FILES; file++) {
         char path[PATH_BYTES];
         size_t size;

@@ -35,8 +35,8 @@ typedef struct {
     Token end;             // end-of-text token, or -1
     uint64_t hash;         // first 8 bytes of a SHA-256 (bpe_identify), or 0 if unknown
 } Tokenizer;
-static const Tokenizer gpt2_tokenizer = {TOKENIZER_GPT2, GPT2_VOCABULARY, GPT2_END_OF_TEXT,
-                                         0x1CE1664773C50F3Eu};
+static const Tokenizer gpt2_tokenizer = {
+    TOKENIZER_GPT2, GPT2_VOCABULARY, GPT2_END_OF_TEXT, 0x1CE1664773C50F3Eu};
 static const Tokenizer byte_tokenizer = {TOKENIZER_BYTES, BYTE_VOCABULARY, BYTE_VOCABULARY - 1, 1};
 
 // Returns whether two tokenizers agree. An unknown one agrees with any other of the same size.
@@ -104,9 +104,9 @@ static void class_runs(unsigned char classes[CLASSES], const char *runs, int kin
     for (int inside = 0; *runs; inside = !inside) {
         uint32_t count = 0;
         for (; *runs - '#' >= 76; runs++) {
-            count = count * 16 + (*runs - '#' - 76) + 1;
+            count = count * 16 + *runs - '#' - 75;
         }
-        count = count * 76 + (*runs++ - '#');
+        count = count * 76 + *runs++ - '#';
         memset(classes + code, kind, inside ? count : 0);
         code += count;
     }
@@ -213,8 +213,8 @@ static int bpe_number(Bpe *bpe, int rank, int64_t id) {
         (bpe->ids[rank] != NO_ID && bpe->ids[rank] != id)) {
         return 0;
     }
-    bpe->ids[rank] = (uint16_t)id;
-    bpe->ranks[id] = (uint16_t)(rank + 1);
+    bpe->ids[rank] = id;
+    bpe->ranks[id] = rank + 1;
     return 1;
 }
 
@@ -240,7 +240,7 @@ static void bpe_begin(Bpe *bpe) {
         bpe->classes[c] = is_space(c) ? (unsigned char)CLASS_SPACE : bpe->classes[c];
     }
     for (int b = 0; b < 256; b++) {
-        bpe->byte_of[byte_character(b)] = (int16_t)b;
+        bpe->byte_of[byte_character(b)] = b;
     }
     for (int c = 0; c < BYTE_CHARACTERS; c++) {
         const char byte = bpe->byte_of[c];
@@ -258,7 +258,7 @@ static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsig
         return bpe->classes[*p];
     }
     uint32_t c;
-    *length = utf8_decode(&c, p, (size_t)(end - p));
+    *length = utf8_decode(&c, p, end - p);
     return c < CLASSES ? bpe->classes[c] : (int)CLASS_OTHER;
 }
 
@@ -386,7 +386,7 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, u
     check(n < UINT32_MAX, "a pre-token of %zu bytes", n);
     e->limit = limit;
     if (n > e->capacity) {
-        e->capacity = n > 4096 ? n : 4096;
+        e->capacity = max_i64(n, 4096);
         e->nodes = (BpeNode *)grow(e->nodes, e->capacity * sizeof(BpeNode));
     }
     for (uint32_t i = 0; i < n; i++) {
@@ -415,7 +415,7 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, int limit, u
     }
     int64_t count = 0;
     for (uint32_t i = 0; i < n; i = e->nodes[i].next) {
-        out[count++] = (uint16_t)bpe_rank(e->bpe, text + i, e->nodes[i].next - i);
+        out[count++] = bpe_rank(e->bpe, text + i, e->nodes[i].next - i);
     }
     return count;
 }
@@ -427,7 +427,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     for (size_t length; p < end; p += length) {
         uint64_t key[4] = {0};  // key[3] stays 0 if the pre-token is too long to cache
         BpeWord *word = e->words;
-        length = (pretoken_end(e->bpe, p, end) - p);
+        length = pretoken_end(e->bpe, p, end) - p;
         if (length <= WORD_BYTES) {
             memcpy(key, p, length);
             key[3] |= (uint64_t)length << 56;
@@ -451,7 +451,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
         if (key[3] && count <= WORD_TOKENS) {
             memcpy(word->key, key, sizeof key);
             memcpy(word->tokens, to, count * sizeof(uint16_t));
-            word->count = (uint16_t)count;
+            word->count = count;
         }
         to += count;
     }
@@ -494,7 +494,7 @@ static size_t token_characters(char out[2 * BPE_LONGEST], const char *bytes, int
         if (c >= 128) {
             out[length++] = 192 | c >> 6;
         }
-        out[length++] = (c < 128 ? c : 128 | (c & 63));
+        out[length++] = c < 128 ? c : 128 | (c & 63);
     }
     return length;
 }
@@ -526,10 +526,8 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
         }
     }
     if (file == FILE_OF_ROLES) {
-        json_print(f, length ? "'tokenizer_class': 'GPT2Tokenizer', 'add_prefix_space': false, "
-                               "'model_max_length': %d"
-                             : "'tokenizer_class': 'GPT2Tokenizer', 'add_prefix_space': false",
-                   length);
+        json_print(f, "'tokenizer_class': 'GPT2Tokenizer', 'add_prefix_space': false");
+        json_print(f, length ? ", 'model_max_length': %d" : "", length);
         for (int i = 0; bpe->tokenizer.end >= 0 && i < 3; i++) {
             static const char *const roles[] = {"bos", "eos", "unk"};
             const int n = bpe_bytes(bpe, bpe->ranks[bpe->tokenizer.end] - 1, &bytes);
@@ -603,9 +601,9 @@ static int word_bytes(const Bpe *bpe, char *out, int most, const char *text, siz
     return n;
 }
 
-// Adds the merge "left right" on line `line` of the file. Fails if earlier merges prevent it from
-// ever being applied. bpe_merge() could still form the token from other parts, whereas programs
-// that look up the pair itself would not.
+// Adds the merge "left right" from line `line` of the file. Fails if earlier merges prevent it from
+// ever being applied. bpe_merge() looks up concatenated bytes, so it could still form the token
+// from another pair, but other programs, which look up pairs, would not.
 static void merge_read(BpeReader *r, const char *text, size_t length, int line) {
     Bpe *bpe = r->bpe;
     char both[BPE_LONGEST];
@@ -619,16 +617,16 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
         die("%s:%d: expected two tokens in GPT-2's byte alphabet with at most %d bytes in total",
             r->name, line, BPE_LONGEST);
     }
-    const size_t n = left + (size_t)right;
-    if (bpe_rank(bpe, both, (size_t)left) < 0 || bpe_rank(bpe, both + left, right) < 0 ||
+    const size_t n = left + right;
+    if (bpe_rank(bpe, both, left) < 0 || bpe_rank(bpe, both + left, right) < 0 ||
         bpe_rank(bpe, both, n) >= 0) {
         die("%s:%d: a merge must join two earlier tokens into a new one", r->name, line);
     }
     if (bpe_merge(&r->encoder, both, n, bpe->count, two) != 2 ||
         bpe_bytes(bpe, two[0], &bytes) != left) {
-        die("%s:%d: this merge can never apply, as earlier merges take precedence", r->name, line);
+        die("%s:%d: this merge never applies, because earlier merges come first", r->name, line);
     }
-    bpe->splits[bpe->count] = (uint16_t)left;
+    bpe->splits[bpe->count] = left;
     if (bpe->count == MAX_VOCABULARY - 1 || !bpe_add(bpe, both, n)) {
         die("%s:%d: too many merges; expected at most %d merges and %d bytes in total", r->name,
             line, MAX_VOCABULARY - MIN_VOCABULARY, BPE_TEXT);
@@ -723,17 +721,17 @@ static void json_merges_read(BpeReader *r, Json j) {
     json_check(&j, r->name);
 }
 
-// Reads the merges, ids and ends of text from a tokenizer.json (`whole`), config.json,
-// generation_config.json or tokenizer_config.json. Fails if a setting would change the tokens.
+// Reads merges, token ids and end-of-text tokens from a tokenizer.json (if `whole` is set) or from
+// a config.json, generation_config.json or tokenizer_config.json. Fails if a setting would change
+// the tokens.
 static void tokenizer_json_read(BpeReader *r, Json j, int whole) {
     static const char *const settings[][2] = {
         {"special", "true"}, {"add_prefix_space", "false"}, {"add_bos_token", "false"},
-        {"model.type", "BPE"}, {"model.dropout", "0|null"},
-        {"model.byte_fallback", "false"}, {"model.continuing_subword_prefix", "|null"},
-        {"model.end_of_word_suffix", "|null"}, {"model.ignore_merges", "false"},
-        {"normalizer", "null"}, {"pre_tokenizer.type", "ByteLevel"},
-        {"pre_tokenizer.add_prefix_space", "false"}, {"pre_tokenizer.use_regex", "true"},
-        {"post_processor.special_tokens", "{}"},
+        {"model.type", "BPE"}, {"model.dropout", "0|null"}, {"model.byte_fallback", "false"},
+        {"model.continuing_subword_prefix", "|null"}, {"model.end_of_word_suffix", "|null"},
+        {"model.ignore_merges", "false"}, {"normalizer", "null"},
+        {"pre_tokenizer.type", "ByteLevel"}, {"pre_tokenizer.add_prefix_space", "false"},
+        {"pre_tokenizer.use_regex", "true"}, {"post_processor.special_tokens", "{}"},
         {"post_processor.type", "ByteLevel|TemplateProcessing"}};
     enum { SETTINGS = sizeof settings / sizeof *settings };
     static const char *const lists[] = {"added_tokens", "added_tokens_decoder"};
@@ -789,7 +787,7 @@ static void bpe_set_end(Bpe *bpe, int64_t id, const char *eos) {
         const int rank = token_rank(bpe, names[i], strlen(names[i]));
         id = rank < 0 || bpe->ids[rank] == NO_ID ? -1 : bpe->ids[rank];
     }
-    bpe->tokenizer.end = (Token)id;
+    bpe->tokenizer.end = id;
 }
 
 // Reads a tokenizer from a folder with tokenizer.json, merges.txt or vocab.bpe, or from one of
@@ -865,7 +863,7 @@ static int bpe_find(char path[PATH_BYTES], const char *asked, const char *shard)
 static int token_text(char out[BPE_LONGEST], const Tokenizer *t, const Bpe *bpe, Token token) {
     if (t->kind == TOKENIZER_BYTES) {
         out[0] = token;
-        return token < t->end ? 1 : 0;
+        return token < t->end;
     }
     if (!bpe) {
         return snprintf(out, BPE_LONGEST, "%d ", token);
@@ -913,10 +911,9 @@ static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, 
 // Returns the tokenizer named in the header of a token or evaluation file. llm.c's files, which
 // name none, always have GPT-2's tokens.
 static Tokenizer tokenizer_of_header(const LlmcHeader *h, int vocabulary) {
-    const uint32_t first = h->words[5], second = h->words[6];
     Tokenizer t = h->words[4] == TOKENIZER_BYTES ? byte_tokenizer : gpt2_tokenizer;
     if (h->words[4] == TOKENIZER_MERGES) {
-        t.hash = (uint64_t)__builtin_bswap32(first) << 32 | __builtin_bswap32(second);
+        t.hash = (uint64_t)__builtin_bswap32(h->words[5]) << 32 | __builtin_bswap32(h->words[6]);
     }
     t.kind = h->words[4];
     t.vocabulary = vocabulary ? vocabulary : t.vocabulary;
@@ -926,8 +923,7 @@ static Tokenizer tokenizer_of_header(const LlmcHeader *h, int vocabulary) {
 
 static void shard_open(Shard *shard, const char *path) {
     static const int sizes[][2] = {{GPT2_VOCABULARY, GPT2_VOCABULARY},
-                                   {BYTE_VOCABULARY, BYTE_VOCABULARY},
-                                   {MIN_VOCABULARY, MAX_VOCABULARY}};
+        {BYTE_VOCABULARY, BYTE_VOCABULARY}, {MIN_VOCABULARY, MAX_VOCABULARY}};
     unsigned char header[LLMC_HEADER_BYTES] = {0};
     int64_t size = 0;
     path_print(shard->path, "%s", path);
@@ -1012,7 +1008,7 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         die("%s: example %d: unexpected end of file", f->name, number);
     }
     const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
-    const size_t most = available < f->longest_bytes ? available : f->longest_bytes;
+    const size_t most = min_i64(available, f->longest_bytes);
     if (start != EVAL_START || index != number || (size_t)bytes > most) {
         die("%s: example %d: start word %d, index %d, size %d bytes; expected %d, %d and at most "
             "%zu", f->name, number, start, index, bytes, EVAL_START, number, most);
@@ -1031,8 +1027,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         tokens->count = space >= 0 ? eval_word(p, position) : 0;
         tokens->words = p + 2 * (position + 1);
         if (tokens->count < 1 || tokens->count > space) {
-            die("%s: example %d: text %d (0 is the context) has %d tokens, but at most %d fit into "
-                "the example", f->name, number, k, tokens->count, space > 0 ? space : 0);
+            die("%s: example %d: text %d (0 is the context) has %d tokens; expected 1 to %d",
+                f->name, number, k, tokens->count, space);
         }
         for (int i = 0; i < tokens->count; i++) {
             if (eval_word(tokens->words, i) >= f->vocabulary) {
@@ -1044,8 +1040,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         x->longest = k && tokens->count > x->longest ? tokens->count : x->longest;
     }
     if (2 * position != bytes) {
-        die("%s: example %d: the size is %d bytes, but the contents take only %d", f->name,
-            number, bytes, 2 * position);
+        die("%s: example %d: the size is %d bytes, but the contents take only %d", f->name, number,
+            bytes, 2 * position);
     }
     return bytes;
 }
@@ -1060,16 +1056,14 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
         die("%s: the header gives %d examples of up to %d bytes; expected 1 to 65535 for both",
             name, examples, longest_bytes);
     }
-    const EvalFile file = {.name = name, .bytes = bytes, .size = size,
-                           .longest_bytes = (size_t)longest_bytes, .examples = examples,
-                           .vocabulary = vocabulary,
-                           .tokenizer = tokenizer_of_header(&h, h.words[7])};
+    const EvalFile file = {name, bytes, size, (size_t)longest_bytes, examples, vocabulary,
+                           tokenizer_of_header(&h, h.words[7]), 0, 0, 0};
     *f = file;
     if (f->tokenizer.kind == TOKENIZER_GPT2 && vocabulary < GPT2_VOCABULARY) {
         memset(&f->tokenizer, 0, sizeof f->tokenizer);  // unknown: all ids are too low for llm.c's
     }
     size_t offset = LLMC_HEADER_BYTES;
-    for (int i = 0; i < f->examples; i++) {
+    for (int i = 0; i < examples; i++) {
         EvalExample x;
         offset += eval_example(&x, f, offset, i);
         f->longest_row = max_i64(f->longest_row, x.texts[0].count + x.longest);
@@ -1079,7 +1073,6 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
         }
     }
     if (offset != size) {
-        die("%s: %zu trailing bytes after the last of %d examples", name, size - offset,
-            f->examples);
+        die("%s: %zu trailing bytes after the last of %d examples", name, size - offset, examples);
     }
 }

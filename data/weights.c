@@ -1,5 +1,6 @@
 // data/weights.c -- GPT-2 weights in the file formats of Hugging Face and llm.c.
-// | Part of train_gpt2.c (chapter Weights and checkpoints). Reads llm.c's .bin files and Hugging
+//
+// Part of train_gpt2.c (chapter Weights and checkpoints). Reads llm.c's .bin files and Hugging
 // Face's config.json and model.safetensors, which may be split into parts, and writes safetensors.
 // Hugging Face stores a block's weight matrices as (in, out), the transpose of the layout in
 // memory, and wte without padding rows.
@@ -86,7 +87,7 @@ static int file_tensor_find(const char *name, int L, int *layer) {
 static void safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
-    safetensors_start(&f, map->bytes, map->size, name);
+    safetensors_start(&f, *map, name);
     while (safetensors_next(&f, &t)) {
         int layer, i = file_tensor_find(t.name, m->L, &layer);
         file_require(i >= 0, name, t.name, "not part of a GPT-2 model with this number of layers");
@@ -132,8 +133,7 @@ static void spans_complete(Span *spans, const Model *m, const char *name) {
 
 // Parses a Hugging Face config.json: the sizes and the tokenizer that config_save() wrote. Rejects
 // settings with which the same weights would compute a different function.
-static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, size_t size,
-                         const char *name) {
+static void config_parse(Model *m, Tokenizer *t, Mapping map, const char *name) {
     enum { SIZES = 5, INNER = SIZES };
     static const char *const sizes[INNER + 1][2] = {
         {"n_layer", "num_hidden_layers"}, {"n_head", "num_attention_heads"},
@@ -144,7 +144,7 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
         {"layer_norm_epsilon", "1e-05"}, {"tie_word_embeddings", "true"},
         {"scale_attn_weights", "true"}, {"scale_attn_by_inverse_layer_idx", "false"},
         {"add_cross_attention", "false"}};
-    Json j = {bytes, 0, size, NULL};
+    Json j = {map.bytes, 0, map.size, NULL};
     int64_t value[INNER + 1];
     char text[64] = "";
     memset(m, 0, sizeof *m);
@@ -184,8 +184,8 @@ static void config_parse(Model *m, Tokenizer *t, const unsigned char *bytes, siz
 
 // Parses the header of an llm.c model file. Returns the element type: fp32 for version 3 or bf16
 // for version 5. The tensors follow in the order of tensor_table, each with all of its layers.
-static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
-    LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
+static int llmc_model(Model *m, Mapping map, const char *name) {
+    LlmcHeader h = llmc_header(LLMC_MODEL, map.bytes, map.size, name);
     const int type = h.words[1] == 3 ? FILE_F32 : FILE_BF16;
     memset(m, 0, sizeof *m);
     m->maxT = h.words[2];
@@ -196,9 +196,9 @@ static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const c
     model_require(m, name, 1, 65536);
     model_set_vocabulary(m, m->V);
     int64_t want = LLMC_HEADER_BYTES + model_elements(m) * file_types[type].bytes;
-    if (h.words[7] != m->Vp || (int64_t)size != want) {
+    if (h.words[7] != m->Vp || (int64_t)map.size != want) {
         die("%s: the size is %zu bytes with %d padded rows; this shape requires %" PRId64 " bytes "
-            "with %d padded rows", name, size, h.words[7], want, m->Vp);
+            "with %d padded rows", name, map.size, h.words[7], want, m->Vp);
     }
     return type;
 }
@@ -224,9 +224,8 @@ static void model_file_beside(char path[PATH_BYTES], const ModelFile *f, const c
 typedef char PartNames[MODEL_FILES][256];
 
 // Reads the part names from model.safetensors.index.json. Returns the number of parts.
-static int index_parse(PartNames names, const unsigned char *bytes, size_t size,
-                       const char *path) {
-    Json j = {bytes, 0, size, NULL};
+static int index_parse(PartNames names, Mapping map, const char *path) {
+    Json j = {map.bytes, 0, map.size, NULL};
     char name[256];
     int count = 0;
     json_skip(&j);
@@ -289,8 +288,8 @@ static void weights_map(ModelFile *f, const char *path) {
     path_print(index, "%s.index.json", whole);
     const int in_parts = is_folder && access(whole, F_OK) != 0;
     const int has_index = in_parts && mapping_open(&map, index) == 0;
-    const int count = !in_parts ? 1 : has_index ? index_parse(names, map.bytes, map.size, index)
-                                                : parts_list(names, path);
+    const int count = !in_parts ? 1
+                      : has_index ? index_parse(names, map, index) : parts_list(names, path);
     if (has_index) {
         mapping_close(&map);
     }
@@ -308,23 +307,23 @@ static void weights_map(ModelFile *f, const char *path) {
 // path of such a model.safetensors, or an llm.c file. Fails on any error.
 static void model_file_open(ModelFile *f, const char *path) {
     char config[PATH_BYTES];
-    Mapping map;
     memset(f, 0, sizeof *f);
     weights_map(f, path);
-    if (llmc_kind(f->maps[0].bytes, f->maps[0].size) >= 0) {
-        int type = llmc_model(&f->model, f->maps[0].bytes, f->maps[0].size, f->name);
+    Mapping map = f->maps[0];
+    if (llmc_kind(map.bytes, map.size) >= 0) {
+        int type = llmc_model(&f->model, map, f->name);
         f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
-        llmc_spans(f->spans, &f->model, f->maps[0].bytes, type);
+        llmc_spans(f->spans, &f->model, map.bytes, type);
         f->tokenizer = f->model.V == GPT2_VOCABULARY ? gpt2_tokenizer : f->tokenizer;
         return;
     }
-    text_refuse(f->maps[0].bytes, f->maps[0].size, f->name, "weights");
+    text_refuse(map.bytes, map.size, f->name, "weights");
     model_file_beside(config, f, "config.json");
     if (mapping_open(&map, config) != 0) {
         die("--model (-e): cannot open %s: %s; config.json must be next to the weights",
             config, file_error());
     }
-    config_parse(&f->model, &f->tokenizer, map.bytes, map.size, config);
+    config_parse(&f->model, &f->tokenizer, map, config);
     mapping_close(&map);
     f->transposed = 1;
     f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));

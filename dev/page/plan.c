@@ -60,7 +60,7 @@ static void tables_print(void) {
     const char *separator = "";
     printf("],\n\"minimum\":[");  // options that --minimum chooses
     for (int i = 0; i < OPTION_ROWS; i++) {
-        if (option_rows[i].commands & CHOSEN) {
+        if (option_rows[i].flags & CHOSEN) {
             json_print(stdout, "%s'%s'", separator, option_rows[i].name);
             separator = ",";
         }

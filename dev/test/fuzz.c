@@ -153,7 +153,7 @@ static void require_spans(const Model *m) {
 
 static void target_llmc(const unsigned char *bytes, size_t size) {
     Model m;
-    int type = llmc_model(&m, bytes, size, "model.bin");
+    int type = llmc_model(&m, (Mapping){bytes, size}, "model.bin");
     require_allowed(&m);
     FACT(type == FILE_F32 || type == FILE_BF16);
     llmc_spans(fuzz_spans, &m, bytes, type);
@@ -175,13 +175,13 @@ static void target_weights(const unsigned char *bytes, size_t size) {
 static void target_config(const unsigned char *bytes, size_t size) {
     Model m;
     Tokenizer t;
-    config_parse(&m, &t, bytes, size, "config.json");
+    config_parse(&m, &t, (Mapping){bytes, size}, "config.json");
     require_allowed(&m);
 }
 
 static void target_index(const unsigned char *bytes, size_t size) {
     static PartNames names;
-    const int count = index_parse(names, bytes, size, "index.json");
+    const int count = index_parse(names, (Mapping){bytes, size}, "index.json");
     FACT(count >= 0 && count <= MODEL_FILES);
     for (int i = 0; i < count; i++) {
         FACT(names[i][0] && memchr(names[i], 0, sizeof names[i]) && !strchr(names[i], '/'));
@@ -246,7 +246,7 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
     size_t count = 0;
     Safetensors f;
     FileTensor t;
-    safetensors_start(&f, bytes, size, "x.safetensors");
+    safetensors_start(&f, (Mapping){bytes, size}, "x.safetensors");
     touch(f.data, f.size);
     FACT(f.data + f.size == bytes + size);
     while (safetensors_next(&f, &t)) {
@@ -284,7 +284,7 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
 
 static void target_manifest(const unsigned char *bytes, size_t size) {
     static Manifest manifest;
-    const char *fault = manifest_parse(&manifest, bytes, size);
+    const char *fault = manifest_parse(&manifest, (Mapping){bytes, size});
     FACT(manifest.ranks >= 1 && manifest.ranks <= MAX_RANKS);
     for (int i = 0; !fault && i < CHECKPOINT_FILES; i++) {
         const ManifestRow *row = &manifest.files[i];

@@ -10,8 +10,7 @@ import pytest
 
 TOP = Path(__file__).parents[2]
 TINY = "-i train.bin -e l2h2c16t16 -b 2 "
-ALL, FULL = ("" if os.environ.get(name, "0") == "0" else os.environ[name]
-             for name in ("ALL", "FULL"))
+ALL, FULL = (re.sub("^0$", "", os.environ.get(name, "")) for name in ("ALL", "FULL"))
 LIMIT_S = 3600 if FULL else 300  # what takes longer hangs, however busy the machine is
 path = None  # of the program under test
 cpu_path = None  # of the CPU program
@@ -38,13 +37,12 @@ def words(arguments, under=""):
     return [*under.split(), path, *(word for word in arguments.split(" ") if word)]
 
 
-def start(arguments, under="", env={}, before=None, stdin=subprocess.DEVNULL,
-          stdout=subprocess.PIPE, stderr=subprocess.PIPE):
-    """Starts the program. A list is used as the argv."""
+def start(arguments, under="", env={}, before=None, **more):
+    """Starts the program. A list is used as the argv; `more` are arguments of Popen."""
     argv = words(arguments, under) if isinstance(arguments, str) else arguments
-    started.append(subprocess.Popen(
-        argv, env={**os.environ, **env}, preexec_fn=before, stdin=stdin, stdout=stdout,
-        stderr=stderr, text=True, errors="surrogateescape"))
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started.append(subprocess.Popen(argv, env={**os.environ, **env}, preexec_fn=before, text=True,
+                                    errors="surrogateescape", **{**pipes, **more}))
     return started[-1]
 
 
@@ -97,6 +95,37 @@ def wait_until(done):
     while not done():
         assert time.monotonic() < end, "not within %d s" % LIMIT_S
         time.sleep(0.001)
+
+
+def written(path):
+    return Path(path).read_text() if Path(path).exists() else ""
+
+
+def wait_for(text, path="out/log.jsonl"):
+    wait_until(lambda: text in written(path))
+    time.sleep(0.01)
+
+
+def begin(arguments, text="\ndevice ", **more):
+    """Starts a run with its stdout in the file `stdout`, and waits until `text` is in it."""
+    with open("stdout", "w") as out:
+        process = start(arguments, stdout=out, **more)
+    wait_for(text, "stdout")
+    return process
+
+
+def stopped(process, number):
+    """Sends a signal and waits for the end. Returns status, stdout and stderr."""
+    process.send_signal(number)
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+def script(path, text):
+    """Writes an executable file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 def full_disk(size):

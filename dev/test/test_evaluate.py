@@ -122,7 +122,7 @@ def test_eval_tokens(data):
         name.replace("val", "train"), name)
     for batch in 1, 2:
         succeeds(train % (batch, batch))
-        loss, = [e["val_loss"] for e in log("out%d" % batch) if "val_loss" in e]
+        loss, = series("val_loss", "out%d" % batch)
         for b in 1, 5, 40:
             got = query("-e out1 --eval %s -b %d" % (name, b))
             assert got["loss"] == pytest.approx(loss, rel=1e-6)
@@ -142,6 +142,5 @@ def test_eval_tokens(data):
     assert tokens.count(len(size) - 1) > 1
     bytes_ = sum(size[t] for t in tokens[1:16 * windows + 1])
     assert got["nats_per_byte"] == pytest.approx(got["loss"] * got["tokens"] / bytes_)
-    succeeds("-e out1 --eval " + name, "%s: %d tokens, loss %.4f, perplexity %.2f, %.4f nats per "
-             "byte\n" % (name, got["tokens"], *(got[k] for k in ("loss", "perplexity",
-                                                                "nats_per_byte"))))
+    succeeds("-e out1 --eval " + name, name + ": %(tokens)d tokens, loss %(loss).4f, perplexity "
+             "%(perplexity).2f, %(nats_per_byte).4f nats per byte\n" % got)

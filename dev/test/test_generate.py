@@ -142,12 +142,10 @@ def test_whole_prompt():
 
 def test_signal():
     """A signal or closed pipe ends --generate like any program; a full disk is an error."""
-    with open("stdout", "w") as out:
-        process = start("--generate -e l2h2c64t64 -g 1000000 --temperature 2", stdout=out,
-                        before=default_signal())
+    process = begin("--generate -e l2h2c64t64 -g 1000000 --temperature 2", "",
+                    before=default_signal())
     wait_until(lambda: os.path.getsize("stdout") > 200)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT_S) == -signal.SIGINT
+    assert stopped(process, signal.SIGINT)[0] == -signal.SIGINT
     reader, writer = os.pipe()
     os.close(reader)
     assert run("--generate -e l1h1c8t16 -g 100000", stdout=writer).status == -signal.SIGPIPE

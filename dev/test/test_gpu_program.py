@@ -7,6 +7,7 @@ pytestmark = pytest.mark.gpu
 emulated = pytest.mark.emulated
 EVERY_STATE = "weights,gradients,moments,master,residuals"
 SMALL = "-i train.bin -e l1h1c16t16 -b 2 "
+losses = functools.partial(series, "loss")
 
 
 @pytest.fixture(autouse=True)
@@ -14,10 +15,6 @@ def untuned(request, monkeypatch):
     """On a GPU, tests share a cache, because each would time the algorithms of fifty matmuls."""
     if not is_emulated():
         monkeypatch.setenv("XDG_CACHE_HOME", str(request.config.rootpath / "../../build/cache"))
-
-
-def losses(folder="out"):
-    return [event["loss"] for event in log(folder) if "loss" in event]
 
 
 def total(options, **more):
@@ -123,9 +120,7 @@ def test_host_memory():
 @emulated
 def test_header():
     """An emulated run prints its settings at once; a second signal ends it during the start."""
-    with open("stdout", "w") as out:
-        process = start("-i train.bin -e l6h6c384t64 -b 4", stdout=out)
-    wait_until(lambda: "\ncommand  " in Path("stdout").read_text())
+    process = begin("-i train.bin -e l6h6c384t64 -b 4", "\ncommand  ")
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: (signals := re.search(r"ShdPnd:\s*(\w+)", Path(
@@ -153,18 +148,13 @@ def test_eval():
         least = total("-i gpt2.bin -e l1h1c16t16 -b 1 -r block --moments bf16 -w none --logit-rows "
                       "1 --offload none")
         assert succeeds(options, env={"EMU_GPU_MEM": str(least - 1)}) == half
-        refused(options, "--eval needs weights and one forward pass", 3,
-                env={"EMU_GPU_MEM": "2000000"})
+        refused(options, "--eval needs weights and one forward pass", 3, env={"EMU_GPU_MEM": "2M"})
 
 
 def weights(folder, number):
     """The weights of a checkpoint as numbers, without the low halves of the master weights."""
-    values = []
-    for dtype, _, data in tensors(checkpoint(number, folder)[MODEL])[1].values():
-        if dtype == "BF16":
-            data = b"".join(b"\0\0" + data[i:i + 2] for i in range(0, len(data), 2))
-        values += struct.unpack("<%df" % (len(data) // 4), data)
-    return values
+    members = tensors(checkpoint(number, folder)[MODEL])[1]
+    return [*itertools.chain(*values_of(members).values())]
 
 
 def distance(a, b):
@@ -172,8 +162,7 @@ def distance(a, b):
     return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b)) / sum(y * y for y in b))
 
 
-RESUMED = ("-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 -g 4 "
-           "--quiet -o ")
+RESUMED = TINY + "-j val.bin -v 3 -d 64 -x 6 -n 3 -y 1 -s 6 -g 4 --quiet -o "
 
 
 def resume(folder, more, start=lambda arguments: arguments):
@@ -273,8 +262,8 @@ def test_batch_resume():
         options + more, env=env))[1])
     assert batch("1", {"EMU_GPU_MEM": str(eight)}) == 8
     assert [batch("2"), batch("3 --gpus 2"), batch("4 -b 6")] == [8, 12, 6]
-    given = succeeds("-i train.bin -e l1h1c16t16 -d 384 -x 1 -b 8 -o given", env=large)
-    assert losses("given") == losses()[:1] and given
+    succeeds("-i train.bin -e l1h1c16t16 -d 384 -x 1 -b 8 -o given", "finished", env=large)
+    assert losses("given") == losses()[:1]
     refused(options + "4 -b auto8", "--batch (-b): invalid value 'auto8'; expected an integer")
     refused("-i train.bin -e l1h1c16t16 -d 100", "is not a multiple of B x T x ranks", env=large)
 
@@ -409,8 +398,7 @@ def test_stopped():
     """A signal ends the start cleanly: what was measured is kept, nothing else is recorded."""
     process = start(CHOOSING, env={"EMU_LT_TIMES": "951"})
     wait_until(choices().exists)
-    process.send_signal(signal.SIGTERM)
-    process.wait(LIMIT_S)
+    stopped(process, signal.SIGTERM)
     kept = choices().read_text()
     shutil.rmtree("out", ignore_errors=True)
     shutil.rmtree("cache")
@@ -507,11 +495,11 @@ def test_own_tokens(more):
     succeeds(on_cpu(options + "cpu"))
     succeeds(options + "out --dtype fp32" + more)
     for key in "loss", "grad_norm", "val_loss":
-        want, got = ([e[key] for e in log(folder) if key in e] for folder in ("cpu", "out"))
+        want, got = series(key, "cpu"), series(key)
         assert want and got == pytest.approx(want, rel=1e-4, abs=1e-6)
     generate = "--generate --temperature 0 -g 7 --quiet --prompt=Can -e out/step-00000024"
     text = succeeds(generate + " --dtype fp32")
     assert len(text) > 10 and text == succeeds(on_cpu(generate))
     if not more:
         succeeds(options + "bf16 --dtype bf16")
-        assert [e["val_loss"] for e in log("bf16") if "val_loss" in e][0] < 4  # ln 1000 is 6.9
+        assert series("val_loss", "bf16")[0] < 4  # ln 1000 is 6.9

@@ -20,12 +20,6 @@ case "$*" in *compute_cap*) [ -z "$GPU" ] || echo "$GPU" | tr ' ' '\n' ;; *) ech
 """
 
 
-def script(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-
-
 class Machine:
     """A clone with data, a toolkit behind a link as in Ubuntu's /usr/bin, and no NCCL."""
 

@@ -199,11 +199,9 @@ def test_bad_output():
     Path("/tmp/train_gpt2_closed").mkdir(mode=0o555, exist_ok=True)
     program = os.open(words("")[0], os.O_RDONLY)
     data = os.open("train.bin", os.O_RDONLY)
-    process = subprocess.run(
-        ["/proc/self/fd/%d" % program, "-i", "/dev/fd/%d" % data, "-e", "l2h2c16t16", "-x", "1",
-         "-o", "/tmp/train_gpt2_closed/out"], pass_fds=[program, data], preexec_fn=nobody,
-        capture_output=True, text=True)
-    assert process.returncode == 1 and "closed/out: Permission denied" in process.stderr
+    command = "/proc/self/fd/%d -i /dev/fd/%d -e l2h2c16t16 -x 1 -o /tmp/train_gpt2_closed/out"
+    refused((command % (program, data)).split(), "closed/out: Permission denied", before=nobody,
+            pass_fds=[program, data])
 
 
 def number_after(text, key):
@@ -243,8 +241,7 @@ def flat(text):
       "; predicted for this card, not measured\n"]),
     ("-e l2h2c16t16 -b 2", 0, ["memory plan of the CPU run\n"]),
     ("-e d12 --gpu t4", 0, ["; fp16; B 4"]), ("-e d12 --gpu T4", 0, ["; fp16; B 4"]),
-    ("-e gpt2-xl --gpu-mem 1.3GiB -b 1", 3,
-     ["no settings make it fit; see --minimum"]),
+    ("-e gpt2-xl --gpu-mem 1.3GiB -b 1", 3, ["no settings make it fit; see --minimum"]),
     ("-e gpt2-xl --gpu-mem 1.7GiB -b 1", 3, ["--logit-rows 128 --workspace 256"]),
     ("-e l12h12c768t1024v999 -i train.bin --gpu t4", 1, []),
 ])
@@ -259,8 +256,8 @@ def test_plan(options, status, texts):
         assert tokens / rate == pytest.approx(seconds(time), rel=1e-3, abs=1)
     for all, left, word in re.findall(r": ([\d.]+) GiB; \D+ ([\d.]+) GiB (free|short)", out):
         total = number_after(o.out, "\ntotal per GPU") / 2**30
-        assert float(all) - total == pytest.approx(float(left) * (1 if word == "free" else -1),
-                                                   abs=0.011)
+        left = float(left) if word == "free" else -float(left)
+        assert float(all) - total == pytest.approx(left, abs=0.011)
 
 
 def test_plan_steps():
@@ -512,10 +509,9 @@ def test_largest(options, card, key, step):
     same_plan(best, card)
     value, letter = best[key], "-b" if key == "batch" else "-t"
     assert "%s %d" % (letter, value) in best["command"]
-    command = best["command"].split(" ", 1)[1]
-    command = re.sub(r"%s \d+" % letter, "%s %d" % (letter, value + step if step else 2 * value),
-                     command)
-    o = run("--plan %s %s" % (card, command))
+    after = value + step if step else 2 * value
+    command = re.sub(r"%s \d+" % letter, "%s %d" % (letter, after), best["command"])
+    o = run("--plan %s %s" % (card, command.split(" ", 1)[1]))
     assert o.status == 3 or "exceeds the model's maximum" in o.err, o
 
 
@@ -539,9 +535,8 @@ def test_all_cards():
 
 
 def test_version():
-    for arguments in "--version", "-x 5 --version -y 1":
-        assert re.match(r"train_gpt2\w* [0-9.]+\ncompiler  .*\n(.*\n)*built in  ",
-                        succeeds(arguments))
+    for out in map(succeeds, ("--version", "-x 5 --version -y 1")):
+        assert re.match(r"train_gpt2\w* [0-9.]+\ncompiler  .*\n(.*\n)*built in  ", out)
     assert all(card in succeeds("--help all") for card in ("3060-laptop", "rtx-pro-6000", "gh200"))
 
 
@@ -566,8 +561,7 @@ def test_plan_signal(query):
     process = start(query + " -e l2h2c16t16", stdout=writer, before=default_signal())
     wait_until(lambda: "pipe_write" in Path("/proc/%d/wchan" % process.pid).read_text() or
                "S" in Path("/proc/%d/stat" % process.pid).read_text().rsplit(")", 1)[1][:3])
-    process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT_S) == -signal.SIGINT and process.stderr.read() == ""
+    assert stopped(process, signal.SIGINT)[::2] == (-signal.SIGINT, "")
 
 
 def test_memory_shown():
@@ -588,9 +582,7 @@ def test_memory_shown():
                                    "-", "caf\xe9"])
 def test_pasted(value):
     """The command that a run prints can be pasted into a shell, which splits it into the words."""
-    argv = [words("")[0], "-i", "train.bin", "-e", "l2h2c16t16", "-b", "2", "-x", "1",
-            "--prompt", value]
-    out = run(argv).out
+    out = run([*words(TINY + "-x 1 --prompt"), value]).out
     command = re.search(r"\ncommand  (.*)\n", out)[1]
     Path("words").write_text("printf '%s|' " + command)
     got = subprocess.check_output(["bash", "words"], text=True).split("|")[1:-1]
@@ -603,28 +595,23 @@ def test_pasted(value):
 def test_log_every():
     """Step lines are printed every --log-every steps and for the last one, even when resumed."""
     out = succeeds(TINY + "-x 10 -n 5 -s 10 -g 2 --log-every 4 -y 1 -o out")
-    assert re.findall(r"\nstep +(\d+)/10  loss ", out) == ["4", "8", "10"] and \
-        log_steps() == [4, 8, 10]
+    assert [*map(int, re.findall(r"\nstep +(\d+)/10  loss ", out))] == log_steps() == [4, 8, 10]
     assert out.index("step   10/10  loss ") < out.index("--- sample after step 10")
     # An interrupted run also prints its last step, although that step was not planned as the last.
     process = start(TINY + "-x 99999999 -k constant --log-every 50000000 -n 20 -o cut",
                     before=default_signal())
     wait_until(lambda: (step(20, "cut") / MANIFEST).exists())
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate()
+    status, out, _ = stopped(process, signal.SIGINT)
     last, = log_steps("cut")
-    assert process.returncode == 0 and last >= 20 and "interrupted after step %d," % last in out
+    assert status == 0 and last >= 20 and "interrupted after step %d," % last in out
     assert re.search(r"\nstep +%d/99999999  loss " % last, out)
 
 
 def test_eta():
     """The steps left at their mean time, over about 20 steps; the first counts until the second."""
-    with open("stdout", "w") as out:
-        process = start(TINY + "-x 999999 -k constant --log-every 1 -o out", stdout=out,
-                        before=default_signal())
+    process = begin(TINY + "-x 999999 -k constant --log-every 1 -o out", before=default_signal())
     wait_until(lambda: Path("out/log.jsonl").exists() and len(log_steps()) > 40)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT_S) == 0
+    assert stopped(process, signal.SIGINT)[0] == 0
     shown = re.findall(r"^step +(\d+)/999999 .* eta ([\d:]+)$", Path("stdout").read_text(), re.M)
     mean = 0
     for (step, eta), event in zip(shown, (e for e in log() if "loss" in e), strict=True):

@@ -19,8 +19,7 @@ OTHER = {
     "moments": "--moments bf16", "fp32": "--dtype fp32", "fp16": "--dtype fp16",
     "clip": "--clip 0.1 --skip-zscore 3", "odd": "-t 13 -d 52", "one batch": "-a 1"}
 # Change numbers by rounding.
-RANKS = {"ranks": "--gpus 2", "-z 1": "--gpus 2 -z 1", "-z 2": "--gpus 2 -z 2",
-         "-z 3": "--gpus 2 -z 3"}
+RANKS = {"ranks": "--gpus 2", **{zero: "--gpus 2 " + zero for zero in ("-z 1", "-z 2", "-z 3")}}
 TABLE = {**NEUTRAL, **OTHER, **RANKS}
 REFUSED = {("offload", "host"), ("documents", "tokens"), ("eval", "tokens"), ("fp32", "fp16")}
 REFUSED |= {("eval", "file"), ("file", "tokens"), ("tokens", "padding")}

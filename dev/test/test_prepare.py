@@ -56,10 +56,8 @@ def test_refused(mirror, arguments, expected):
 
 def test_stories():
     """Without mirror and network, stories are used. A curl that never connects logs its calls."""
-    Path("stub").mkdir()
-    Path("stub/curl").write_text('#!/bin/sh\necho $3 $4 $5 >> "%s"\nexit 7\n'
-                                 % Path("calls").resolve())
-    os.chmod("stub/curl", 0o755)
+    calls = Path("calls").resolve()
+    script(Path("stub/curl"), '#!/bin/sh\necho $3 $4 $5 >> "%s"\nexit 7\n' % calls)
     offline = {"PATH": "%s:%s" % (Path("stub").resolve(), os.environ["PATH"])}
     o = run("", env=offline)
     assert o.status == 0 and o.out.endswith(

@@ -20,8 +20,7 @@ def train(arguments, folder, **env):
 
 
 def numbers(folder):
-    return [event[key] for key in ("loss", "grad_norm", "val_loss") for event in log(folder)
-            if key in event]
+    return [x for key in ("loss", "grad_norm", "val_loss") for x in series(key, folder)]
 
 
 def same(a, b, steps):
@@ -109,8 +108,7 @@ STAGES = [(3, 1, ""), (2, 3, "--optimizer muon --moments bf16 -w none"), (3, 3, 
 @pytest.mark.parametrize("ranks,micros,options", STAGES)
 def test_stages(ranks, micros, options):
     """All stages have the same bits; with micro-steps, stages 2 and 3 round in each of them."""
-    line = ODD + "-x 3 --clip 0.5 -v 3 -m 2 --gpus %d -d %d %s -z " % (
-        ranks, 24 * ranks * micros, options)
+    line = ODD + f"-x 3 --clip 0.5 -v 3 -m 2 --gpus {ranks} -d {24 * ranks * micros} {options} -z "
     for stage in range(4):
         train(line + str(stage), "z%d" % stage)
         like = "z2" if micros > 1 and stage >= 2 else "z0"
@@ -235,9 +233,8 @@ def test_meeting_refused():
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("localhost", PORT))
         taken.listen()
-        refused(line,
-                "rank 0 cannot listen on port %d (MASTER_PORT): Address already in use" % PORT,
-                env=port_of(0))
+        refused(line, "rank 0 cannot listen on port %d (MASTER_PORT): Address already in use"
+                % PORT, env=port_of(0))
 
         def answer():
             peer = taken.accept()[0]
@@ -464,7 +461,7 @@ def test_resume_alone():
     for gpus in 1, 2:
         out = succeeds("-o out -y --gpus %d -x %d" % (gpus, gpus + 1))
         assert re.search(r"\nstep     64 tokens = .* x %d GPUs?; " % gpus, out)
-    losses = [event["val_loss"] for event in log() if "val_loss" in event]
+    losses = series("val_loss")
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
@@ -584,8 +581,7 @@ def test_stopped_as_a_whole():
         os.kill(pid, signal.SIGCONT)
     steps = len(log_steps())
     wait_until(lambda: len(log_steps()) > steps + 5)
-    process.terminate()
-    assert process.wait(timeout=LIMIT_S) == 0
+    assert stopped(process, signal.SIGTERM)[0] == 0
 
 
 @pytest.mark.parametrize("rank,number", [(-1, signal.SIGTERM), (2, signal.SIGUSR1),

@@ -175,8 +175,7 @@ def log_read(log):
             now.spills = max(int(spills[1]), int(spills[2]))
         elif now and used:
             now.regs = int(used[1])
-            shared = re.search(r"(\d+) bytes smem", line)
-            now.shared = int(shared[1]) if shared else 0
+            now.shared = int(re.search(r"(\d+) bytes smem|$", line)[1] or 0)
             now = None
     plain = subprocess.run(["c++filt"], input="\n".join(kernels), text=True, stdout=subprocess.PIPE,
                            check=True).stdout.split("\n")
@@ -238,9 +237,8 @@ def blocks_per_sm(gpu, kernel, budget):
     """Warps get registers in units of 256; each quarter of the SM holds whole warps."""
     warps = math.ceil(budget.threads / 32)
     by_regs = 65536 // 4 // max(math.ceil(kernel.regs * 32 / 256) * 256, 1) * 4 // warps
-    shared = math.ceil((kernel.shared + budget.shared + gpu.system) / 128) * 128
-    return min(gpu.blocks, gpu.threads // (warps * 32), by_regs,
-               gpu.shared_kib * 1024 // max(shared, 1))
+    shared = max(1, math.ceil((kernel.shared + budget.shared + gpu.system) / 128) * 128)
+    return min(gpu.blocks, gpu.threads // (warps * 32), by_regs, gpu.shared_kib * 1024 // shared)
 
 
 def named_by(kernel, budget):

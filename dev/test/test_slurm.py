@@ -71,8 +71,8 @@ def slurm(tmp_path, monkeypatch):
     shutil.copytree(TOP / "dev/recipes", "dev/recipes")
     shutil.copytree(TOP / "dev/slurm", "dev/slurm")
     shutil.copy(program.path, "emulated")
-    Path("train_gpt2cu").write_text('#!/bin/sh\nEMU_MACHINE=$SLURM_NODEID exec ./emulated "$@"\n')
-    os.chmod("train_gpt2cu", 0o755)
+    script(Path("train_gpt2cu"),
+           '#!/bin/sh\nEMU_MACHINE=$SLURM_NODEID exec ./emulated "$@"\n')
     yield
     Path("/etc/hosts").write_text(hosts)
 

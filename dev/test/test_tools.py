@@ -36,7 +36,7 @@ def test_install(tmp_path):
         assert shell("groff -man -ww -Tutf8 %s > /dev/null" % page) == ""
     version = re.match(r"train_gpt2 (\S+)", shell("root/usr/bin/train_gpt2 --version"))[1]
     for path, pattern in ((page, r'^.TH .*train_gpt2 (.*)"'),
-                          (TOP / "README.md", r"Cite train_gpt2 ([\d.]*\d)"),
+                          (TOP / "README.md", r"Cite as train_gpt2 ([\d.]*\d)"),
                           (TOP / "dev/CHANGELOG.md", r"^## ([\d.]+)")):
         assert re.search(pattern, path.read_text(), re.M)[1] == version
     succeeds(TINY + "-x 1 -o out")
@@ -89,10 +89,9 @@ def test_report_resumed():
         assert [*run.steps] == [*range(1, at + 2)] and (run.resumes, run.end) == (resumes, "")
         assert [*run.checks] == [*run.checkpoints] == [2] and not run.samples
     figures = read["run_figures"](run)
-    losses = [e["val_loss"] for e in log("run") if "val_loss" in e]
     speeds = [e["tokens_per_s"] for e in log("run") if "loss" in e][:2]
     assert figures["steps"] == "3 of 5" and figures["skipped steps"] == 1
-    assert figures["lowest validation loss"] == "%.4f at step 2" % losses[0]
+    assert figures["lowest validation loss"] == "%.4f at step 2" % series("val_loss", "run")[0]
     assert figures["tokens/s, median"] == "{:,.0f}".format(sorted([20, *speeds])[1])
 
 
@@ -104,8 +103,7 @@ def test_report_compare(reported):
             file.write('{"step":9,"%s":7}\n' % key)
     report("run other")
     page = Path("compare.html").read_text()
-    losses = [min(e["val_loss"] for e in log("run") if "val_loss" in e),
-              [e["loss"] for e in log("other") if "loss" in e][-1]]
+    losses = min(series("val_loss", "run")), series("loss", "other")[-1]
     assert "run: %.3f" % losses[0] in page and "other, training: %.3f" % losses[1] in page
     assert re.search("--lr</td><td>.*</td><td>0.01<", page)
     assert "--seq-len" not in page  # equal
@@ -205,8 +203,7 @@ esac
 
 def gpu_check(stage, when="", fault="", status=1, smi="exit 1", **more):
     for name, text in ("program", GPU_PROGRAM), ("nvidia-smi", "#!/bin/bash\n" + smi):
-        Path(name).write_text(text)
-        Path(name).chmod(0o755)
+        script(Path(name), text)
     return shell([TOP / "dev/gpu_check.sh"], status, env={
         **os.environ, "GPT2CU": os.path.abspath("program"), "BENCH": "false", "TEST": "false",
         "GPUS": "1", "PYTHON": os.path.abspath("program"), "DTYPE": "fp16", "STAGES": stage,
@@ -301,8 +298,7 @@ esac
 def test_gpu_check_sanitizer(tmp_path):
     """A tool that fails is skipped; our kernels' errors fail; no racecheck of 16-bit attention."""
     for name, text in ("compute-sanitizer", SANITIZER), ("nvcc", "#!/bin/sh\n"):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+        script(tmp_path / name, text)
     said = gpu_check("sanitizer", PATH="%s:%s" % (tmp_path, os.environ["PATH"]), DTYPE="bf16",
                      CALLS=str(tmp_path / "calls"))
     found = dict(re.findall(r"^sanitizer +(\S+ \S+) +(\S+)", said, re.M))
@@ -338,7 +334,7 @@ def test_bare_machine(tmp_path):
 def test_recipes():
     """The commands of recipes that have not been run are accepted, and fit their card."""
     text = (TOP / "dev/recipes/not_run.md").read_text()
-    found = re.findall(r"on (?:a|eight) (\w+):\n\n    \./train_gpt2cu (.*)$", text, re.M)
+    found = re.findall(r"on (?:a|eight)\s(\w+):\n\n    \./train_gpt2cu (.*)$", text, re.M)
     assert len(found) == text.count("./train_gpt2cu ") == 5
     for card, options in found:
         options = re.sub(r"-i \S+ ", "", options)
@@ -357,9 +353,8 @@ def own_text_folders(*more):
 def test_own_text():
     """Each path and each contents has shards and a run of its own; a second call resumes."""
     own_text_folders("a", "b")
-    train = lambda path: shell(["dev/recipes/own_text.sh", path, "train", "-e", "l1h1c16t16",
-                                "--steps=2", "-u", "0", "-b", "1", "-v", "0",
-                                "--sample-every", "0"])
+    options = "-e l1h1c16t16 --steps=2 -u 0 -b 1 -v 0 --sample-every 0".split()
+    train = lambda path: shell(["dev/recipes/own_text.sh", path, "train", *options])
     lines = stories_text().splitlines()
     for i, path in enumerate(("a/my book.txt", "b/my book.txt", "b/my-book.md", "ä.txt", "ö")):
         Path(path).write_text("\n".join(lines[9 * i:9 * i + 3]) * 3)

@@ -10,10 +10,6 @@ BOTH = pytest.mark.parametrize("fp32", [
 LOSS, NORM = 1e-6, 1e-5
 
 
-def series(key, folder="out"):
-    return [event[key] for event in log(folder) if key in event]
-
-
 def test_overfit():
     """One repeated batch is memorized; the sample begins with the prompt; the log is complete."""
     out = succeeds("-i train.bin -j val.bin -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 -v 60 -m 0 -s "
@@ -146,8 +142,7 @@ def test_data_cut(file):
     whole = Path(file).read_bytes()
     options = "-i train.bin -j val.bin -e l2h2c16t16 -b 2 -v 50 -m 0 -k constant --quiet -o out "
     process = start(options + "-x 99999999")
-    wait_until(lambda: Path("out/log.jsonl").exists()
-               and Path("out/log.jsonl").read_text().count('"loss":') > 20)
+    wait_until(lambda: written("out/log.jsonl").count('"loss":') > 20)
     os.truncate(file, 1100)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1 and file + ": cannot read tokens" in err
@@ -180,14 +175,11 @@ def test_waiting(chosen, monkeypatch):
     for name in "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY":
         monkeypatch.delenv(name, raising=False)
     policy = {"OMP_WAIT_POLICY": "active"} if chosen else {}
-    with open("stdout", "w") as out:
-        process = start("-i train.bin -e l1h2c32t16 -b 2 -x 9999999", stdout=out,
-                        env={"OMP_NUM_THREADS": "2", **policy}, before=default_signal())
-    wait_until(lambda: "\nstep " in Path("stdout").read_text())
+    process = begin("-i train.bin -e l1h2c32t16 -b 2 -x 9999999", "\nstep ",
+                    env={"OMP_NUM_THREADS": "2", **policy}, before=default_signal())
     about = Path("/proc/%d" % process.pid)
     variables, argv = (about / "environ").read_text(), (about / "cmdline").read_text()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT_S) == 0
+    assert stopped(process, signal.SIGINT)[0] == 0
     assert ("GOMP_SPINCOUNT=" in variables) != chosen and "\0-x\09999999\0" in argv
 
 

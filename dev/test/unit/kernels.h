@@ -88,7 +88,7 @@ static Text order_switches() {
 static bool sampled(bool kept) { return kept || !TEST_ASAN || is_full(); }
 
 // Returns the outputs of `run`, which must be bitwise equal in every order.
-template <class Run> static Outputs every_order(Run run, const Text &who) {
+template <class Run> static Outputs every_order(const Text &who, Run run) {
     set_order(0);
     Outputs first = run();
     for (int order = 1; order < ORDERS && sampled(order == 1); order++) {
@@ -103,20 +103,32 @@ template <class Run> static Outputs every_order(Run run, const Text &who) {
     return first;
 }
 
+template <class E> static Num num_in(Num x) { return Num((wide)rounded_to<E>((real)x.v)); }
+
+// Expects that the norm of the error is at most twice that of a naive computation in 16 bits.
+static void expect_naive_at(int line, const Reals &got, const Nums &want, const Nums &naive,
+                            const Text &who) {
+    double error = 0, loss = 0, e = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        double v = (double)want[i].v, n = (double)naive[i].v;
+        error += ((double)got[i] - v) * ((double)got[i] - v);
+        loss += (n - v) * (n - v);
+        e += want[i].e * want[i].e;
+    }
+    expect_near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who);
+}
+
 // Compares device values of type E with the reference, within its error bound in fp32. In 16 bits,
 // each error and the norm of all errors may be up to twice that of rounding the exact result.
 template <class E> static void compare_in(int line, const Reals &got, Nums want, const Text &who) {
     const Text name = who + " " + type_names[traits<E>.type];
     if (!is_fp32<E>) {
-        double error = 0, loss = 0, e = 0;
-        for (size_t i = 0; i < want.size(); i++) {
-            double v = (double)want[i].v, naive = (double)rounded_to<E>((real)v) - v;
-            error += ((double)got[i] - v) * ((double)got[i] - v);
-            loss += naive * naive;
-            e += want[i].e * want[i].e;
-            want[i].e += 2 * traits<E>.unit * fabs(v) + (traits<E>.small_range ? 0x1p-24 : 0);
+        Nums naive(want.size());
+        std::transform(want.begin(), want.end(), naive.begin(), num_in<E>);
+        expect_naive_at(line, got, want, naive, name + ", norm");
+        for (Num &exact : want) {
+            exact.e += 2 * traits<E>.unit * size(exact.v) + (traits<E>.small_range ? 0x1p-24 : 0);
         }
-        expect_near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), name + ", norm");
     }
     compare_at(line, got, want, name);
 }
@@ -147,20 +159,18 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     Reals wte = noise_in<E>(Vp * C, 1, 1), wpe = noise_in<E>(max_T * C, 1, 2);
     Reals dout = noise_in<E>(N * C, 1, 3), dwte = noise_in<G>(Vp * C, 1, 4);
     Reals dwpe = noise_in<G>(max_T * C, 1, 5);
-    Outputs got = every_order(
-        [&] {
-            Array<E> d_wte(wte), d_wpe(wpe), d_dout(dout), out(dout.size());
-            Array<G> d_dwte(dwte), d_dwpe(dwpe), written(dwpe.size());
-            Array<int> d_tokens(tokens), d_plan(plan);
-            gpu_embedding_forward(out.p, d_tokens.p, d_wte.p, d_wpe.p, B, T, C, 0);
-            gpu_embedding_backward(d_dwte.p, d_dwpe.p, d_dout.p, d_plan.p, segments, B, T, C, max_T,
-                                   false, 0);
-            Reals sums = d_dwte.get();
-            gpu_embedding_backward(d_dwte.p, written.p, d_dout.p, d_plan.p, segments, B, T, C,
-                                   max_T, true, 0);
-            return Outputs{out.get(), sums, d_dwpe.get(), written.get()};
-        },
-        who);
+    Outputs got = every_order(who, [&] {
+        Array<E> d_wte(wte), d_wpe(wpe), d_dout(dout), out(dout.size());
+        Array<G> d_dwte(dwte), d_dwpe(dwpe), written(dwpe.size());
+        Array<int> d_tokens(tokens), d_plan(plan);
+        gpu_embedding_forward(out.p, d_tokens.p, d_wte.p, d_wpe.p, B, T, C, 0);
+        gpu_embedding_backward(d_dwte.p, d_dwpe.p, d_dout.p, d_plan.p, segments, B, T, C, max_T,
+                               false, 0);
+        Reals sums = d_dwte.get();
+        gpu_embedding_backward(d_dwte.p, written.p, d_dout.p, d_plan.p, segments, B, T, C,
+                               max_T, true, 0);
+        return Outputs{out.get(), sums, d_dwpe.get(), written.get()};
+    });
     Reals sizes = dout;
     for (real &x : sizes) {
         x = (real)fabs((double)x);
@@ -213,27 +223,24 @@ template <class E> static void check_layernorm(int N, int C) {
     Reals x = noise_in<E>(n, 2, 1), w = noise_in<E>(C, 1, 2), b = noise_in<E>(C, 1, 3);
     Reals dout = noise_in<E>(n, 1, 4), addend = noise_in<E>(n, 1, 5);
     Reals dw = noise(C, 1, 6), db = noise(C, 1, 7), before = noise(C, 1, 8);
-    Outputs got = every_order(
-        [&] {
-            Array<E> d_x(x), d_w(w), d_b(b), out(n), dinp(n), d_dout(dout), d_addend(addend);
-            Array<float> mean(N), rstd(N), scratch((size_t)partial_count(1, N, C, 1, 0));
-            Outputs all;
-            gpu_layernorm_forward(out.p, mean.p, rstd.p, d_x.p, d_w.p, d_b.p, N, C, 0);
-            auto backward = [&](Array<E> &to, const E *add) {
-                Array<float> d_dw(dw), d_db(db), d_before(before);
-                gpu_layernorm_backward(to.p, d_dw.p, d_db.p, add ? nullptr : d_before.p, d_dout.p,
-                                       d_x.p, d_w.p, mean.p, rstd.p, add, scratch.p, N, C, 0);
-                all = {to.get(), d_dw.get(), d_db.get(), d_before.get()};
-                return all[0];
-            };
-            Reals separate = backward(dinp, d_addend.p);
-            expect(same_bits(separate, backward(d_addend, d_addend.p)), "%s: in place",
-                   who.c_str());
-            backward(d_dout, nullptr);  // overwrites dout
-            return Outputs{out.get(), mean.get(), rstd.get(), separate,
-                           all[0],    all[1],     all[2],     all[3]};
-        },
-        who);
+    Outputs got = every_order(who, [&] {
+        Array<E> d_x(x), d_w(w), d_b(b), out(n), dinp(n), d_dout(dout), d_addend(addend);
+        Array<float> mean(N), rstd(N), scratch((size_t)partial_count(1, N, C, 1, 0));
+        Outputs all;
+        gpu_layernorm_forward(out.p, mean.p, rstd.p, d_x.p, d_w.p, d_b.p, N, C, 0);
+        auto backward = [&](Array<E> &to, const E *add) {
+            Array<float> d_dw(dw), d_db(db), d_before(before);
+            gpu_layernorm_backward(to.p, d_dw.p, d_db.p, add ? nullptr : d_before.p, d_dout.p,
+                                   d_x.p, d_w.p, mean.p, rstd.p, add, scratch.p, N, C, 0);
+            all = {to.get(), d_dw.get(), d_db.get(), d_before.get()};
+            return all[0];
+        };
+        Reals separate = backward(dinp, d_addend.p);
+        expect(same_bits(separate, backward(d_addend, d_addend.p)), "%s: in place", who.c_str());
+        backward(d_dout, nullptr);  // overwrites dout
+        return Outputs{out.get(), mean.get(), rstd.get(), separate,
+                       all[0],    all[1],     all[2],     all[3]};
+    });
     const NaiveLayerNorm want(x, w, b, dout, dw, db, got[1], got[2]);
     compare_as(E, got[0], want.out, who + " out");
     compare_as(float, got[1], want.mean, who + " mean");
@@ -273,20 +280,17 @@ template <class E> static void check_gelu(int N, int OC) {
     for (size_t i = 0; i < 6; i++) {
         x[i] = rounded_to<E>(far[i]);
     }
-    Outputs got = every_order(
-        [&] {
-            Array<E> d_x(x), d_dout(dout), out(n);
-            Array<float> of_dinp(dbias), of_dout(dbias),
-                scratch((size_t)partial_count(1, N, OC, 1, 0));
-            gpu_gelu_forward(out.p, d_x.p, n, 0);
-            if constexpr (is_fp32<E>) {  // other kernels compute it in 16 bits
-                gpu_gelu_backward<float, false>(nullptr, of_dout.p, d_dout.p, nullptr, scratch.p, N,
-                                                OC, 0);
-            }
-            gpu_gelu_backward(d_dout.p, of_dinp.p, d_dout.p, d_x.p, scratch.p, N, OC, 0);
-            return Outputs{out.get(), d_dout.get(), of_dinp.get(), of_dout.get()};
-        },
-        who);
+    Outputs got = every_order(who, [&] {
+        Array<E> d_x(x), d_dout(dout), out(n);
+        Array<float> of_dinp(dbias), of_dout(dbias), scratch((size_t)partial_count(1, N, OC, 1, 0));
+        gpu_gelu_forward(out.p, d_x.p, n, 0);
+        if constexpr (is_fp32<E>) {  // other kernels compute it in 16 bits
+            gpu_gelu_backward<float, false>(nullptr, of_dout.p, d_dout.p, nullptr, scratch.p, N,
+                                            OC, 0);
+        }
+        gpu_gelu_backward(d_dout.p, of_dinp.p, d_dout.p, d_x.p, scratch.p, N, OC, 0);
+        return Outputs{out.get(), d_dout.get(), of_dinp.get(), of_dout.get()};
+    });
     expect(got[0][0] == 0 && got[0][1] == 60 && got[0][4] == x[4] && got[0][5] == 0);
     expect(got[1][0] == 0 && got[1][1] == dout[1] && got[1][4] == dout[4] && got[1][5] == 0);
     Nums want, want_dinp;
@@ -319,24 +323,21 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
           b = noise_in<E>(OC, 1, 3);
     Reals addend = noise_in<E>(N * OC, 1, 4), dout = noise_in<E>(N * OC, 1, 5);
     Reals dw = noise_in<G>(OC * C, 1, 6);
-    Outputs got = every_order(
-        [&] {
-            Array<char> workspace(4 << 20);
-            gpu_matmul_open(workspace.p, workspace.n);
-            Array<E> d_inp(inp), d_w(w), d_b(b), plain(addend.size()), sum(addend), d_dout(dout);
-            Array<E> dinp(inp.size());
-            Array<G> d_dw(dw), written(dw.size());
-            gpu_matmul_forward<E>(plain.p, d_inp.p, d_w.p, nullptr, nullptr, N, C, OC, 0);
-            gpu_matmul_forward<E>(sum.p, d_inp.p, d_w.p, d_b.p, sum.p, N, C, OC, 0);
-            gpu_matmul_backward<E, G>(dinp.p, d_dw.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, false, 0);
-            gpu_matmul_backward<E, G>(d_inp.p, written.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, true,
-                                      0);
-            Outputs all = {plain.get(), sum.get(), dinp.get(), d_dw.get(), written.get()};
-            expect(same_bits(all[2], d_inp.get()), "%s: in place", who.c_str());
-            gpu_matmul_close();
-            return all;
-        },
-        who);
+    Outputs got = every_order(who, [&] {
+        Array<char> workspace(4 << 20);
+        gpu_matmul_open(workspace.p, workspace.n);
+        Array<E> d_inp(inp), d_w(w), d_b(b), plain(addend.size()), sum(addend), d_dout(dout);
+        Array<E> dinp(inp.size());
+        Array<G> d_dw(dw), written(dw.size());
+        gpu_matmul_forward<E>(plain.p, d_inp.p, d_w.p, nullptr, nullptr, N, C, OC, 0);
+        gpu_matmul_forward<E>(sum.p, d_inp.p, d_w.p, d_b.p, sum.p, N, C, OC, 0);
+        gpu_matmul_backward<E, G>(dinp.p, d_dw.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, false, 0);
+        gpu_matmul_backward<E, G>(d_inp.p, written.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, true, 0);
+        Outputs all = {plain.get(), sum.get(), dinp.get(), d_dw.get(), written.get()};
+        expect(same_bits(all[2], d_inp.get()), "%s: in place", who.c_str());
+        gpu_matmul_close();
+        return all;
+    });
     Nums want = naive_matmul(inp, w, N, C, OC), want_sum = plus(want, addend), want_dinp, none;
     Nums want_dw = nums(dw), zero(dw.size()), no_bias(OC);
     naive_matmul_backward(&want_dinp, &want_dw, &no_bias, dout, inp, w, N, C, OC);
@@ -509,37 +510,20 @@ TEST(gpu_matmul, CUDA_ALL) {
     }
 }
 
-template <class E> static Num num_in(Num x) { return Num((wide)rounded_to<E>((real)x.v)); }
-
-// Expects that the norm of the error is at most twice that of a naive computation in 16 bits.
-static void expect_naive_at(int line, const Reals &got, const Nums &want, const Nums &naive,
-                            const Text &who) {
-    double error = 0, loss = 0, e = 0;
-    for (size_t i = 0; i < want.size(); i++) {
-        double v = (double)want[i].v, n = (double)naive[i].v;
-        error += ((double)got[i] - v) * ((double)got[i] - v);
-        loss += (n - v) * (n - v);
-        e += want[i].e * want[i].e;
-    }
-    expect_near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who);
-}
-
 template <class E> static Outputs check_attention(int B, int T, int HS, int NH, double sharp) {
     const int C = NH * HS, n = B * T * C;
     const Text who = text("B %d T %d heads %d of %d x %g", B, T, NH, HS, sharp);
     Reals qkv = noise_in<E>(3 * n, sharp, 1), dout = noise_in<E>(n, 1, 2);
     Reals dbias = noise(3 * C, 1, 3);
-    Outputs got = every_order(
-        [&] {
-            Array<E> d_qkv(qkv), d_dout(dout), out(n), dqkv(3 * n);
-            Array<float> lse(B * NH * T), drow(B * NH * T), d_dbias(dbias);
-            Array<float> scratch((size_t)partial_count(B, T, C, NH, std::is_same_v<E, __half>));
-            gpu_attention_forward<E>(out.p, lse.p, d_qkv.p, B, T, C, NH, 0);
-            gpu_attention_backward<E>(dqkv.p, d_dbias.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p,
-                                      scratch.p, B, T, C, NH, 0);
-            return Outputs{out.get(), lse.get(), dqkv.get(), d_dbias.get()};
-        },
-        who);
+    Outputs got = every_order(who, [&] {
+        Array<E> d_qkv(qkv), d_dout(dout), out(n), dqkv(3 * n);
+        Array<float> lse(B * NH * T), drow(B * NH * T), d_dbias(dbias);
+        Array<float> scratch((size_t)partial_count(B, T, C, NH, std::is_same_v<E, __half>));
+        gpu_attention_forward<E>(out.p, lse.p, d_qkv.p, B, T, C, NH, 0);
+        gpu_attention_backward<E>(dqkv.p, d_dbias.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p,
+                                  scratch.p, B, T, C, NH, 0);
+        return Outputs{out.get(), lse.get(), dqkv.get(), d_dbias.get()};
+    });
     Nums want[2][3];  // exact, and naive in 16 bits
     for (int k = 0; k < 2; k++) {
         want[k][0] = Nums(n), want[k][1] = Nums(B * NH * T), want[k][2] = Nums(3 * n);
@@ -721,21 +705,17 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
     for (int i = 0; i < rows * Vp; i++) {
         logits[i] = i % Vp < V ? logits[i] : rounded_to<E>((real)1e9);  // any value
     }
-    Outputs got = every_order(
-        [&] {
-            Array<E> d_logits(logits);
-            Array<float> losses(rows), again(rows);
-            Array<int> d_targets(targets);
-            Array<float> d_scale(Reals{traits<E>.small_range ? scale : (real)NAN});
-            gpu_classifier(losses.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, false,
-                           0);
-            expect(same_bits(d_logits.get(), logits), "%s: evaluation keeps them", who.c_str());
-            gpu_classifier(again.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, true,
-                           0);
-            expect(same_bits(losses.get(), again.get()), "%s: losses", who.c_str());
-            return Outputs{losses.get(), d_logits.get()};
-        },
-        who);
+    Outputs got = every_order(who, [&] {
+        Array<E> d_logits(logits);
+        Array<float> losses(rows), again(rows);
+        Array<int> d_targets(targets);
+        Array<float> d_scale(Reals{traits<E>.small_range ? scale : (real)NAN});
+        gpu_classifier(losses.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, false, 0);
+        expect(same_bits(d_logits.get(), logits), "%s: evaluation keeps them", who.c_str());
+        gpu_classifier(again.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, true, 0);
+        expect(same_bits(losses.get(), again.get()), "%s: losses", who.c_str());
+        return Outputs{losses.get(), d_logits.get()};
+    });
     Nums want, want_d(logits.size());  // padding: 0, tolerance 0
     naive_classifier(&want, &want_d, logits, targets, dloss * scale, V, Vp, !is_fp32<E>);
     compare_as(float, got[0], want, who + " losses");
@@ -908,21 +888,19 @@ TEST(gpu_rounding, CUDA_ALL) {
     enum { N = 20000, CUT = 8816 };
     Reals p = noise_in<bf16>(N, 1, 1), g = noise_in<bf16>(N, 1, 2), zero(N);
     auto update = [&](size_t cut) {
-        return every_order(
-            [&] {
-                Array<bf16> d_p(p), m(zero), v(zero), d_g(g);
-                Array<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
-                for (size_t from : {(size_t)0, cut}) {
-                    const size_t count = from == 0 ? cut : N - from;
-                    if (count > 0) {
-                        update_with<bf16, bf16, bf16, false>(
-                            d_p.p + from, nullptr, m.p + from, v.p + from, d_g.p + from, count,
-                            from, 1, state.p);
-                    }
+        return every_order("rounding", [&] {
+            Array<bf16> d_p(p), m(zero), v(zero), d_g(g);
+            Array<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
+            for (size_t from : {(size_t)0, cut}) {
+                const size_t count = from == 0 ? cut : N - from;
+                if (count > 0) {
+                    update_with<bf16, bf16, bf16, false>(
+                        d_p.p + from, nullptr, m.p + from, v.p + from, d_g.p + from, count,
+                        from, 1, state.p);
                 }
-                return Outputs{d_p.get(), m.get(), v.get()};
-            },
-            "rounding");
+            }
+            return Outputs{d_p.get(), m.get(), v.get()};
+        });
     };
     const Outputs whole = update(N), two = update(CUT);
     for (size_t k = 0; k < 3; k++) {
@@ -1153,116 +1131,97 @@ template <class T> struct Huge {
 };
 
 // Expects that the last rows of the output are the same for a small tensor and for a huge one.
-static void same(const char *who, const std::function<Outputs(size_t)> &run, size_t small,
-                 size_t large) {
+static void same(const char *who, size_t small, size_t large,
+                 const std::function<Outputs(size_t)> &run) {
     expect(run(small) == run(large), "%s", who);
 }
 
-enum { HUGE_C = 4096, HUGE_ROWS = (1 << 19) + 1024 };  // rows: a multiple of the last block's
-
 static void check_huge_rows() {
-    enum { C = HUGE_C, ROWS = HUGE_ROWS, TAIL = 32 };
+    enum { C = 4096, ROWS = (1 << 19) + 1024, TAIL = 32 };  // ROWS: a multiple of the last block's
     const size_t tail = TAIL * C;
     const Reals x = noise_in<bf16>(tail, 1, 1), d = noise_in<bf16>(tail, 1, 2);
     const Reals w = noise_in<bf16>(C, 1, 3);
-    same("embedding_forward",
-         [&](size_t rows) {
-             Huge<bf16> out(rows * C), wte(C, w), wpe(8 * C, x);
-             Huge<int> tokens(rows);
-             gpu_embedding_forward(out.p, tokens.p, wte.p, wpe.p, (int)(rows / 8), 8, C, 0);
-             return Outputs{out.last(C)};
-         },
-         TAIL, ROWS);
-    same("embedding_backward",
-         [&](size_t T) {  // sums over three sequences per position
-             Huge<bf16> dout(3 * T * C, d), dwpe(T * C, x), dwte(C);
-             Huge<int> plan(3 * 3 * T + 1);
-             const int rows = 3 * (int)T;
-             EmbeddingPlan of = embedding_plan(plan.p, rows);
-             of.order[0] = rows - 1, of.start[1] = 1;
-             gpu_embedding_backward(dwte.p, dwpe.p, dout.p, plan.p, 1, 3, (int)T, C, (int)T, false,
-                                    0);
-             return Outputs{dwpe.last(8), dwte.last(8)};
-         },
-         TAIL, ROWS / 2);
-    same("layernorm",
-         [&](size_t rows) {
-             Huge<bf16> out(rows * C), inp(rows * C, x), weight(C, w), bias(C, w);
-             Huge<bf16> dinp(rows * C), dout(rows * C, d);
-             Huge<float> mean(rows), rstd(rows), dw(C), db(C);
-             Huge<float> scratch((size_t)partial_count(1, (int)rows, C, 1, 0));
-             gpu_layernorm_forward(out.p, mean.p, rstd.p, inp.p, weight.p, bias.p, (int)rows, C, 0);
-             gpu_layernorm_backward(dinp.p, dw.p, db.p, (float *)nullptr, dout.p, inp.p, weight.p,
-                                    mean.p, rstd.p, dout.p, scratch.p, (int)rows, C, 0);
-             return Outputs{out.last(C), mean.last(1), rstd.last(1), dinp.last(C)};
-         },
-         TAIL, ROWS);
-    same("gelu_forward",
-         [&](size_t rows) {
-             Huge<bf16> out(rows * C), inp(rows * C, x);
-             gpu_gelu_forward(out.p, inp.p, rows * C, 0);
-             return Outputs{out.last(C)};
-         },
-         TAIL, ROWS);
-    same("gelu_backward",
-         [&](size_t rows) {
-             Huge<bf16> dinp(rows * C), dout(rows * C, d), inp(rows * C, x);
-             Huge<float> scratch((size_t)partial_count(1, (int)rows, C, 1, 0)), db(C);
-             gpu_gelu_backward(dinp.p, db.p, dout.p, inp.p, scratch.p, (int)rows, C, 0);
-             return Outputs{dinp.last(256), db.last(32)};
-         },
-         TAIL, ROWS);
+    same("embedding_forward", TAIL, ROWS, [&](size_t rows) {
+        Huge<bf16> out(rows * C), wte(C, w), wpe(8 * C, x);
+        Huge<int> tokens(rows);
+        gpu_embedding_forward(out.p, tokens.p, wte.p, wpe.p, (int)(rows / 8), 8, C, 0);
+        return Outputs{out.last(C)};
+    });
+    // Sums over three sequences per position.
+    same("embedding_backward", TAIL, ROWS / 2, [&](size_t T) {
+        Huge<bf16> dout(3 * T * C, d), dwpe(T * C, x), dwte(C);
+        Huge<int> plan(3 * 3 * T + 1);
+        const int rows = 3 * (int)T;
+        EmbeddingPlan of = embedding_plan(plan.p, rows);
+        of.order[0] = rows - 1, of.start[1] = 1;
+        gpu_embedding_backward(dwte.p, dwpe.p, dout.p, plan.p, 1, 3, (int)T, C, (int)T, false, 0);
+        return Outputs{dwpe.last(8), dwte.last(8)};
+    });
+    same("layernorm", TAIL, ROWS, [&](size_t rows) {
+        Huge<bf16> out(rows * C), inp(rows * C, x), weight(C, w), bias(C, w);
+        Huge<bf16> dinp(rows * C), dout(rows * C, d);
+        Huge<float> mean(rows), rstd(rows), dw(C), db(C);
+        Huge<float> scratch((size_t)partial_count(1, (int)rows, C, 1, 0));
+        gpu_layernorm_forward(out.p, mean.p, rstd.p, inp.p, weight.p, bias.p, (int)rows, C, 0);
+        gpu_layernorm_backward(dinp.p, dw.p, db.p, (float *)nullptr, dout.p, inp.p, weight.p,
+                               mean.p, rstd.p, dout.p, scratch.p, (int)rows, C, 0);
+        return Outputs{out.last(C), mean.last(1), rstd.last(1), dinp.last(C)};
+    });
+    same("gelu_forward", TAIL, ROWS, [&](size_t rows) {
+        Huge<bf16> out(rows * C), inp(rows * C, x);
+        gpu_gelu_forward(out.p, inp.p, rows * C, 0);
+        return Outputs{out.last(C)};
+    });
+    same("gelu_backward", TAIL, ROWS, [&](size_t rows) {
+        Huge<bf16> dinp(rows * C), dout(rows * C, d), inp(rows * C, x);
+        Huge<float> scratch((size_t)partial_count(1, (int)rows, C, 1, 0)), db(C);
+        gpu_gelu_backward(dinp.p, db.p, dout.p, inp.p, scratch.p, (int)rows, C, 0);
+        return Outputs{dinp.last(256), db.last(32)};
+    });
 }
 
 // Compares the last `tail` positions of 16 heads.
 template <class E>
 static void check_huge_attention(const char *who, size_t T, size_t tail, size_t large) {
-    same(who,
-         [&](size_t B) {
-             const size_t NH = 16, row = 1024;
-             Huge<E> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
-             Huge<E> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
-             Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
-             Huge<float> scratch((size_t)partial_count((int)B, T, row, NH, !is_fp32<E>));
-             gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
-             gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
-                                    (int)B, T, row, NH, 0);
-             return Outputs{out.last(tail * row), lse.last(tail), dqkv.last(tail * 3 * row)};
-         },
-         1, large);
+    same(who, 1, large, [&](size_t B) {
+        const size_t NH = 16, row = 1024;
+        Huge<E> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
+        Huge<E> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
+        Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
+        Huge<float> scratch((size_t)partial_count((int)B, T, row, NH, !is_fp32<E>));
+        gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
+        gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
+                               (int)B, T, row, NH, 0);
+        return Outputs{out.last(tail * row), lse.last(tail), dqkv.last(tail * 3 * row)};
+    });
 }
 
 static void check_huge_tokens() {
-    same("classifier",
-         [&](size_t rows) {
-             Huge<bf16> logits(rows * 50304, noise(50304, 1, 1));
-             Huge<float> losses(rows);
-             Huge<int> targets(rows);
-             gpu_classifier(losses.p, logits.p, targets.p, 1, nullptr, (int)rows, 50257, 50304,
-                            true, 0);
-             return Outputs{logits.last(50304), losses.last(1)};
-         },
-         4, 42700);
+    same("classifier", 4, 42700, [&](size_t rows) {
+        Huge<bf16> logits(rows * 50304, noise(50304, 1, 1));
+        Huge<float> losses(rows);
+        Huge<int> targets(rows);
+        gpu_classifier(losses.p, logits.p, targets.p, 1, nullptr, (int)rows, 50257, 50304, true, 0);
+        return Outputs{logits.last(50304), losses.last(1)};
+    });
     check_huge_attention<__half>("attention", 128, 128, 16400);
     check_huge_attention<float>("attention, fp32", 64, 4, 32800);
 }
 
 static void check_huge_update() {
     const Reals x = noise_in<bf16>(UPDATE_CHUNK, 1, 1), d = noise_in<bf16>(UPDATE_CHUNK, 1, 2);
-    same("norm and AdamW",
-         [&](size_t chunks) {  // the norm's last block handles the last chunk
-             const size_t count = chunks * UPDATE_CHUNK;
-             Huge<bf16> p(count, x), g(count, d);
-             Huge<uint16_t> low(count);
-             Huge<float> m(count), v(count), scratch((size_t)NORM_BLOCKS);
-             Huge<UpdateState> state(1);
-             gpu_grad_square_sum(&state.p->square_sum, scratch.p, g.p, count, true, 0);
-             gpu_update_decide(state.p, 1, INFINITY, 0);
-             update_with<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, count, 0, 1,
-                                                  state.p);
-             return Outputs{p.last(UPDATE_CHUNK), m.last(UPDATE_CHUNK), {state.p->norm}};
-         },
-         1024, (1 << 18) + 1024);
+    // The norm's last block handles the last chunk.
+    same("norm and AdamW", 1024, (1 << 18) + 1024, [&](size_t chunks) {
+        const size_t count = chunks * UPDATE_CHUNK;
+        Huge<bf16> p(count, x), g(count, d);
+        Huge<uint16_t> low(count);
+        Huge<float> m(count), v(count), scratch((size_t)NORM_BLOCKS);
+        Huge<UpdateState> state(1);
+        gpu_grad_square_sum(&state.p->square_sum, scratch.p, g.p, count, true, 0);
+        gpu_update_decide(state.p, 1, INFINITY, 0);
+        update_with<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, count, 0, 1, state.p);
+        return Outputs{p.last(UPDATE_CHUNK), m.last(UPDATE_CHUNK), {state.p->norm}};
+    });
 }
 
 // For tensors of more than 2^31 elements, the last block of every grid computes the same results as
