@@ -624,7 +624,7 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     }
     if (bpe_merge(&r->encoder, both, n, bpe->count, two) != 2 ||
         bpe_bytes(bpe, two[0], &bytes) != left) {
-        die("%s:%d: this merge never applies, because earlier merges come first", r->name, line);
+        die("%s:%d: this merge can never apply, because earlier merges take precedence", r->name, line);
     }
     bpe->splits[bpe->count] = left;
     if (bpe->count == MAX_VOCABULARY - 1 || !bpe_add(bpe, both, n)) {

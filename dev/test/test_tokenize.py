@@ -125,7 +125,7 @@ REFUSED = [
 REFUSED_BPE = [
     ("text", "missing --bpe, --bytes, --tokens or --train-bpe; see --help"),
     ("--bpe text", "--bpe: data/vocab.bpe not found; run data/prepare.sh"),
-    ("--bpe --tokenizer never text", "never:4: this merge never applies, because"),
+    ("--bpe --tokenizer never text", "never:4: this merge can never apply, because"),
     ("--train-bpe 256 text", "'256'; expected an integer between 257 and 65535"),
     ("--train-bpe 65536 text", "invalid value '65536'"),
     ("--train-bpe 300 --tokenizer never text", "--tokenizer requires --bpe or --tokens")]
