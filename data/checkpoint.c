@@ -513,10 +513,10 @@ static void save_agree(Saving *save) {
     die("%s", save->problem);
 }
 
-// Checks that all ranks share `output`. Rank 0 creates a folder there, in which every rank must
-// then create a file. The folder is named like an unfinished checkpoint so that the next run
-// removes it if this one is killed. All ranks call this with the same `word`, an arbitrary number
-// that makes the name new.
+// Checks that all ranks share `output`: rank 0 creates a folder there, in which every rank must be
+// able to create a file. The folder is named like an unfinished checkpoint, so if this run is
+// killed, the next one removes it. All ranks pass the same `word`, a nonce that makes the name
+// unique.
 static void checkpoint_probe(Engine *e, const char *output, int64_t word) {
     static Snapshot snapshot;
     static Saving save;

@@ -27,8 +27,9 @@ static int vocabulary_is_gpt2(int V) {
 }
 enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of a BPE; 257 means no merges
 
-// Identifies a tokenizer. Token files, weights and merges store its hash, which covers the bytes of
-// every id but no special tokens, so a model with added tokens reads the same data.
+// A tokenizer's identity. Token files, weights and merges files contain its hash, which covers the
+// bytes of every token id, but not special tokens, so a model with added special tokens can use the
+// same data.
 enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1, TOKENIZER_MERGES = 2 };
 typedef struct {
     int kind, vocabulary;  // vocabulary: the highest id, including `end`, plus 1; 0 if unknown
@@ -527,7 +528,9 @@ static char *tokenizer_file_text(const Bpe *bpe, int file, int length, size_t *s
     }
     if (file == FILE_OF_ROLES) {
         json_print(f, "'tokenizer_class': 'GPT2Tokenizer', 'add_prefix_space': false");
-        json_print(f, length ? ", 'model_max_length': %d" : "", length);
+        if (length) {
+            json_print(f, ", 'model_max_length': %d", length);
+        }
         for (int i = 0; bpe->tokenizer.end >= 0 && i < 3; i++) {
             static const char *const roles[] = {"bos", "eos", "unk"};
             const int n = bpe_bytes(bpe, bpe->ranks[bpe->tokenizer.end] - 1, &bytes);
@@ -624,7 +627,8 @@ static void merge_read(BpeReader *r, const char *text, size_t length, int line) 
     }
     if (bpe_merge(&r->encoder, both, n, bpe->count, two) != 2 ||
         bpe_bytes(bpe, two[0], &bytes) != left) {
-        die("%s:%d: this merge can never apply, because earlier merges take precedence", r->name, line);
+        die("%s:%d: this merge can never apply, because earlier merges take precedence", r->name,
+            line);
     }
     bpe->splits[bpe->count] = left;
     if (bpe->count == MAX_VOCABULARY - 1 || !bpe_add(bpe, both, n)) {

@@ -147,7 +147,7 @@ BAD_DATA = [
     ([4, 7], "-i bad.bin", "bad.bin: the header has tokenizer 7 with a vocabulary of 257"),
     ([4, 2, 3, 256], "-i bad.bin", "tokenizer 2 with a vocabulary of 256; expected 0 (GPT-2, "),
     ([4, 2, 3, 65536], "-i bad.bin", "bad.bin: the header has tokenizer 2 with a vocabulary of 65"),
-    (shard([], BYTES), "-i bad.bin", "too short: 0 tokens, but a sequence needs T + 1 = 17"),
+    (shard([], BYTES), "-i bad.bin", "too short: 0 tokens in 1 shard, but a sequence needs T + 1"),
     (shard([7] * 16, BYTES), "-i bad.bin", "bad.bin: too short: 16 tokens"),
     (shard([7] * 16, BYTES), "-i train.bin -j bad.bin", "bad.bin: too short: 16 tokens"),
     (shard([7] * 300 + [257] * 9, BYTES), "-i bad.bin",

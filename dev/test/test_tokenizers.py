@@ -290,10 +290,10 @@ HASH = hashlib.sha256("\n".join(["#version: 0.2", *MERGES, ""]).encode() + array
     ("-e run-bytes --generate --tokenizer few_merges.txt", "run-bytes/step-00000001 uses single"),
     ("-e own --eval e.bin", "--eval: own has 50257 custom tokens ("),
     ("-e own --eval gpt2.bin", "own has 50257 custom tokens ("),
-    ("-e own -x 1 -b 2 -i a_train.bin", "; to tokenize text for it, run data/tokenize --bpe "
-                                        "--tokenizer own -o PREFIX FILE"),
-    ("-e more -x 1 -b 2 -i train.bin", "; to tokenize text for it, run data/tokenize --bpe "
-                                       "-o PREFIX"),
+    ("-e own -x 1 -b 2 -i a_train.bin", "; to tokenize text for this model, run data/tokenize "
+                                        "--bpe --tokenizer own -o PREFIX FILE"),
+    ("-e more -x 1 -b 2 -i train.bin", "; to tokenize text for this model, run data/tokenize "
+                                       "--bpe -o PREFIX"),
     ("-i a_train.bin -j b_val.bin", "(-j): b_val.bin has 300 custom tokens ("),
     ("-i a_train.bin -j val.bin", "(-j): val.bin has byte tokens, but a_train.bin has 300"),
     ("-i [ab]_train.bin", "a_train.bin has 300 custom tokens ("),

@@ -458,8 +458,8 @@ TEST(nccl_blocks, FLOAT) {
         Options o;
         parse(&o, (Text("--plan -e d12 ") + row.options).c_str());
         const MemoryBudget budget = budget_of_gpu(&o, &s);
-        expect(nccl_estimate_bytes(&s, budget.ctas) == row.mib << 20, "%s: %zu", row.options,
-               nccl_estimate_bytes(&s, budget.ctas));
+        expect(nccl_bytes(&s, budget.ctas) == row.mib << 20, "%s: %zu", row.options,
+               nccl_bytes(&s, budget.ctas));
         expect(budget.device == gpu_memory_from_options(&o) - card_library_bytes(gpu_find(o.gpu)) -
                                     (row.mib << 20), "%s: %zu", row.options, budget.device);
         expect_near(budget.speed.peer_byte * row.rate, row.rate > 0, 1e-6, "%s: s per byte",
