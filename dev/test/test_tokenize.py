@@ -161,7 +161,7 @@ def test_not_text(data, expected):
     Path("pointer").write_text("version https://git-lfs.github.com/spec/v1\n")
     refused("--bytes -o new pointer", "pointer: this is a Git LFS pointer, not the file itself")
     assert names(".", "new") == []
-    Path("bad").write_bytes(b"\n" + data if b"{" in data else b"{one} {two}")
+    Path("bad").write_bytes(b"\n" + data if "JSON" in expected else b"{one} {two}")
     succeeds("--bytes --val-fraction 0 -o new bad")
 
 
