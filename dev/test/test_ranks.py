@@ -426,7 +426,7 @@ def test_one_visible_gpu(card, mib):
                    EMU_NCCL="12m", EMU_MACHINE=str(r)) for r in range(2)]
     small = [{**e, "EMU_CONTEXT": str((80 << 30) - (mib - 1 << 20))} for e in env]
     zero = outcomes(start_ranks(TINY + "-x 1", small))[0]
-    assert zero.status == 3 and "file buffers take all %d.0 MiB" % (mib - 1) in zero.err, zero
+    assert zero.status == 3 and "file buffers use all %d.0 MiB" % (mib - 1) in zero.err, zero
     zero, one = outcomes(start_ranks(TINY + "-x 1 -o two", env))
     assert zero.status == one.status == 0, (zero, one)
     succeeds(TINY + "-x 1 -o one", env={k: v for k, v in env[0].items() if k.startswith("EMU")})

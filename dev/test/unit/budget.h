@@ -34,7 +34,7 @@ TEST(plan_refuse, HOST) {
     expect_too_large(refused(run, p->device_bytes - 1000, SIZE_MAX),
                      ": 1000 B short; it fits with -r ", "a little");
     expect_too_large(refused(run, 1, SIZE_MAX), "only 1 B is available", "all");
-    expect_too_large(refused(run, 0, SIZE_MAX), "but libraries and file buffers take all 1.0 MiB",
+    expect_too_large(refused(run, 0, SIZE_MAX), "but libraries and file buffers use all 1.0 MiB",
                      "the libraries");
     Planned away("-e d12 --offload moments");
     expect_too_large(refused(away, away.plan.device_bytes, away.plan.host_bytes - 1),
