@@ -98,7 +98,7 @@ def wait_until(done):
 
 
 def written(path):
-    return Path(path).read_text() if Path(path).exists() else ""
+    return Path(path).read_text(errors="surrogateescape") if Path(path).exists() else ""
 
 
 def wait_for(text, path="out/log.jsonl"):
