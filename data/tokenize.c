@@ -249,7 +249,7 @@ static void corpus_open(Corpus texts[2], const Arguments *a) {
         size += files[i].size;
         for (int k = 0; k < i; k++) {
             if (files[k].size == files[i].size && file_same(files[k].name, name)) {
-                die("%s and %s are the same file", files[k].name, name);
+                die("%s is given twice, also as %s", name, files[k].name);
             }
         }
     }

@@ -58,7 +58,7 @@ def test_split():
     for spelling in "", " third", " ./third soft hard " + os.path.abspath("third"):
         succeeds("--bytes -o out --val-file third text" + spelling)
         assert shards() == [list(TEXT), list(THIRD)]
-    refused("--bytes -o out soft text hard", "soft and hard are the same file")
+    refused("--bytes -o out soft text hard", "hard is given twice, also as soft")
 
 
 def test_standard_input():
