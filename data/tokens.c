@@ -1031,8 +1031,8 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t offset, int
         tokens->count = space >= 0 ? eval_word(p, position) : 0;
         tokens->words = p + 2 * (position + 1);
         if (tokens->count < 1 || tokens->count > space) {
-            die("%s: example %d: text %d (0 is the context) has %d tokens, but at most %d fit",
-                f->name, number, k, tokens->count, space > 0 ? space : 0);
+            die("%s: example %d: text %d (0 is the context) has %d tokens; at least 1 is required "
+                "and at most %d fit", f->name, number, k, tokens->count, space > 0 ? space : 0);
         }
         for (int i = 0; i < tokens->count; i++) {
             if (eval_word(tokens->words, i) >= f->vocabulary) {

@@ -585,7 +585,7 @@ TEST(eval_fields) {
         {with_word(body + 6, 4), "example 0: label 4, 4 completions"},
         {with_word(body + 8, 1), "label 3, 1 completions; expected 2 to 8"},
         {with_word(body + 10, 0), "text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 10, 12), "tokens, but at most 11 fit"},
+        {with_word(body + 10, 12), "is required and at most 11 fit"},
         {with_word(body + 12, 50257), "token 50257 is outside the model's vocabulary of 50257"},
         {with_word(body + 32, 50257), "example 0: token 50257"},
         {with_word(second, 1), "example 1: start word 1, index 1, size 22"},
