@@ -27,9 +27,8 @@ static int vocabulary_is_gpt2(int V) {
 }
 enum { MIN_VOCABULARY = 257, MAX_VOCABULARY = 65535 };  // of a BPE; 257 means no merges
 
-// A tokenizer's identity. Token files, weights and merges files contain its hash, which covers the
-// bytes of every token id, but not special tokens, so a model with added special tokens can use the
-// same data.
+// A tokenizer's identity. Token files and weights contain its hash, which covers the bytes of every
+// token id, but not special tokens, so a model with added special tokens can use the same data.
 enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1, TOKENIZER_MERGES = 2 };
 typedef struct {
     int kind, vocabulary;  // vocabulary: the highest id, including `end`, plus 1; 0 if unknown
