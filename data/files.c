@@ -192,7 +192,8 @@ static ShortText duration_text(double seconds) {
         snprintf(text.s, sizeof text.s, "%" PRId64 " d", (hours + 12) / 24);
         return text;
     }
-    snprintf(text.s, sizeof text.s, hours ? "%d:%02d:%02d" : "%.0d%d:%02d", (int)hours,
+    const int n = hours ? snprintf(text.s, sizeof text.s, "%" PRId64 ":", hours) : 0;
+    snprintf(text.s + n, sizeof text.s - n, hours ? "%02d:%02d" : "%d:%02d",
              (int)(s / 60 % 60), (int)(s % 60));
     return text;
 }
@@ -625,7 +626,7 @@ typedef struct {
     size_t offset, end;
     const char *fault;
 } Json;
-enum { JSON_SCALAR = 64 };
+enum { JSON_DEPTH = 64, JSON_SCALAR = 64 };
 
 static int json_fail(Json *j, const char *fault) {
     j->fault = j->fault ? j->fault : fault;
@@ -766,7 +767,7 @@ static void json_skip_to(Json *j, int depth) {
     }
 }
 
-static void json_skip(Json *j) { json_skip_to(j, 64); }
+static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
 // Moves to the value at a path of keys, such as "model.vocab", in the object at offset `from`. If
 // a key is repeated, the last member is used, as in Python. Returns 0 if there is none.

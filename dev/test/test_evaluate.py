@@ -67,7 +67,7 @@ def test_eval_command():
         "e.bin", "l1h1c16t16", 12, 12, 12]
     assert found["acc_norm"] == pytest.approx(found["correct_norm"] / 12)
     assert found["correct"] == round(numbers[0] * 0.12)
-    succeeds(command + "--quiet -t 5", "rows to fit T = 5 (at most 6 tokens")
+    succeeds(command + "--quiet -t 5", "rows to T + 1 = 6 tokens")
     refused(command + "-t 4", ": a completion of 5 tokens exceeds --seq-len (-t) 4")
     refused(command + "-t 17", "--seq-len (-t): 17 exceeds the model's maximum of 16")
     asked[7][2][3][-1] = 50257

@@ -378,7 +378,7 @@ def test_padded_vocabulary():
         members["ln_f.bias"][2] = struct.pack("<f", 1) * 4
         write_model("model", safetensors({}, members), config_text(shape))
         if rows == 50305:
-            refused(options, "has a vocabulary of 50305 tokens, but the data")
+            refused(options, "has a vocabulary of 50305 tokens, but that of the data")
         elif rows == 50258:
             succeeds(options + "-x 1", "loss 10.8260 ")  # ln(50257 + e^4)
     out = succeeds(options + "-x 1 -s 1 -g 200 -o out", "loss 10.8747 ")  # ln(50257 + 47 e^4)

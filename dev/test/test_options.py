@@ -63,7 +63,7 @@ BAD_OPTIONS = [
         "l2h2c16t16x", "l2h2c16t16v", "l\t2h2c16t16", "l2h\n2c16t16")),
     ("-i train.bin -e l2h2c16t16v65536", "a vocabulary of 2-65535"),
     ("-i train.bin -e l2h2c16t16v1000",
-     "l2h2c16t16v1000 has a vocabulary of 1000 tokens, but the data in train.bin has one of 257"),
+     "l2h2c16t16v1000 has a vocabulary of 1000 tokens, but that of the data in train.bin has 257"),
     ("-i train.bin -e l2h2c16t16 -t 17", "--seq-len (-t): 17 exceeds the model's maximum of 16"),
     ("-i train.bin -e l2h2c16t16 -r 2", "expected auto, or a list of none=0|gelu"),
     ("-i train.bin -e l2h2c16t16 -r half", "--recompute (-r): invalid value 'half'"),

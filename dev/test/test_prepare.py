@@ -226,7 +226,7 @@ def test_default_data(stories, monkeypatch):
     os.rename("data/stories_bpe_val.bin", "data/tinyshakespeare_bpe_val.bin")
     assert succeeds(train, "no validation without --val-data (-j)").count("no validation") == 1
     refused(stories.replace("t16", "t16v300"),
-            "has a vocabulary of 300 tokens, but the data in data/stories_bpe")
+            "has a vocabulary of 300 tokens, but that of the data in data/stories_bpe")
     os.rename("data/stories_bpe_train.bin", "data/tinyshakespeare_bpe_train.bin")
     succeeds(stories, " data/tinyshakespeare_bpe_train*.bin: ", "validation loss")
 

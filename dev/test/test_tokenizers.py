@@ -304,7 +304,7 @@ HASH = hashlib.sha256("\n".join(["#version: 0.2", *MERGES, ""]).encode() + array
     ("-i a_train.bin --tokenizer b_merges.txt", "b_merges.txt has 300 custom tokens"),
     ("-i gpt2.bin --tokenizer a_merges.txt", "a_merges.txt has 300 custom tokens ("),
     ("--generate -e unknown --tokenizer a_merges.txt",
-     "--tokenizer: unknown has a vocabulary of 257 tokens, but a_merges.txt has one of 300")])
+     "--tokenizer: unknown has a vocabulary of 257 tokens, but that of a_merges.txt has 300")])
 def test_agree(texts, monkeypatch, arguments, expected):
     """Files of different tokenizers are refused, even if these have the same size."""
     monkeypatch.chdir(texts)
